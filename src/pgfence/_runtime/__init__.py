@@ -1,0 +1,1 @@
+"""How we wait: the only place with threads, tasks, sleeping and pinned connections."""

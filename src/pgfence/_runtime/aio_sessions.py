@@ -1,0 +1,219 @@
+"""The statements of a session, async: each runs on the task that needs it, on its own loop.
+
+A cancel in mid-statement reaches the driver; what the server did is unknown then, and whoever asked closes the session.
+Closing is a plain call of the driver's that waits for nothing, so it works while a cancel unwinds and from the watcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
+from pgfence._runtime.sessions import (
+    STATEMENT_BUDGET,
+    WAIT_GRACE,
+    Borrowed,
+    R,
+    Session,
+    in_greenlet,
+    listened,
+    strange_backend,
+    wrapped,
+)
+from pgfence._sql import server
+from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+    from pgfence._runtime.drivers import AsyncWire
+    from pgfence._runtime.state import Hold
+
+_TASKS: set[asyncio.Future[Any]] = set()
+
+
+def keep(task: asyncio.Future[Any]) -> None:
+    """Keep a task alive until it is done: the loop itself refers to it weakly."""
+    _TASKS.add(task)
+    task.add_done_callback(_TASKS.discard)
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Run a call on a loop, from any thread; a loop that is closed needs no news."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+class AsyncSession(Session):
+    """One connection of ours, or the caller's own, driven by the task that needs it."""
+
+    wire: AsyncWire
+
+    def __init__(self, dbapi_connection: Any, wire: AsyncWire, facts: server.Facts) -> None:
+        super().__init__(dbapi_connection, wire, facts)
+        self.loop = asyncio.get_running_loop()
+        if hasattr(wire.driver, "add_termination_listener"):
+            # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
+            died = weakref.WeakMethod(self._terminated)
+            wire.driver.add_termination_listener(lambda _: (call := died()) and call())
+
+    def _terminated(self) -> None:
+        if not self.closed:
+            self.died("killed")
+
+    async def ask(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        """Run a statement of ours and return the first column of its one row."""
+        self.begin(limit)
+        try:
+            if listened(engine):
+                return await self.through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).one()[0])
+            return (await self.wire.query(text, args, prepare=prepare))[0]
+        finally:
+            self.end()
+
+    async def try_lock(self, engine: Engine, sql: LockSql) -> bool:
+        granted = await self.ask(engine, sql.try_text, sql.try_args(self.pid))
+        if granted is None:
+            raise strange_backend()
+        return bool(granted)
+
+    async def wait_lock(self, engine: Engine, sql: LockSql, milliseconds: int, *, quiet: bool) -> bool:
+        limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
+        if not quiet:
+            try:
+                await self.ask(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
+            except Exception as error:
+                if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                    return False
+                raise
+            return True
+        self.begin(limit)
+        try:
+            return await self.run_script(engine, sql.quiet_wait(milliseconds))
+        finally:
+            self.end()
+
+    async def run_script(self, engine: Engine, wait: str) -> bool:
+        if not listened(engine):
+            return await self.wire.script(f"{wait}; {QUIET_CHECK}")
+
+        def run(connection: Connection) -> bool:
+            connection.exec_driver_sql(wait)
+            return connection.exec_driver_sql(QUIET_CHECK).first() is not None
+
+        return await self.through(engine, run)
+
+    async def through(self, engine: Engine, run: Callable[[Connection], R]) -> R:
+        """Run sync code on this session by way of SQLAlchemy."""
+
+        def call() -> R:
+            with wrapped(engine, self.dbapi_connection) as connection:
+                return run(connection)
+
+        return await in_greenlet(call)
+
+    async def unlock(self, engine: Engine, sql: LockSql) -> bool:
+        return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args))
+
+    def probe(self, hold: Hold[Any]) -> None:
+        async def ask() -> None:
+            self.begin(STATEMENT_BUDGET)
+            try:
+                await self.wire.query("SELECT 1", ())
+            except Exception:
+                self.died("cut off")
+            else:
+                hold.unsure = False
+            finally:
+                self.end()
+
+        def start() -> None:
+            # A statement of the holder's own is under way: its answer says as much, and this driver takes one at a time.
+            if self.since:
+                hold.unsure = False
+            else:
+                keep(asyncio.ensure_future(ask()))
+
+        on_loop(self.loop, start)
+
+    async def lend(self, engine: Engine, async_engine: AsyncEngine) -> AsyncConnection:
+        """Make the session an ordinary AsyncConnection for the user's code: transactions, and the site's own limits."""
+
+        def lend() -> Any:
+            with wrapped(engine, self.dbapi_connection) as connection:
+                server.put_back(connection, self.facts)
+            engine.dialect.reset_isolation_level(self.dbapi_connection)
+            return wrapped(engine, self.dbapi_connection, reconnects=False)
+
+        from sqlalchemy.ext.asyncio import AsyncConnection
+
+        connection = await in_greenlet(lend)
+        self.lent = True
+        return AsyncConnection(async_engine, connection)
+
+    async def close_lent(self, connection: AsyncConnection) -> None:
+        """End the AsyncConnection that was lent; the session below it lives on for the unlock."""
+        with contextlib.suppress(Exception):  # a dead connection cannot roll back, and need not
+            await connection.close()
+
+    async def take_back(self, engine: Engine) -> None:
+        """End what the user's code left open, before the unlock."""
+
+        def back() -> None:
+            engine.dialect.do_rollback(self.dbapi_connection)
+            engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
+
+        await in_greenlet(back)
+
+
+class BorrowedAsyncSession(Borrowed, AsyncSession):
+    """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
+
+    @classmethod
+    async def of(cls, connection: AsyncConnection) -> BorrowedAsyncSession:
+        """Borrow a connection that is outside a transaction."""
+        raw = await connection.get_raw_connection()
+        inner: Any = connection.sync_connection
+        dbapi_connection: Any = raw.dbapi_connection
+        wire = wire_for(connection.dialect.driver, ASYNC_WIRES, "async")(
+            connection.dialect.get_driver_connection(dbapi_connection)
+        )
+        cls.fit(wire)
+        facts = cls.known_facts(inner, dbapi_connection)
+        if facts is None:
+            before = await wire.set_autocommit(True)
+            try:
+                facts = server.Facts.of(await wire.query(server.READ_FACTS, ()))
+            finally:
+                await wire.set_autocommit(before)
+            cls.learn(inner, dbapi_connection, facts)
+        return cls(inner, dbapi_connection, wire, facts)
+
+    async def ask(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        self.begin(limit)
+        before = await self.wire.set_autocommit(True)
+        try:
+            return (await self.wire.query(text, args))[0]
+        finally:
+            self.end()
+            with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
+                await self.wire.set_autocommit(before)
+
+    async def run_script(self, engine: Engine, wait: str) -> bool:
+        before = await self.wire.set_autocommit(True)
+        try:
+            return await self.wire.script(f"{wait}; {QUIET_CHECK}")
+        finally:
+            with contextlib.suppress(Exception):
+                await self.wire.set_autocommit(before)

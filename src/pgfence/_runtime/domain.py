@@ -1,0 +1,278 @@
+"""What one process shares for one engine (async: for one engine and loop): lines, connections, judgement. No I/O.
+
+The life of a hold, in both worlds:
+
+    line up ── first in line ── connection ── try ──────────────── hold ── release: hand over, or unlock
+                    │                          └─ busy: wait in slices ─┘
+                    └─ handed over by the one before: hold at once
+
+Every step has one owner, the contender's own thread or task. Whatever ends it there (timeout, cancel, Ctrl-C, an error) gives
+up the connection it was at and leaves the line; a loss does the same from the watcher's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Generic
+
+from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
+from pgfence._runtime.sessions import Gone, Roster, S, Session, lost_connection
+from pgfence._runtime.state import Hold, emit, log, named
+from pgfence._sql import server
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
+from pgfence.errors import (
+    CapacityError,
+    DeadlockError,
+    LockTimeoutError,
+    SelfDeadlockError,
+    TransactionStateError,
+    UnreachableError,
+)
+from pgfence.timing import NESTED_LIMIT, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._sql.advisory import LockSql
+    from pgfence.config import Config
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey
+    from pgfence.timing import Seconds
+
+MANY_KEYS = 100
+COUNT_EVERY = 1.0
+RETRY_AFTER = 1.0
+"""A session that ended sooner than this after it was taken for a wait counts as a failure; the second in a row is told."""
+
+
+class Domain(Generic[S]):
+    """Lines and connections of one engine in this process."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self.engine = engine
+        self.config = config
+        self.style = server.style_of(engine.dialect)
+        self.pid = os.getpid()
+        self.lines = Lines()
+        self.roster: Roster[S] = Roster(config.max_lock_connections)
+        self.generation = 0
+        self._counted_at = 0.0
+        self._used = 0
+        self._limit = 0
+        self._warned = False
+
+    # ------------------------------------------------------------ lines
+
+    def timeout(self, timeout: Seconds | None, owner: Contender) -> float:
+        """Return how long a call may wait; the default is cut for whoever holds a session lock already."""
+        if timeout is not None:
+            return seconds(timeout)
+        return min(self.config.default_timeout, NESTED_LIMIT) if owner.holds else self.config.default_timeout
+
+    def line_up(
+        self, names: tuple[str, ...], keys: Sequence[LockKey], owner: Contender, *, wait: bool
+    ) -> Ticket | None:
+        """Enter the lines, under the mutex. None: somebody is before us, and we do not wait.
+
+        Raises:
+            SelfDeadlockError: the wait would never end inside this process.
+        """
+        if self.lines.held_by(owner, keys):
+            raise SelfDeadlockError(
+                f"this {owner.kind} holds {named(names)} already: a session lock is not re-entrant. Pass the handle on,"
+                " or use one lock with many names",
+                names=names,
+            )
+        ticket = Ticket(keys, owner, self.lines)
+        if self.lines.arrive(ticket):
+            return ticket
+        circle = wait and closes_circle(ticket)
+        if wait and not circle:
+            owner.waits = ticket
+            return ticket
+        self.lines.leave(ticket)
+        if circle:
+            raise SelfDeadlockError(
+                f"waiting for {named(names)} would never end: its holder in this process waits for"
+                f" {named(_held_here(owner))}, held here. Take both at once: one lock with many names",
+                names=names,
+            )
+        return None
+
+    def step_out(self, ticket: Ticket) -> None:
+        """Leave the lines; a second time does nothing."""
+        with MUTEX:
+            self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.owner.waits is ticket:
+            ticket.owner.waits = None
+        if ticket.lines is self.lines and ticket in self.lines:
+            self.lines.leave(ticket)
+
+    # ------------------------------------------------------------ holds
+
+    def held(self, names: tuple[str, ...], ticket: Ticket, session: S) -> Hold[S]:
+        """Record a grant."""
+        hold = Hold(names, ticket, session)
+        with MUTEX:
+            ticket.owner.waits = None
+            ticket.owner.holds.append(hold)
+            session.hold = hold
+        if session.dead is not None:  # it died between the answer and this line
+            session.died(session.dead)
+        emit(self.config, "acquired", names)
+        return hold
+
+    def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
+        """Begin a release, under no lock: (it is ours to release, the lock went on to the next in line without a trip).
+
+        The next in line gets the server's lock as it is, at most 16 times in a row or for 20 ms, so that another process
+        that waits in the server is not starved by a crowd in this one.
+        """
+        with MUTEX:
+            if not hold.begin_release():
+                return False, False
+            if hold in hold.owner.holds:
+                hold.owner.holds.remove(hold)
+            session = hold.session
+            session.hold = None
+            if hold.reason is not None or session.dead or session.lent or not session.ours:
+                return True, False
+            heir = self.lines.next_for(hold.ticket)
+            if heir is None or session.burst >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
+                return True, False
+            session.burst += 1
+            heir.gift = session
+            self._leave(hold.ticket)
+            return True, True
+
+    def session_died(self, session: Session) -> None:
+        """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
+        hold = session.hold
+        if hold is None:
+            return
+        self.step_out(hold.ticket)
+        emit(self.config, "lost", hold.names)
+        log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
+
+    # ------------------------------------------------------------ judgement
+
+    def must_count(self, keys: int) -> bool:
+        """Say whether the server's lock table is to be counted before this request."""
+        return keys > MANY_KEYS and time.monotonic() - self._counted_at > COUNT_EVERY
+
+    def counted(self, used: int, limit: int | None = None) -> None:
+        self._counted_at = time.monotonic()
+        self._used = used
+        if limit is not None:
+            self._limit = limit
+
+    def room_for(self, keys: int) -> None:
+        """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
+        if not self._limit:
+            return
+        judged = server.capacity(self._used, keys, self._limit)
+        if isinstance(judged, CapacityError):
+            raise judged
+        if judged == "warn" and not self._warned:
+            log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
+        self._warned = judged == "warn"
+
+    def timed_out(
+        self,
+        names: tuple[str, ...],
+        keys: Sequence[LockKey],
+        timeout: float,
+        owner: Contender,
+        holders: Sequence[Holder],
+        *,
+        why: str = "",
+    ) -> LockTimeoutError:
+        held_here = _held_here(owner)
+        by = f"; held by {', '.join(map(str, holders))}" if holders else ""
+        nested = f". Held here meanwhile: {named(held_here)}" if held_here else ""
+        emit(self.config, "timeout", names)
+        return LockTimeoutError(
+            f"no lock on {named(names)} within {timeout:g} s{why}{by}{nested}",
+            names=names,
+            keys=keys,
+            timeout=timeout,
+            holders=holders,
+            held_here=held_here,
+        )
+
+    def gone_error(self, names: tuple[str, ...], gone: Gone) -> UnreachableError:
+        return UnreachableError(
+            f"the session ended while it asked for {named(names)}: {gone.__cause__}. Nothing is held"
+        )
+
+
+NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
+
+
+def _held_here(owner: Contender) -> tuple[str, ...]:
+    return tuple(name for hold in owner.holds for name in hold.names)
+
+
+def translated(engine: Engine, session: Session, error: Exception) -> Exception:
+    """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
+    state = sqlstate(error)
+    if state == DEADLOCK_DETECTED:
+        return DeadlockError("PostgreSQL ended this wait as the victim of a deadlock: try again", sqlstate=state)
+    if state == OUT_OF_MEMORY:
+        facts = session.facts
+        return CapacityError(
+            "the server's lock table is full: hold fewer locks at a time or raise max_locks_per_transaction",
+            used=facts.locks_used,
+            limit=facts.lock_limit,
+            sqlstate=state,
+        )
+    if lost_connection(engine, session, error):
+        gone = Gone()
+        gone.__cause__ = error
+        return gone
+    return error
+
+
+def keyed(sql: LockSql) -> str:
+    return ", ".join(str(key.value) for key in sql.keys)
+
+
+def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
+    """The caller's connection is in a transaction while its lock is to be given back."""
+    if closed:
+        return TransactionStateError(
+            f"the block of {named(names)} ended inside a transaction: whoever takes the lock next would not see its writes."
+            " The connection was closed and the transaction is rolled back. Commit inside the block"
+        )
+    return TransactionStateError(
+        f"{named(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
+        " Commit or roll back first, then release; the lock is still held"
+    )
+
+
+class Homes:
+    """Where domains live: on the dialect object of their engine, so that they go with it and its copies share them."""
+
+    ATTRIBUTE = "_pgfence_domains"
+
+    @classmethod
+    def of(cls, engine: Engine) -> dict[Any, Any]:
+        home: dict[Any, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
+        return home
+
+
+def weak_method(method: Any) -> Any:
+    """Return a call of a bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = reference()
+        return None if target is None else target(*args)
+
+    return call

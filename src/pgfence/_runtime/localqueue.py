@@ -1,0 +1,140 @@
+"""Who is next inside this process. Pure: no I/O, no threads, no clock.
+
+All contenders for the keys of one engine (and, async, one loop) stand in lines, one line per key, first come first served;
+only whoever stands first in *every* line of its keys goes to the server, so a thousand waiters for one key use one
+connection. A ticket enters all its lines at once and stays there until what it was granted is given back. As every line
+has the order of arrival, tickets for several keys cannot block each other in a circle.
+
+A circle can still arise between *holds*: a task that holds A waits for B while the holder of B waits for A. Inside one
+process that is visible, and found before the wait begins. Between processes nobody sees it.
+
+The caller serialises every call with `MUTEX`, one for the whole process, because a circle may lead through several engines.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pgfence._runtime.state import Hold
+    from pgfence.keys import LockKey
+
+MUTEX = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    # A fork while another thread is in here would leave the child a mutex that nobody ever frees.
+    os.register_at_fork(before=MUTEX.acquire, after_in_parent=MUTEX.release, after_in_child=MUTEX.release)
+
+BURST = 16
+BURST_TIME = 0.02
+
+
+class Contender:
+    """A thread or a task: what can hold, and wait for one thing at a time."""
+
+    __slots__ = ("__weakref__", "holds", "kind", "waits")
+
+    def __init__(self, kind: Literal["thread", "task"]) -> None:
+        self.kind = kind
+        self.holds: list[Hold[Any]] = []
+        self.waits: Ticket | None = None
+
+
+class Ticket:
+    """A place in the lines of some keys."""
+
+    __slots__ = ("ahead", "gift", "keys", "lines", "owner", "wake")
+
+    def __init__(self, keys: Sequence[LockKey], owner: Contender, lines: Lines) -> None:
+        self.keys = keys
+        self.owner = owner
+        self.lines = lines
+        self.ahead = 0
+        """In how many lines somebody stands before it."""
+        self.gift: Any = None
+        """The session on which these very keys are held already: handed over by the ticket before."""
+        self.wake: Callable[[], object] | None = None
+
+
+class Lines:
+    """The lines of one engine."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines: dict[LockKey, deque[Ticket]] = {}
+
+    def arrive(self, ticket: Ticket) -> bool:
+        """Put a ticket at the end of its lines and say whether it stands first in all of them."""
+        for key in ticket.keys:
+            line = self._lines.get(key)
+            if line is None:
+                self._lines[key] = deque((ticket,))
+            else:
+                line.append(ticket)
+                ticket.ahead += 1
+        return not ticket.ahead
+
+    def leave(self, ticket: Ticket) -> None:
+        """Take a ticket out, first or not, and wake those who stand first in all their lines now."""
+        for key in ticket.keys:
+            line = self._lines[key]
+            if line[0] is not ticket:
+                line.remove(ticket)
+                continue
+            line.popleft()
+            if not line:
+                del self._lines[key]
+                continue
+            line[0].ahead -= 1
+            if not line[0].ahead and line[0].wake is not None:
+                line[0].wake()
+
+    def next_for(self, ticket: Ticket) -> Ticket | None:
+        """Return who would come first by this ticket's leaving, if it wants exactly the same keys."""
+        line = self._lines[ticket.keys[0]]
+        if len(line) < 2 or line[1].keys != ticket.keys:
+            return None
+        heir = line[1]
+        if len(ticket.keys) > 1 and any(self._lines[key][1] is not heir for key in ticket.keys):
+            return None
+        return heir
+
+    def held_by(self, owner: Contender, keys: Sequence[LockKey]) -> bool:
+        """Say whether this contender stands first for one of the keys already, by a hold or a wait of its own."""
+        return any((line := self._lines.get(key)) is not None and line[0].owner is owner for key in keys)
+
+    def before(self, ticket: Ticket) -> Iterator[Ticket]:
+        for key in ticket.keys:
+            for other in self._lines[key]:
+                if other is ticket:
+                    break
+                yield other
+
+    def __contains__(self, ticket: Ticket) -> bool:
+        line = self._lines.get(ticket.keys[0])
+        return line is not None and (line[0] is ticket or ticket in line)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
+def closes_circle(ticket: Ticket) -> bool:
+    """Say whether waiting with this ticket would never end: its owner holds what somebody before it waits for."""
+    seen: set[int] = set()
+    todo = [ticket]
+    while todo:
+        current = todo.pop()
+        for other in current.lines.before(current):
+            if other.owner is ticket.owner:
+                return True
+            waits = other.owner.waits
+            if waits is not None and id(waits) not in seen:
+                seen.add(id(waits))
+                todo.append(waits)
+    return False

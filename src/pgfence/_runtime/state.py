@@ -1,0 +1,156 @@
+"""The record of one grant, and the four states it can be in: held, unknown, lost, released.
+
+A `Hold` belongs to the session that carries the lock; the handle that the user has points to it, never the other way round,
+so that a dropped handle can be noticed. Its state changes once from held to lost or released, from any thread; between them
+lies *unknown*: asked, no answer yet. Silence is never taken for possession.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pgfence._runtime.localqueue import MUTEX
+from pgfence.errors import LockLostError, LockNotHeldError
+from pgfence.grants import Event
+
+if TYPE_CHECKING:
+    from pgfence._runtime.localqueue import Contender, Ticket
+    from pgfence.config import Config
+    from pgfence.errors import LossReason
+    from pgfence.grants import State
+    from pgfence.keys import LockKey
+
+log = logging.getLogger("pgfence.advisory")
+
+SessionT = TypeVar("SessionT")
+
+
+class Hold(Generic[SessionT]):
+    """One grant: who has it, on which session, and whether that is still true."""
+
+    __slots__ = (
+        "_listeners",
+        "handle",
+        "keys",
+        "names",
+        "owner",
+        "pid",
+        "reason",
+        "released",
+        "session",
+        "ticket",
+        "unsure",
+    )
+
+    def __init__(self, names: tuple[str, ...], ticket: Ticket, session: SessionT) -> None:
+        self.names = names
+        self.keys: tuple[LockKey, ...] = tuple(ticket.keys)
+        self.ticket = ticket
+        self.owner: Contender = ticket.owner
+        self.session = session
+        self.pid = os.getpid()
+        self.handle: Callable[[], Any] = _nothing
+        """A weak reference to what the user has in hand."""
+        self.reason: LossReason | None = None
+        self.released = False
+        self.unsure = False
+        self._listeners: list[Callable[[], object]] = []
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process took it: a forked child holds nothing."""
+        return self.pid == os.getpid()
+
+    @property
+    def state(self) -> State:
+        if not self.ours:
+            return "released"
+        if self.reason is not None:
+            return "lost"
+        if self.released:
+            return "released"
+        return "unknown" if self.unsure else "held"
+
+    def check(self) -> None:
+        """Raise unless it is held as far as this process knows."""
+        if self.ours and self.reason is not None:
+            raise self.lost_error()
+        if self.released or not self.ours:
+            raise self.not_held_error()
+
+    def lost_error(self) -> LockLostError:
+        reason = self.reason or "killed"
+        told = {
+            "killed": "its server session ended",
+            "cut off": "the server cannot be reached any more",
+        }.get(reason, reason)
+        return LockLostError(
+            f"the lock {named(self.names)} was lost while it was held: {told}. Another process may hold it by now; what was"
+            " done since then was not protected",
+            names=self.names,
+            reason=reason,
+        )
+
+    def not_held_error(self) -> LockNotHeldError:
+        why = "it was released already" if self.ours else "this is a forked child, the lock belongs to its parent"
+        return LockNotHeldError(f"the lock {named(self.names)} is not held: {why}", names=self.names)
+
+    def lose(self, reason: LossReason) -> bool:
+        """Mark it lost, once, and tell the listeners. Callable from any thread; must not be called under the mutex."""
+        with MUTEX:
+            if self.reason is not None or self.released or not self.ours:
+                return False
+            self.reason = reason
+            listeners, self._listeners = self._listeners, []
+        for listener in listeners:
+            tell(listener)
+        return True
+
+    def begin_release(self) -> bool:
+        """Take the right to release, under the mutex: true for the first caller only."""
+        first = not self.released and self.ours
+        self.released = True
+        self._listeners = []
+        return first
+
+    def subscribe(self, listener: Callable[[], object]) -> None:
+        """Have `listener` called once when it is lost, at once if it is already. It must be quick and not block."""
+        with MUTEX:
+            lost = self.reason is not None
+            if not lost:
+                self._listeners.append(listener)
+        if lost:
+            tell(listener)
+
+    def unsubscribe(self, listener: Callable[[], object]) -> None:
+        with MUTEX:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+
+def _nothing() -> None:
+    """There is no handle (yet)."""
+
+
+def tell(listener: Callable[[], object]) -> None:
+    """Call a listener; its exception is logged, for it must not break the lock or the other listeners."""
+    try:
+        listener()
+    except Exception:
+        log.exception("a callback of a lock failed")
+
+
+def named(names: tuple[str, ...]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def emit(config: Config, event: str, names: tuple[str, ...], token: int | None = None) -> None:
+    """Tell `configure(on_event=...)` of an event; its exception is logged."""
+    hook: Callable[[Event], Any] | None = config.on_event
+    if hook is not None:
+        what = Event(event, ", ".join(names), None, None, token, datetime.now(UTC))
+        tell(lambda: hook(what))

@@ -1,0 +1,148 @@
+"""The statements of a session, sync: each runs on the thread that needs it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.drivers import SYNC_WIRES, wire_for
+from pgfence._runtime.sessions import (
+    STATEMENT_BUDGET,
+    WAIT_GRACE,
+    Borrowed,
+    Session,
+    listened,
+    strange_backend,
+    wrapped,
+)
+from pgfence._runtime.watch import WATCHER
+from pgfence._sql import server
+from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection, Engine
+
+    from pgfence._runtime.drivers import SyncWire
+    from pgfence._runtime.state import Hold
+
+
+class SyncSession(Session):
+    """One connection of ours, or the caller's own, driven by the thread that needs it."""
+
+    wire: SyncWire
+
+    def ask(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        """Run a statement of ours and return the first column of its one row."""
+        self.begin(limit)
+        try:
+            if listened(engine):
+                with wrapped(engine, self.dbapi_connection) as connection:
+                    return connection.exec_driver_sql(text, tuple(args)).one()[0]
+            return self.wire.query(text, args, prepare=prepare)[0]
+        finally:
+            self.end()
+
+    def try_lock(self, engine: Engine, sql: LockSql) -> bool:
+        granted = self.ask(engine, sql.try_text, sql.try_args(self.pid))
+        if granted is None:
+            raise strange_backend()
+        return bool(granted)
+
+    def wait_lock(self, engine: Engine, sql: LockSql, milliseconds: int, *, quiet: bool) -> bool:
+        limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
+        if not quiet:
+            try:
+                self.ask(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
+            except Exception as error:
+                if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                    return False
+                raise
+            return True
+        self.begin(limit)
+        try:
+            return self.run_script(engine, sql.quiet_wait(milliseconds))
+        finally:
+            self.end()
+
+    def run_script(self, engine: Engine, wait: str) -> bool:
+        if not listened(engine):
+            return self.wire.script(f"{wait}; {QUIET_CHECK}")
+        with wrapped(engine, self.dbapi_connection) as connection:
+            connection.exec_driver_sql(wait)
+            return connection.exec_driver_sql(QUIET_CHECK).first() is not None
+
+    def unlock(self, engine: Engine, sql: LockSql) -> bool:
+        return bool(self.ask(engine, sql.unlock_text, sql.unlock_args))
+
+    def probe(self, hold: Hold[Any]) -> None:
+        def ask() -> None:
+            self.begin(STATEMENT_BUDGET)
+            try:
+                self.wire.query("SELECT 1", ())
+            except Exception:
+                self.died("cut off")
+            else:
+                hold.unsure = False
+            finally:
+                self.end()
+
+        WATCHER.post(ask)
+
+    def lend(self, engine: Engine) -> Connection:
+        """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
+        with wrapped(engine, self.dbapi_connection) as connection:
+            server.put_back(connection, self.facts)
+        engine.dialect.reset_isolation_level(self.dbapi_connection)
+        self.lent = True
+        return wrapped(engine, self.dbapi_connection, reconnects=False)
+
+    def take_back(self, engine: Engine) -> None:
+        """End what the user's code left open, before the unlock."""
+        engine.dialect.do_rollback(self.dbapi_connection)
+        engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
+
+
+class BorrowedSyncSession(Borrowed, SyncSession):
+    """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
+
+    @classmethod
+    def of(cls, connection: Connection) -> BorrowedSyncSession:
+        """Borrow a connection that is outside a transaction."""
+        dbapi_connection = connection.connection.dbapi_connection
+        driver = connection.dialect.get_driver_connection(dbapi_connection)  # type: ignore[arg-type]
+        wire = wire_for(connection.dialect.driver, SYNC_WIRES, "sync")(driver)
+        cls.fit(wire)
+        facts = cls.known_facts(connection, dbapi_connection)
+        if facts is None:
+            before = wire.set_autocommit(True)
+            try:
+                facts = server.Facts.of(wire.query(server.READ_FACTS, ()))
+            finally:
+                wire.set_autocommit(before)
+            cls.learn(connection, dbapi_connection, facts)
+        return cls(connection, dbapi_connection, wire, facts)
+
+    def ask(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        self.begin(limit)
+        before = self.wire.set_autocommit(True)
+        try:
+            return self.wire.query(text, args)[0]
+        finally:
+            self.end()
+            with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
+                self.wire.set_autocommit(before)
+
+    def run_script(self, engine: Engine, wait: str) -> bool:
+        before = self.wire.set_autocommit(True)
+        try:
+            return self.wire.script(f"{wait}; {QUIET_CHECK}")
+        finally:
+            with contextlib.suppress(Exception):
+                self.wire.set_autocommit(before)

@@ -1,0 +1,177 @@
+"""Two daemon threads per process: one that hears a session die, one that runs callbacks.
+
+The *watcher* asks the kernel only for the hang-up of a duplicate of each session's socket (EPOLLRDHUP): answers and
+notifications never wake it, TLS does not matter, and the user's thread may be inside a statement meanwhile. A duplicate,
+because a number is reused at once by the next connection, and epoll forgets a socket that its owner closes.
+
+Once a second it also looks for what no socket tells: a statement that is overdue because the server hangs (the socket is
+shut down, so that whoever waits for the answer gets an error), a session that has been idle for too long (closed), and a pause
+of this very process (a stopped or suspended process believes nothing until the server has answered again).
+
+Where the kernel has no such event (macOS, Windows), each hold is asked for by a round trip every 10 s instead.
+
+The *callbacks* thread runs what users registered and what finalisers left to do, so that neither can keep the watcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol
+
+from pgfence._runtime.state import tell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgfence.errors import LossReason
+
+TICK = 1.0
+PAUSE = 5.0
+"""A tick that comes this late means that the process stood still."""
+
+HAS_HANGUP = hasattr(select, "EPOLLRDHUP")
+_CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ECONNABORTED}
+
+
+class Watched(Protocol):
+    """What the watcher needs of a session."""
+
+    dup: int
+
+    def died(self, reason: LossReason) -> None: ...
+    def tick(self, now: float, paused: bool) -> None: ...
+
+
+class Idles(Protocol):
+    """What the watcher needs of those who keep sessions."""
+
+    def reap(self, now: float) -> None: ...
+
+
+class Watcher:
+    """The two threads, started with the first session."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()  # a finaliser may come in here while its own thread is inside
+        self._epoll: select.epoll | None = None
+        self._sessions: dict[int, weakref.ref[Watched]] = {}
+        self._keepers: weakref.WeakSet[Idles] = weakref.WeakSet()
+        self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._started = False
+
+    def keep(self, keeper: Idles) -> None:
+        with self._lock:
+            self._keepers.add(keeper)
+
+    def watch(self, session: Watched, fd: int) -> None:
+        """Watch a session whose socket has the number `fd` at this moment."""
+        with self._lock:
+            self._start()
+            if fd < 0:
+                return
+            session.dup = os.dup(fd)
+            self._sessions[session.dup] = weakref.ref(session)
+            if self._epoll is not None:
+                self._epoll.register(session.dup, select.EPOLLRDHUP)
+
+    def unwatch(self, session: Watched) -> None:
+        """Forget a session, before its connection is closed: the duplicate would keep the socket open."""
+        with self._lock:
+            dup, session.dup = session.dup, -1
+            if dup < 0 or self._sessions.pop(dup, None) is None:
+                return
+            if self._epoll is not None:
+                with contextlib.suppress(OSError):
+                    self._epoll.unregister(dup)
+            os.close(dup)
+
+    def shut_down(self, session: Watched) -> None:
+        """End the conversation from any thread; whoever waits for an answer gets an error at once."""
+        with self._lock:
+            if session.dup < 0:
+                return
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(session.dup)) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+
+    def post(self, job: Callable[[], object]) -> None:
+        """Run a job on the callbacks thread. Takes no lock: a finaliser may call it from anywhere."""
+        self._jobs.put(job)
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        if HAS_HANGUP:
+            self._epoll = select.epoll()
+        for name, target in (("pgfence-watcher", self._watch), ("pgfence-callbacks", self._work)):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            tell(self._jobs.get())
+
+    def _watch(self) -> None:
+        epoll = self._epoll
+        before = time.monotonic()
+        while True:
+            events: list[tuple[int, int]] = []
+            if epoll is None:
+                time.sleep(TICK)
+            else:
+                events = epoll.poll(TICK)
+            now = time.monotonic()
+            paused = now - before > TICK + PAUSE
+            for dup, _ in events:
+                self._hang_up(dup)
+            if paused or now - before >= TICK:
+                before = now
+                self._tick(now, paused)
+
+    def _hang_up(self, dup: int) -> None:
+        with self._lock:
+            reference = self._sessions.get(dup)
+            session = reference() if reference is not None else None
+            if session is None or session.dup != dup:
+                return
+            if self._epoll is not None:
+                with contextlib.suppress(OSError):
+                    self._epoll.unregister(dup)
+            error = 0
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(dup)) as ours:
+                error = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        reason: LossReason = "cut off" if error in _CUT else "killed"
+        tell(lambda: session.died(reason))
+
+    def _tick(self, now: float, paused: bool) -> None:
+        with self._lock:
+            sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
+            keepers = list(self._keepers)
+        for session in sessions:
+            tell(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
+        for keeper in keepers:
+            tell(lambda keeper=keeper: keeper.reap(now))  # type: ignore[misc]
+
+    def forget(self) -> list[Watched]:
+        """In a forked child: give up everything of the parent without a word on its sockets, and return the sessions."""
+        sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
+        for dup in self._sessions:
+            with contextlib.suppress(OSError):
+                os.close(dup)
+        if self._epoll is not None:
+            self._epoll.close()
+        self._reset()
+        return sessions
+
+
+WATCHER = Watcher()

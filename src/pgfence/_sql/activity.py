@@ -1,0 +1,125 @@
+"""Who holds an advisory key, and how full the lock table is. Looking never takes a lock.
+
+A key is matched whole: database, both halves and the key space. Half a key, or the same numbers in the other space or in
+another database, belong to somebody else. pg_locks shows the halves as unsigned oids; put together as a signed 64-bit number
+they are `LockKey.value` again.
+
+The texts stand apart from the functions that send them, so that a caller with a driver's own connection can use them too:
+`TEXTS[style]`, `arguments(keys)`, `decode(rows, keys)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pgfence._sql.server import style_of
+from pgfence.grants import Holder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+    from pgfence._sql.advisory import Style
+    from pgfence.keys import LockKey
+
+_VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
+
+# {0} holds the keys of the bigint space, {1} the pairs.
+_MATCH = (
+    "l.locktype = 'advisory' AND l.granted"
+    " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
+    f" AND (l.objsubid = 1 AND {_VALUE} = ANY (CAST({{0}} AS bigint[]))"
+    f" OR l.objsubid = 2 AND {_VALUE} = ANY (CAST({{1}} AS bigint[])))"
+)
+_HELD = "SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE " + _MATCH + ")"
+
+# A prepared transaction has no process; its lock bears the number of the transaction.
+_HOLDERS = (
+    f"SELECT {_VALUE}, l.objsubid, l.mode, l.pid, a.application_name, pg_catalog.host(a.client_addr),"
+    " COALESCE(a.xact_start, a.state_change, p.prepared), p.gid"
+    " FROM pg_catalog.pg_locks AS l"
+    " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
+    " LEFT JOIN pg_catalog.pg_prepared_xacts AS p ON l.pid IS NULL AND l.virtualtransaction = '-1/' || p.transaction::text"
+    " WHERE " + _MATCH + " ORDER BY l.objsubid, 1, l.mode, l.pid"
+)
+_TABLE_USE = (
+    "SELECT (SELECT count(*) FROM pg_catalog.pg_locks), pg_catalog.current_setting('max_locks_per_transaction')::bigint"
+    " * (pg_catalog.current_setting('max_connections')::bigint"
+    " + pg_catalog.current_setting('max_prepared_transactions')::bigint)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts for one way of marking parameters; all take `arguments(keys)`."""
+
+    holders: str
+    held: str
+
+
+TEXTS: dict[Style, Texts] = {
+    "format": Texts(_HOLDERS.format("%s", "%s"), _HELD.format("%s", "%s")),
+    "numeric": Texts(_HOLDERS.format("$1", "$2"), _HELD.format("$1", "$2")),
+}
+
+
+def arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
+    """Return the parameters of the texts for these keys."""
+    whole: list[int] = []
+    pairs: list[int] = []
+    for key in keys:
+        (whole if key.space == "bigint" else pairs).append(key.value)
+    return whole, pairs
+
+
+def decode(rows: Iterable[Sequence[Any]], keys: Iterable[LockKey]) -> list[Holder]:
+    """Return the holders that the rows of `Texts.holders` tell of; `keys` are those that were asked for."""
+    known = {(key.value, 1 if key.space == "bigint" else 2): key for key in keys}
+    return [_holder(row, known[row[0], row[1]]) for row in rows]
+
+
+def _holder(row: Sequence[Any], key: LockKey) -> Holder:
+    _, _, mode, backend_pid, application_name, host, since, gid = row
+    return Holder(
+        name=key.name,
+        key=key,
+        kind="advisory",
+        mode="shared" if mode == "ShareLock" else "exclusive",
+        owner=None if gid is None else f"prepared transaction {gid!r}",
+        host=host,
+        pid=None,
+        backend_pid=backend_pid,
+        application_name=application_name or None,
+        purpose="",
+        token=None,
+        since=since,
+        expires_at=None,
+    )
+
+
+def holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
+    """Return who holds these keys in the connection's own database, whether for a session or for a transaction.
+
+    One round trip. What the role may not see of other users is None. A session that holds a key in both modes is listed
+    twice.
+    """
+    text = TEXTS[style_of(connection.dialect)].holders
+    return decode(connection.exec_driver_sql(text, arguments(keys)).all(), keys)
+
+
+def held(connection: Connection, keys: Sequence[LockKey]) -> bool:
+    """Return whether anybody holds any of these keys in the connection's own database. One round trip."""
+    text = TEXTS[style_of(connection.dialect)].held
+    answer: bool = connection.exec_driver_sql(text, arguments(keys)).scalar_one()
+    return answer
+
+
+def lock_table_use(connection: Connection) -> tuple[int, int]:
+    """Return how many locks the server's lock table holds, and how many it holds at least. One round trip.
+
+    The second number is a floor: PostgreSQL lends the table spare memory beyond it.
+    """
+    used, limit = connection.exec_driver_sql(_TABLE_USE).one()
+    return used, limit

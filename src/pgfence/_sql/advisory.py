@@ -1,0 +1,157 @@
+"""The statements of a session-level advisory lock: try, wait, unlock. Texts only; `_runtime` sends them.
+
+How a wait works: the *wait* belongs to a transaction, the *hold* to the session. One statement in autocommit takes the
+transaction-level locks first, bounded by `lock_timeout`, and the session-level locks last; those cannot wait any more, for
+this very transaction holds their keys. So SQLSTATE 55P03 proves that nothing is held, which a plain
+`pg_advisory_lock` under a `lock_timeout` does not. Of several keys, all transaction locks come before all session locks:
+taken key by key, a timeout would leave a prefix behind.
+
+A wait that times out is an ERROR line in the server's log. Therefore only the first slice of a wait is that statement;
+later ones are a DO block that catches `lock_not_available` and raises a flag, a setting of the session, when it holds. The
+flag is lowered outside the inner block: what a caught exception rolls back would otherwise bring an old flag back.
+
+The try names the server process it expects, and takes nothing on any other: behind a transaction pooler the lock would stay
+on a backend that is not ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgfence.keys import LockKey
+
+Style: TypeAlias = Literal["format", "numeric"]
+"""How a driver marks parameters: %s, or $1, $2, ..."""
+
+_TRY_ONE = (
+    "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
+    " THEN pg_catalog.pg_try_advisory_lock({2}::bigint) END"
+)
+_WAIT_ONE = (
+    "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
+    " pg_catalog.pg_advisory_xact_lock({2}::bigint), pg_catalog.pg_advisory_lock({3}::bigint)"
+)
+_UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock({1}::bigint)"
+
+
+def _call(function: str, value: str = "v", pair: str = "p") -> str:
+    """The function on one row of keys: a bigint, or the two halves of a pair."""
+    return (
+        f"CASE WHEN {pair} THEN pg_catalog.{function}(({value} >> 32)::integer, (({value} << 32) >> 32)::integer)"
+        f" ELSE pg_catalog.{function}({value}) END"
+    )
+
+
+_KEYS = "ROWS FROM (pg_catalog.unnest({0}::bigint[]), pg_catalog.unnest({1}::boolean[])) WITH ORDINALITY AS u(v, p, i)"
+
+# Key by key, stopping at the first refusal; what was taken until then goes back in the same statement.
+_TRY_MANY = (
+    "WITH RECURSIVE b AS MATERIALIZED (SELECT pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer AS mine),"
+    " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + "),"
+    " t(i, got) AS (SELECT 0::bigint, b.mine FROM b UNION ALL"
+    f" SELECT k.i, {_call('pg_try_advisory_lock', 'k.v', 'k.p')} FROM t JOIN k ON k.i = t.i + 1 WHERE t.got),"
+    " d AS MATERIALIZED (SELECT count(*) - 1 AS asked, bool_and(got) AS got FROM t)"
+    " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
+    f" (SELECT count({_call('pg_advisory_unlock')}) FROM k WHERE NOT d.got AND k.i < d.asked) FROM d"
+)
+# The counts make one phase depend on the other; a CTE that nobody reads is never run.
+_WAIT_MANY = (
+    "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set),"
+    " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + " ORDER BY i),"
+    f" x AS MATERIALIZED (SELECT {_call('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
+    " n AS MATERIALIZED (SELECT count(*) AS taken FROM x)"
+    f" SELECT {_call('pg_advisory_lock')} FROM n, k WHERE n.taken > 0"
+)
+_UNLOCK_MANY = f"SELECT bool_and({_call('pg_advisory_unlock')}) FROM " + _KEYS.format("{1}", "{2}")
+
+_GRANTED = "pgfence.granted"
+_QUIET_WAIT = (
+    "DO $$BEGIN PERFORM pg_catalog.set_config('{flag}', '', false);"
+    " BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{ms}', true); {waits} {takes}"
+    " PERFORM pg_catalog.set_config('{flag}', 't', false);"
+    " EXCEPTION WHEN lock_not_available THEN NULL; END; END$$"
+)
+QUIET_CHECK = f"SELECT 1 WHERE pg_catalog.current_setting('{_GRANTED}', true) OPERATOR(pg_catalog.=) 't'"
+"""One row if the quiet wait before it on this session was granted, else none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts for one way of marking parameters."""
+
+    try_one: str
+    wait_one: str
+    unlock_one: str
+    try_many: str
+    wait_many: str
+    unlock_many: str
+
+
+def _texts(style: Style) -> Texts:
+    marks = [f"${n}" if style == "numeric" else "%s" for n in range(5)]
+    parts = (_TRY_ONE, _WAIT_ONE, _UNLOCK_ONE, _TRY_MANY, _WAIT_MANY, _UNLOCK_MANY)
+    return Texts(*(part.format(*marks) for part in parts))
+
+
+_TEXTS: dict[Style, Texts] = {"format": _texts("format"), "numeric": _texts("numeric")}
+
+
+class LockSql:
+    """The statements for one set of keys, sorted and each once, in the style of one driver."""
+
+    __slots__ = ("_one", "_texts", "_values", "keys", "unlock_args", "unlock_text")
+
+    def __init__(self, keys: Sequence[LockKey], style: Style) -> None:
+        self.keys = keys
+        self._texts = _TEXTS[style]
+        self._one = len(keys) == 1 and keys[0].space == "bigint"
+        self._values: tuple[Any, ...]
+        if self._one:
+            self._values = (keys[0].value,)
+            self.unlock_text = self._texts.unlock_one
+        else:
+            self._values = ([k.value for k in keys], [k.space == "pair" for k in keys])
+            self.unlock_text = self._texts.unlock_many
+        self.unlock_args: tuple[Any, ...] = self._values
+
+    @property
+    def try_text(self) -> str:
+        """Answers true (all held), false (none held) or null (another server process answered, none held)."""
+        return self._texts.try_one if self._one else self._texts.try_many
+
+    def try_args(self, backend_pid: int) -> tuple[Any, ...]:
+        return (backend_pid, *self._values)
+
+    @property
+    def wait_text(self) -> str:
+        """Returns when all are held, or fails with 55P03 and none is."""
+        return self._texts.wait_one if self._one else self._texts.wait_many
+
+    def wait_args(self, milliseconds: int) -> tuple[Any, ...]:
+        if self._one:
+            return (str(milliseconds), *self._values, *self._values)
+        return (str(milliseconds), *self._values)
+
+    def quiet_wait(self, milliseconds: int) -> str:
+        """As the wait, but logs nothing and never fails for a timeout: ask with QUIET_CHECK.
+
+        A DO block takes no parameters: the keys stand in it as int64 literals, and nothing else does.
+        """
+        numbers = [_literal(key) for key in self.keys]
+        return _QUIET_WAIT.format(
+            flag=_GRANTED,
+            ms=int(milliseconds),
+            waits=" ".join(f"PERFORM pg_catalog.pg_advisory_xact_lock({n});" for n in numbers),
+            takes=" ".join(f"PERFORM pg_catalog.pg_advisory_lock({n});" for n in numbers),
+        )
+
+
+def _literal(key: LockKey) -> str:
+    if key.space == "bigint":
+        return f"'{int(key.value)}'::bigint"
+    low = key.value & 0xFFFFFFFF
+    return f"'{key.value >> 32}'::integer, '{low - (1 << 32) if low >> 31 else low}'::integer"

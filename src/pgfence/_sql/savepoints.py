@@ -1,0 +1,133 @@
+"""What a transaction holds by its own requests, and what a ROLLBACK TO SAVEPOINT takes away again.
+
+The same key asked for again in one transaction must cost nothing, yet PostgreSQL drops a transaction lock when a savepoint
+older than the lock is rolled back to. So each Connection on which a transaction lock was taken is read along: SAVEPOINT,
+RELEASE and ROLLBACK TO, whoever writes them, SQLAlchemy or the user in plain text. What is not understood, or does not look
+harmless, makes the record forget; then the server is asked again, which is always right and costs one round trip.
+
+Not seen are statements that go past SQLAlchemy, on the driver's own connection. If such a statement has ended the whole
+transaction, the driver knows, and the record is dropped too.
+
+The record lives and dies with the Connection, and belongs to one transaction of it at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from weakref import ref
+
+    from sqlalchemy import Connection
+    from sqlalchemy.engine import RootTransaction
+
+    from pgfence.keys import LockKey
+
+_ATTRIBUTE = "_pgfence_record"
+
+_HARMLESS = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH")
+_NAME = r'\s+(?P<name>"[^"]+"|[A-Za-z_]\w*)\s*;?\s*'
+_SAVEPOINT = re.compile(r"\s*SAVEPOINT" + _NAME, re.IGNORECASE)
+_RELEASE = re.compile(r"\s*RELEASE(?:\s+SAVEPOINT(?=\s))?" + _NAME, re.IGNORECASE)
+_ROLLBACK_TO = re.compile(r"\s*ROLLBACK(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT(?=\s))?" + _NAME, re.IGNORECASE)
+_ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNORECASE)
+
+
+class Record:
+    """The keys that one transaction took, each with its mode, and its open savepoints."""
+
+    __slots__ = ("_keys", "_root", "_savepoints", "_unless")
+
+    def __init__(self) -> None:
+        self._unless: tuple[Callable[[], bool], str] | None = None
+        self._root: ref[RootTransaction] | None = None
+        self._keys: dict[LockKey, bool] = {}
+        self._savepoints: list[tuple[str, dict[LockKey, bool]]] = []
+
+    @classmethod
+    def of(cls, connection: Connection) -> Record:
+        """Return the record of the connection's present transaction, empty where nothing is known of it."""
+        record: Record | None = vars(connection).get(_ATTRIBUTE)
+        if record is None:
+            record = vars(connection)[_ATTRIBUTE] = cls()
+            event.listen(connection, "before_cursor_execute", record._before, retval=True)
+        record._belong_to(connection.get_transaction())
+        return record
+
+    def _belong_to(self, root: RootTransaction | None) -> None:
+        if self._root is None or root is None or self._root() is not root:
+            self.forget()
+            self._root = None if root is None else weakref.ref(root)
+
+    def shared(self, key: LockKey) -> bool | None:
+        """Return whether a key is held shared (True) or exclusive (False); None: not held, or not known."""
+        return self._keys.get(key)
+
+    def add(self, keys: Iterable[LockKey], *, shared: bool) -> None:
+        """Note what the server has granted."""
+        self._keys.update(dict.fromkeys(keys, shared))
+
+    def forget(self) -> None:
+        """Know of nothing any more."""
+        self._keys.clear()
+        self._savepoints.clear()
+
+    @contextmanager
+    def unless(self, spoilt: Callable[[], bool], instead: str) -> Iterator[None]:
+        """Send `instead` for the next statement if `spoilt()` is true when it goes out.
+
+        Hooks of the user run between a statement's start and that moment, and may speak to the server themselves.
+        """
+        self._unless = spoilt, instead
+        try:
+            yield
+        finally:
+            self._unless = None
+
+    def _before(
+        self, _connection: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: Any
+    ) -> tuple[str, Any]:
+        if self._unless is not None and self._unless[0]():
+            return self._unless[1], ()
+        self._read(statement)
+        return statement, parameters
+
+    def _read(self, statement: str) -> None:
+        if statement.startswith(_HARMLESS) and ";" not in statement:
+            return
+        if found := _SAVEPOINT.fullmatch(statement):
+            self._savepoints.append((_folded(found), self._keys.copy()))
+        elif found := _ROLLBACK_TO.fullmatch(statement):
+            self._roll_back_to(_folded(found))
+        elif found := _RELEASE.fullmatch(statement):
+            self._cut(_folded(found))
+        elif _ENDS.search(statement):
+            self.forget()
+
+    def _cut(self, name: str) -> dict[LockKey, bool] | None:
+        """End the newest savepoint of that name and those within it; return what was held when it was set."""
+        while self._savepoints:
+            found, keys = self._savepoints.pop()
+            if found == name:
+                return keys
+        return None
+
+    def _roll_back_to(self, name: str) -> None:
+        keys = self._cut(name)
+        if keys is None:  # older than the record
+            self.forget()
+            return
+        self._keys = keys
+        self._savepoints.append((name, keys.copy()))
+
+
+def _folded(found: re.Match[str]) -> str:
+    """Return a savepoint's name as the server compares it."""
+    name = found["name"]
+    return name[1:-1] if name.startswith('"') else name.lower()

@@ -1,0 +1,215 @@
+"""What kind of server is at the other end, and may a session lock be trusted there?
+
+One round trip on each new connection of ours reads the facts and, where no pooler is declared, sets what would end or
+mislead a quiet holder. `verdict` then judges the facts; it is pure.
+
+What is set, and why: a role's `statement_timeout` or `lock_timeout` would end our waits early (and cannot be changed inside
+the statement it kills), its idle timeouts would end a holder, `default_transaction_isolation` and `default_transaction_read_only`
+would change what our statements do; the keepalive settings let the server notice a vanished client after 30 s.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pgfence.errors import (
+    CapacityError,
+    PgfenceError,
+    PoolerError,
+    StandbyError,
+    UnsupportedServerError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+    from sqlalchemy.engine.interfaces import Dialect
+
+    from pgfence._sql.advisory import Style
+    from pgfence.config import PoolerSetting
+
+DRIVERS: dict[str, Style] = {
+    "psycopg": "format",
+    "psycopg_async": "format",
+    "psycopg2": "format",
+    "asyncpg": "numeric",
+}
+OLDEST = 140000
+
+_OURS = {
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_session_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "transaction_timeout": "0",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    # The client's own budget is 20 s: a holder that is cut off hears of it before the server gives its lock away.
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "4",
+    "tcp_user_timeout": "30000",
+    "client_connection_check_interval": "5000",
+}
+
+_FACTS = (
+    "WITH probe AS MATERIALIZED (SELECT pg_catalog.pg_try_advisory_xact_lock((pg_catalog.random() * 9e18)::bigint) AS got)"
+    " SELECT pg_catalog.pg_backend_pid(), pg_catalog.pg_is_in_recovery(), pg_catalog.version(),"
+    " pg_catalog.current_setting('server_version_num')::integer,"
+    " (SELECT setting::integer FROM pg_catalog.pg_settings WHERE name = 'deadlock_timeout'),"
+    " pg_catalog.current_setting('max_locks_per_transaction')::bigint"
+    " * (pg_catalog.current_setting('max_connections')::bigint"
+    " + pg_catalog.current_setting('max_prepared_transactions')::bigint),"
+    " (SELECT count(*) FROM pg_catalog.pg_locks),"
+    " (SELECT count(*) FROM pg_catalog.pg_locks WHERE probe.got AND locktype = 'advisory'"
+    " AND pid = pg_catalog.pg_backend_pid()), {settings} FROM probe"
+)
+# What was set before is read from the view's own snapshot, so the filter may set in passing.
+_SETTINGS = (
+    "(SELECT pg_catalog.json_object_agg(s.name, s.setting) FILTER (WHERE {action})::text"
+    " FROM (VALUES {values}) AS o(name, value) JOIN pg_catalog.pg_settings AS s ON s.name = o.name"
+    " WHERE s.name <> 'client_connection_check_interval' OR pg_catalog.strpos(pg_catalog.version(), 'linux') > 0)"
+)
+_VALUES = ", ".join(f"('{name}', '{value}')" for name, value in _OURS.items())
+READ_FACTS = _FACTS.format(settings=_SETTINGS.format(values=_VALUES, action="true"))
+SET_UP = _FACTS.format(
+    settings=_SETTINGS.format(values=_VALUES, action="pg_catalog.set_config(s.name, o.value, false) IS NOT NULL")
+)
+
+BACKEND_PID = "SELECT pg_catalog.pg_backend_pid()"
+LOCK_TABLE_USE = "SELECT count(*) FROM pg_catalog.pg_locks"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one round trip tells of a server and of our session there."""
+
+    backend_pid: int
+    standby: bool
+    version: str
+    number: int
+    deadlock_timeout: float
+    lock_limit: int
+    locks_used: int
+    locks_seen: int
+    settings: dict[str, str]
+    """What was in force before we set anything, in the units of pg_settings."""
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> Facts:
+        pid, standby, version, number, deadlock_ms, limit, used, seen, settings = row
+        return cls(pid, standby, version, number, deadlock_ms / 1000, limit, used, seen, json.loads(settings))
+
+
+def read_facts(connection: Connection, *, set_up: bool) -> Facts:
+    """Return the facts of a connection in autocommit; `set_up` also makes the session fit for holding locks."""
+    return Facts.of(connection.exec_driver_sql(SET_UP if set_up else READ_FACTS).one())
+
+
+_THEIRS = (
+    "statement_timeout",
+    "lock_timeout",
+    "transaction_timeout",
+    "default_transaction_isolation",
+    "default_transaction_read_only",
+)
+
+
+def put_back(connection: Connection, facts: Facts) -> None:
+    """Put the site's own limits into force again, for statements of the user on a session of ours.
+
+    The idle timeouts stay off: they would end the session that holds the lock.
+    """
+    values = {name: facts.settings[name].replace("'", "''") for name in _THEIRS if name in facts.settings}
+    asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())
+    if asked:
+        connection.exec_driver_sql(f"SELECT {asked}")
+
+
+def backend_pid(connection: Connection) -> int:
+    """Return the process id of the server process that answers."""
+    pid: int = connection.exec_driver_sql(BACKEND_PID).scalar_one()
+    return pid
+
+
+def style_of(dialect: Dialect) -> Style:
+    """Return how the dialect's driver marks parameters.
+
+    Raises:
+        UnsupportedServerError: the dialect is not PostgreSQL's, or its driver is none that pgfence knows.
+    """
+    if dialect.name != "postgresql":
+        raise UnsupportedServerError(f"pgfence needs PostgreSQL; this engine speaks to {dialect.name}")
+    if dialect.driver not in DRIVERS:
+        known = ", ".join(sorted(DRIVERS))
+        raise UnsupportedServerError(f"pgfence does not know the driver {dialect.driver}; use one of {known}")
+    return DRIVERS[dialect.driver]
+
+
+def verdict(facts: Facts, driver_pid: int, pooler: PoolerSetting, other_pid: int | None) -> PgfenceError | None:
+    """Return the reason why a session lock must not be trusted here, or None.
+
+    Args:
+        facts: of our session.
+        driver_pid: the server process that the driver was told of when it connected.
+        pooler: what the configuration says.
+        other_pid: the server process that answered a second client while ours was idle, if one was asked.
+    """
+    if refused := unsupported(facts):
+        return refused
+    if facts.standby:
+        return StandbyError(
+            "this server is a standby: a lock taken here excludes nobody on the primary. Connect to the primary"
+            " (target_session_attrs=read-write in the URL), or give its engine as configure(lock_engine=...)"
+        )
+    ways = (
+        "Ways out: give an engine with a direct URL as configure(engine, lock_engine=...);"
+        ' or, if the pooler gives each client a server session of its own, say so: configure(engine, pooler="session")'
+    )
+    if pooler == "transaction" or other_pid == facts.backend_pid:
+        seen = "two clients were served by one backend" if other_pid == facts.backend_pid else "it is configured so"
+        return PoolerError(
+            f"session locks cannot work behind a pooler in transaction mode ({seen}): lock and unlock would reach"
+            f" different backends. {ways}",
+            mode="transaction",
+        )
+    if driver_pid != facts.backend_pid and pooler != "session":
+        return PoolerError(
+            "a connection pooler stands between this client and PostgreSQL, its mode is unknown, and session locks are"
+            f" safe only if it pools by session. {ways}",
+            mode="unknown",
+        )
+    return None
+
+
+def unsupported(facts: Facts) -> UnsupportedServerError | None:
+    """Return why this is no PostgreSQL that pgfence can trust, or None."""
+    if not facts.version.startswith("PostgreSQL ") or "-YB-" in facts.version:
+        return UnsupportedServerError(f"pgfence needs PostgreSQL; this server says it is {facts.version[:60]!r}")
+    if facts.number < OLDEST:
+        return UnsupportedServerError(f"pgfence needs PostgreSQL 14 or newer; this server is {facts.version[:40]!r}")
+    if facts.locks_seen < 1:
+        return UnsupportedServerError(
+            f"this server grants advisory locks without keeping them ({facts.version[:60]!r}): they exclude nobody"
+        )
+    return None
+
+
+WARN, REFUSE = 0.8, 0.9
+
+
+def capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"] | CapacityError:
+    """Judge a request for `wanted` more locks in a lock table with room for at least `limit`."""
+    share = (used + wanted) / limit
+    if share >= REFUSE:
+        return CapacityError(
+            f"{used} of at least {limit} places in the server's lock table are taken, {wanted} more would pass"
+            f" {REFUSE:.0%}: a full table keeps everybody from logging in. Hold fewer locks at a time, use leases for"
+            " thousands of names, or raise max_locks_per_transaction",
+            used=used,
+            limit=limit,
+        )
+    return "warn" if share >= WARN else "fine"

@@ -1,0 +1,25 @@
+"""SQLSTATEs and what each one means to us. Errors are told apart by these five characters, never by text."""
+
+from __future__ import annotations
+
+LOCK_NOT_AVAILABLE = "55P03"
+"""`lock_timeout` ran out: the only error after which nothing of the statement is held."""
+
+DEADLOCK_DETECTED = "40P01"
+OUT_OF_MEMORY = "53200"
+"""The shared lock table is full."""
+
+QUERY_CANCELED = "57014"
+IN_FAILED_TRANSACTION = "25P02"
+
+
+def sqlstate(error: BaseException | None) -> str | None:
+    """Return the SQLSTATE that an error carries, whatever wraps it; None where the server did not speak."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+        if isinstance(state, str):
+            return state
+        error = getattr(error, "driver_exception", None) or getattr(error, "orig", None) or error.__cause__
+    return None

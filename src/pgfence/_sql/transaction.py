@@ -1,0 +1,183 @@
+"""The statements of a transaction-level advisory lock: ask, wait, give back.
+
+Asking is one statement of one CASE, whose branches PostgreSQL takes in order: a standby and an old snapshot are refused before
+anything is taken; then each key is tried in its order until one is refused.
+
+A transaction lock cannot be unlocked. What a refused request has taken so far goes back in one of two ways. If the request
+was the first statement of its transaction, there is nothing else in it, and the server's transaction is begun anew.
+Otherwise a savepoint of ours stands before it.
+
+Waiting is one statement as well. `lock_timeout` counts per lock, so before each key it is set to what is left of the time;
+afterwards it is what it was, and so is `statement_timeout`, which has to be lifted by a statement of its own: one cannot
+change the limit that it runs under. The two settings are local to our savepoint, so a failed wait leaves them as they were.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy.util import immutabledict
+
+from pgfence._sql.server import style_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection, CursorResult
+
+    from pgfence._sql.advisory import Style
+    from pgfence.keys import LockKey
+
+_PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False})
+
+STANDBY = -1
+OLD_SNAPSHOT = -2
+NOT_ASKED = -3
+
+NOTHING_ASKED = f"SELECT {NOT_ASKED}, '', ''"
+"""Answers as a request does, and takes nothing."""
+
+_SETTINGS = "pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout')"
+_SNAPSHOT_IS_OLD = "pg_catalog.current_setting('transaction_isolation') IN ('repeatable read', 'serializable')"
+_LIFT = "SELECT pg_catalog.set_config('statement_timeout', '0', true)"
+# unnest gives the keys in the order of the array, bigints before pairs. The counting makes the last line wait for them all.
+_WAIT = """\
+WITH a AS MATERIALIZED (SELECT CAST({0} AS bigint) AS milliseconds, CAST({1} AS bigint) AS bigints),
+taken AS MATERIALIZED (
+ SELECT count(CASE WHEN pg_catalog.set_config('lock_timeout', CASE a.milliseconds WHEN 0 THEN '0' ELSE GREATEST(1, LEAST(
+   a.milliseconds, a.milliseconds - (1000 * EXTRACT(epoch FROM
+    pg_catalog.clock_timestamp() - pg_catalog.statement_timestamp()))::bigint))::text END, true) IS NULL THEN 'no'
+  WHEN k.i <= a.bigints THEN pg_catalog.{lock}(k.value)::text
+  ELSE pg_catalog.{lock}((k.value >> 32)::integer, ((k.value << 32) >> 32)::integer)::text END) AS keys
+ FROM a CROSS JOIN pg_catalog.unnest(CAST({2} AS bigint[])) WITH ORDINALITY AS k (value, i))
+SELECT taken.keys, pg_catalog.set_config('statement_timeout', {3}, true), pg_catalog.set_config('lock_timeout', {4}, true)
+FROM taken"""
+_SAVEPOINT = "SAVEPOINT pgfence_lock"
+_RELEASE = "RELEASE SAVEPOINT pgfence_lock"
+_ROLLBACK_TO = "ROLLBACK TO SAVEPOINT pgfence_lock"
+
+
+class Answer(NamedTuple):
+    """What the server says to a request.
+
+    Attributes:
+        taken: how many keys, in order, were granted before one was refused; below 0 a reason why none was tried.
+        statement_timeout: in force for the caller's statements.
+        lock_timeout: likewise.
+    """
+
+    taken: int
+    statement_timeout: str
+    lock_timeout: str
+
+
+@lru_cache(maxsize=128)
+def _request(style: Style, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:  # noqa: FBT001
+    call = "pg_catalog.pg_try_advisory_xact_lock" + ("_shared" if shared else "")
+    marks = iter(f"${n + 1}" if style == "numeric" else "%s" for n in range(2 * len(spaces)))
+    branches = ["pg_catalog.pg_is_in_recovery() THEN -1"]
+    if not stale_snapshot_ok:
+        branches.append(f"{_SNAPSHOT_IS_OLD} THEN -2")
+    for n, space in enumerate(spaces):
+        kinds = ("bigint",) if space == "bigint" else ("integer", "integer")
+        halves = ", ".join(f"CAST({next(marks)} AS {kind})" for kind in kinds)
+        branches.append(f"NOT {call}({halves}) THEN {n}")
+    return f"SELECT CASE WHEN {' WHEN '.join(branches)} ELSE {len(spaces)} END, {_SETTINGS}"
+
+
+@lru_cache(maxsize=8)
+def _wait(style: Style, shared: bool) -> str:  # noqa: FBT001
+    marks = [f"${n + 1}" if style == "numeric" else "%s" for n in range(5)]
+    return _WAIT.format(*marks, lock="pg_advisory_xact_lock" + ("_shared" if shared else ""))
+
+
+def _values(keys: Sequence[LockKey]) -> tuple[int, ...]:
+    found: list[int] = []
+    for key in keys:
+        if key.space == "bigint":
+            found.append(key.value)
+        else:
+            low = key.value & 0xFFFFFFFF
+            found += (key.value >> 32, low - (1 << 32) if low >> 31 else low)
+    return tuple(found)
+
+
+def _send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> CursorResult[Any]:
+    # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
+    return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
+
+
+def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> Answer:
+    """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
+    text = _request(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
+    return Answer(*_send(connection, text, _values(keys)).one())
+
+
+def wait(connection: Connection, keys: Sequence[LockKey], answer: Answer, *, shared: bool, milliseconds: int) -> None:
+    """Wait for the keys in their order, inside our savepoint, and put the caller's settings back.
+
+    Args:
+        connection: in a transaction, in our savepoint.
+        keys: sorted.
+        answer: to the request before, with the caller's settings.
+        shared: the mode.
+        milliseconds: for all keys together; 0 for ever.
+
+    Raises:
+        DBAPIError: 55P03 when the time is over, 40P01 for a deadlock.
+    """
+    if answer.statement_timeout != "0":
+        _send(connection, _LIFT)
+    values = [key.value for key in keys]
+    bigints = sum(key.space == "bigint" for key in keys)
+    settings = (answer.statement_timeout, answer.lock_timeout)
+    _send(connection, _wait(style_of(connection.dialect), shared), (milliseconds, bigints, values, *settings)).one()
+
+
+def set_savepoint(connection: Connection) -> None:
+    """Set a savepoint that SQLAlchemy's own count of savepoints does not see."""
+    _send(connection, _SAVEPOINT)
+
+
+def keep(connection: Connection) -> None:
+    """Release our savepoint: what was taken since belongs to the transaction."""
+    _send(connection, _RELEASE)
+
+
+def give_back(connection: Connection) -> None:
+    """Undo everything since our savepoint, and the savepoint too."""
+    _send(connection, _ROLLBACK_TO)
+    _send(connection, _RELEASE)
+
+
+def begin_anew(connection: Connection) -> None:
+    """End the server's transaction and let the next statement begin another; SQLAlchemy's goes on.
+
+    Only for a transaction in which nothing but our own request has run.
+    """
+    connection.dialect.do_rollback(connection.connection)
+
+
+class DriverState(NamedTuple):
+    """What the driver knows of its connection without asking."""
+
+    autocommit: bool
+    pipeline: bool
+    idle: bool
+    """No statement of a transaction has gone out yet."""
+
+
+def driver_state(connection: Connection) -> DriverState:
+    """Return what the driver knows of the connection. No round trip."""
+    adapted = connection.connection.dbapi_connection
+    assert adapted is not None
+    driver: Any = connection.dialect.get_driver_connection(adapted)
+    match connection.dialect.driver:
+        case "asyncpg":
+            pipeline, idle = False, not driver.is_in_transaction()
+        case "psycopg2":
+            pipeline, idle = False, driver.info.transaction_status == 0
+        case _:
+            pipeline, idle = driver.pgconn.pipeline_status != 0, driver.pgconn.transaction_status == 0
+    return DriverState(adapted.autocommit, pipeline, idle)

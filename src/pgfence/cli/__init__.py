@@ -1,0 +1,39 @@
+"""The command `pgfence`: arguments in, lines and an exit code out. What it does is done by the library below it."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING
+
+from pgfence.cli.app import app
+from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.report import Speaker
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PARSER_MISUSE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; see `codes` for what each means.
+
+    A mistake of the user ends in one line on stderr, an error that nobody foresaw in a traceback.
+
+    Args:
+        argv: the words after `pgfence`; None takes those of this process.
+    """
+    try:
+        app(args=None if argv is None else list(argv), prog_name="pgfence")
+    except Finish as end:
+        return end.code
+    except MisuseError as error:
+        Speaker().warn(str(error))
+        return Code.MISUSE
+    except SystemExit as end:
+        # The parser's own: 0 after --help and --version, 2 for words it cannot use.
+        return Code.MISUSE if end.code == _PARSER_MISUSE else int(end.code or 0)
+    except Exception:  # noqa: BLE001  whatever it is, the code must not be taken for the command's
+        traceback.print_exc()
+        return Code.BUG
+    return Code.OK

@@ -1,0 +1,166 @@
+"""The commands and their options, as the user types them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from enum import StrEnum
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.report import Speaker
+from pgfence.cli.run import OnLost, OnUnreachable, Options, Pooler
+from pgfence.cli.run import run as run_guarded
+from pgfence.keys import LockKey
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Namespace = Annotated[
+    str | None, typer.Option(help="Goes into the key, so that two applications in one database never meet.")
+]
+Json = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
+
+
+class OnBusy(StrEnum):
+    """What to answer when somebody else holds the lock."""
+
+    EXIT = "exit"
+    OK = "ok"
+
+
+class _AfterDashes(TyperCommand):
+    """A command that takes another one after `--`, so that no option of either is taken for the other's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" not in args and not {"-h", "--help"} & set(args):
+            ctx.fail("Write -- before the command.")
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002  the parser's signature
+        return ["[OPTIONS] NAME -- COMMAND [ARGS]..."]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"pgfence {version('pgfence')}")
+        raise typer.Exit
+
+
+@app.callback()
+def pgfence(
+    _version_: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Coordination through the PostgreSQL you already have."""
+
+
+@app.command(
+    "run", cls=_AfterDashes, epilog="Exit codes: those of the command; 64 misuse, 69 unreachable, 75 busy, ..."
+)
+def run(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The lock: one command per name at a time, on all hosts.")
+    ],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to run while it is held.")],
+    dsn: Annotated[
+        str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
+    ] = None,
+    namespace: Namespace = None,
+    pooler: Annotated[Pooler | None, typer.Option(help="What stands between here and the server.")] = None,
+    wait: Annotated[
+        float | None, typer.Option("--wait", "-w", metavar="SECONDS", help="Wait for the lock, [b]inf[/b] for ever.")
+    ] = None,
+    nonblock: Annotated[bool, typer.Option("--nonblock", "-n", help="Do not wait for the lock: the default.")] = False,
+    on_busy: Annotated[OnBusy, typer.Option(help="Busy is a failure, or all is well.")] = OnBusy.EXIT,
+    conflict_exit_code: Annotated[
+        int | None, typer.Option("--conflict-exit-code", "-E", min=0, max=255, help="Exit code when busy.")
+    ] = None,
+    on_lost: Annotated[OnLost, typer.Option(help="Stop the command when the lock is lost, or say so.")] = OnLost.STOP,
+    on_unreachable: Annotated[
+        OnUnreachable, typer.Option(help="No server: fail, skip the command, or run it [b]without the lock[/b].")
+    ] = OnUnreachable.FAIL,
+    grace: Annotated[float, typer.Option(metavar="SECONDS", help="Between SIGTERM and SIGKILL after a loss.")] = 10.0,
+    as_json: Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what happens.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say that it is busy.")] = False,
+) -> None:
+    """Run a command while this host holds a lock: flock(1) for a fleet.
+
+    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    """
+    if nonblock and wait is not None:
+        raise MisuseError("give --wait or --nonblock, not both")
+    if on_busy is OnBusy.OK and conflict_exit_code is not None:
+        raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
+    busy_code = Code.OK if on_busy is OnBusy.OK else Code.BUSY if conflict_exit_code is None else conflict_exit_code
+    options = Options(
+        name=name,
+        command=command,
+        dsn=dsn,
+        engine=engine,
+        namespace=namespace,
+        pooler=pooler,
+        wait=_seconds(wait or 0.0, "--wait"),
+        busy_code=busy_code,
+        on_lost=on_lost,
+        on_unreachable=on_unreachable,
+        grace=_seconds(grace, "--grace"),
+    )
+    _fill_standard_descriptors()
+    speaker = Speaker(quiet=quiet, verbose=verbose)
+    report = run_guarded(options, speaker, os.environ)
+    if as_json:
+        speaker.write(report.as_json())
+    elif report.message:
+        (speaker.tell if report.outcome in {"busy", "skipped"} else speaker.warn)(report.message)
+    raise Finish(report.exit_code)
+
+
+@app.command("key")
+def key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a lock.")],
+    namespace: Namespace = None,
+    as_json: Json = False,
+) -> None:
+    """Show the number that a name stands for, as pg_locks shows it. Asks no server."""
+    try:
+        value = LockKey.of(name, namespace=namespace or "").value
+    except ValueError as error:
+        raise MisuseError(str(error)) from None
+    unsigned = value % (1 << 64)
+    shown = {"key": value, "classid": unsigned >> 32, "objid": unsigned & 0xFFFFFFFF, "objsubid": 1}
+    if as_json:
+        print(json.dumps({"name": name, "namespace": namespace or "", **shown}))
+    else:
+        for what, number in shown.items():
+            print(f"{what:<9}{number}")
+
+
+def _seconds(value: float, option: str) -> float:
+    if math.isnan(value) or value < 0:
+        raise MisuseError(f"{option} must be 0 or more seconds")
+    return value
+
+
+def _fill_standard_descriptors() -> None:
+    """Open the null device where stdin, stdout or stderr is closed: a lock's socket must not become the command's."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)

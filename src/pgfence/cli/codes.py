@@ -1,0 +1,39 @@
+"""Exit codes, and the error that becomes one. The numbers are part of the contract: scripts and unit files test for them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """Exit codes of pgfence itself. Those of sysexits.h where it has one, as mail systems and systemd know them."""
+
+    OK = 0
+    MISUSE = 64
+    """The command line, a name or the database URL cannot be used."""
+    UNAVAILABLE = 69
+    """The server gave no answer, or has no room for another lock."""
+    BUG = 70
+    """An error that nobody foresaw; a traceback tells more."""
+    BUSY = 75
+    """Somebody else holds the lock. Trying again later may succeed."""
+    LOST = 76
+    """The lock was lost while the command ran, and the command was stopped."""
+    REFUSED = 78
+    """The server answered and cannot do it as it is set up: a pooler, a standby, no such database."""
+    NOT_EXECUTABLE = 126
+    NOT_FOUND = 127
+    SIGNAL = 128
+    """Plus the number of the signal that ended the command, or pgfence while it waited."""
+
+
+class MisuseError(Exception):
+    """The user has to change something on the command line or in the environment; the message says what."""
+
+
+class Finish(Exception):  # noqa: N818  not an error: the way a command hands its exit code past the parser
+    """Ends a command with an exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code

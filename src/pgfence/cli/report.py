@@ -1,0 +1,95 @@
+"""What `pgfence run` says: lines for people, and one JSON object for programs. All of it on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgfence.grants import Holder
+
+Outcome: TypeAlias = Literal["ran", "busy", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"]
+
+
+@dataclass(slots=True)
+class Report:
+    """How one run went; grows while it goes on.
+
+    Attributes:
+        name: of the lock.
+        key: its 64-bit number.
+        outcome: what became of it.
+        exit_code: of pgfence.
+        locked: the command ran under the lock.
+        waited: seconds until the lock was granted or refused.
+        ran: seconds that the command ran; None if it did not.
+        command_code: its exit status, 128 + N for signal N; None if it did not run.
+        loss_reason: why the lock was lost.
+        message: what people are told at the end.
+        holders: who had the lock when it was busy.
+    """
+
+    name: str
+    key: int
+    outcome: Outcome = "ran"
+    exit_code: int = 0
+    locked: bool = False
+    waited: float = 0.0
+    ran: float | None = None
+    command_code: int | None = None
+    loss_reason: str | None = None
+    message: str | None = None
+    holders: list[dict[str, Any]] = field(default_factory=list)
+
+    def end(self, outcome: Outcome, exit_code: int, message: str | None = None) -> Report:
+        """Note what became of it, and return it."""
+        self.outcome, self.exit_code, self.message = outcome, exit_code, message
+        return self
+
+    def as_json(self) -> str:
+        """Return it as one line of JSON."""
+        return json.dumps(asdict(self) | {"waited": round(self.waited, 3), "ran": self.ran and round(self.ran, 3)})
+
+
+def described(holders: Sequence[Holder]) -> str:
+    """Return who holds the lock, for a line."""
+    return "; ".join(map(str, holders)) or "somebody who has just left"
+
+
+def as_data(holder: Holder) -> dict[str, Any]:
+    """Return what is known of a holder, for JSON."""
+    fields = ("owner", "host", "pid", "backend_pid", "application_name", "purpose", "since")
+    known = {name: getattr(holder, name) for name in fields}
+    return known | {"since": holder.since.isoformat() if holder.since else None}
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """Writes lines to stderr, at once and past any buffer. A reader that has gone ends neither us nor the command."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+    def write(self, line: str) -> None:
+        """Write a line as it is."""
+        with suppress(OSError):
+            os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+
+    def warn(self, line: str) -> None:
+        """Say it in any case; drivers break their messages into lines, we do not."""
+        self.write(f"pgfence: {' '.join(line.split())}")
+
+    def tell(self, line: str) -> None:
+        """Say it unless quiet."""
+        if not self.quiet:
+            self.warn(line)
+
+    def trace(self, line: str) -> None:
+        """Say it only when verbose."""
+        if self.verbose:
+            self.warn(line)

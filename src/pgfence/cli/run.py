@@ -1,0 +1,222 @@
+"""`pgfence run`: take the lock, run the command, give the lock back; and what each way of failing becomes."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from pgfence.advisory import AdvisoryLock
+from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.report import Report, as_data, described
+from pgfence.cli.server import engine_from
+from pgfence.cli.supervise import Interrupted, Supervisor
+from pgfence.config import config_of, configure
+from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.keys import LockKey
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence.cli.report import Speaker
+    from pgfence.grants import Holder
+    from pgfence.handles import Held
+
+# Kept by the command while it runs, so that a script can tell that it is guarded, and by which lock.
+NAME_VARIABLE = "PGFENCE_NAME"
+
+
+class OnLost(StrEnum):
+    """What to do with a command whose lock is lost."""
+
+    STOP = "stop"
+    WARN = "warn"
+
+
+class OnUnreachable(StrEnum):
+    """What to do when there is no server to ask."""
+
+    FAIL = "fail"
+    SKIP = "skip"
+    RUN = "run"
+
+
+class Pooler(StrEnum):
+    """What stands between us and the server, in the user's word."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    SESSION = "session"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user wants; times in seconds."""
+
+    name: str
+    command: Sequence[str]
+    dsn: str | None
+    engine: str | None
+    namespace: str | None
+    pooler: Pooler | None
+    wait: float
+    busy_code: int
+    on_lost: OnLost
+    on_unreachable: OnUnreachable
+    grace: float
+
+
+def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Report:
+    """Run one command under a lock and return how it went.
+
+    Raises:
+        MisuseError: the name, the engine or the URL cannot be used.
+    """
+    with Supervisor(grace=options.grace) as supervisor:
+        engine = _engine(options, environ)
+        lock, report = _lock(options, engine)
+        try:
+            with supervisor.interruptible():
+                held = _acquire(lock, options, speaker, report)
+        except Interrupted as stop:
+            return _interrupted(report, stop)
+        except LockTimeoutError as error:
+            return _busy(options, report, error.holders)
+        except UnreachableError as error:
+            if not error.retryable or options.on_unreachable is not OnUnreachable.RUN:
+                return _unreachable(options, report, error)
+            speaker.warn(
+                f"{error}. Running WITHOUT the lock, as --on-unreachable=run says: nothing keeps others from running"
+                " the same command now"
+            )
+            held = None
+        except PgfenceError as error:
+            full = isinstance(error, CapacityError)
+            return report.end("unavailable", Code.UNAVAILABLE, str(error)) if full else _refused(report, error)
+        environment = {**environ, NAME_VARIABLE: options.name}
+        return _Guarded(options, speaker, report, held).run(supervisor, environment)
+
+
+def _engine(options: Options, environ: Mapping[str, str]) -> Engine:
+    engine = engine_from(dsn=options.dsn, path=options.engine, environ=environ)
+    if options.pooler is not None:
+        try:
+            configure(engine, pooler=options.pooler.value)
+        except ValueError as error:
+            raise MisuseError(f"--pooler: {error}") from None
+    return engine
+
+
+def _lock(options: Options, engine: Engine) -> tuple[AdvisoryLock[Held], Report]:
+    namespace = config_of(engine).namespace if options.namespace is None else options.namespace
+    try:
+        key = LockKey.of(options.name, namespace=namespace)
+    except ValueError as error:
+        raise MisuseError(str(error)) from None
+    return AdvisoryLock(engine, key), Report(options.name, key.value)
+
+
+def _acquire(lock: AdvisoryLock[Held], options: Options, speaker: Speaker, report: Report) -> Held:
+    start = clock()
+    try:
+        held = lock.try_acquire()
+        if held is None and options.wait > 0:
+            speaker.tell(f"waiting for {options.name!r}, held by {described(lock.holders())}")
+            held = lock.acquire(timeout=max(0.0, options.wait - (clock() - start)))
+        if held is None:
+            raise LockTimeoutError("busy", names=[options.name], holders=lock.holders())
+    finally:
+        report.waited = clock() - start
+    speaker.trace(f"acquired {options.name!r} after {report.waited:.3f} s")
+    return held
+
+
+def _busy(options: Options, report: Report, holders: Sequence[Holder]) -> Report:
+    report.holders = [as_data(holder) for holder in holders]
+    after = f" after {options.wait:g} s" if options.wait > 0 else ""
+    return report.end("busy", options.busy_code, f"{options.name!r} is busy{after}: held by {described(holders)}")
+
+
+def _interrupted(report: Report, stop: Interrupted) -> Report:
+    name = signal.Signals(stop.signum).name
+    return report.end("interrupted", Code.SIGNAL + stop.signum, f"{name} came before the command was started")
+
+
+def _unreachable(options: Options, report: Report, error: UnreachableError) -> Report:
+    # An answer that will be the same tomorrow (no such database, wrong password) is no outage: nobody chose a way for it.
+    if not error.retryable:
+        return _refused(report, error)
+    if options.on_unreachable is OnUnreachable.SKIP:
+        return report.end("skipped", Code.OK, f"{error}. The command was not run, as --on-unreachable=skip says")
+    return report.end("unavailable", Code.UNAVAILABLE, str(error))
+
+
+def _refused(report: Report, error: PgfenceError) -> Report:
+    return report.end("refused", Code.REFUSED, str(error))
+
+
+class _Guarded:
+    """The command and its lock, from start to release."""
+
+    def __init__(self, options: Options, speaker: Speaker, report: Report, held: Held | None) -> None:
+        self._options = options
+        self._speaker = speaker
+        self._report = report
+        self._held = held
+        report.locked = held is not None
+
+    def run(self, supervisor: Supervisor, environment: Mapping[str, str]) -> Report:
+        if self._held is not None:
+            self._held.on_lost(supervisor.lose)
+        start = clock()
+        try:
+            ended = supervisor.run(self._options.command, environment, on_loss=self._on_loss)
+        except Interrupted as stop:
+            self._release()
+            return _interrupted(self._report, stop)
+        except OSError as error:
+            self._release()
+            return self._not_started(error)
+        self._report.ran = clock() - start
+        self._report.command_code = ended.code
+        self._speaker.trace(f"the command ended with {ended.code} after {self._report.ran:.3f} s")
+        return self._ended(ended.code, stopped=ended.stopped, lost=self._release())
+
+    def _ended(self, code: int, *, stopped: bool, lost: bool) -> Report:
+        if not lost:
+            return self._report.end("ran", code)
+        if self._options.on_lost is OnLost.WARN:
+            return self._report.end("lost", code)
+        late = None if stopped else f"the lock {self._options.name!r} was lost before the command had ended"
+        return self._report.end("lost", Code.LOST, late)
+
+    def _on_loss(self) -> bool:
+        assert self._held is not None
+        lost = f"the lock {self._options.name!r} is lost ({self._held.loss_reason})"
+        if self._options.on_lost is OnLost.WARN:
+            self._speaker.warn(f"{lost}: others may run the same command now. It goes on, as --on-lost=warn says")
+            return False
+        self._speaker.warn(f"{lost}: stopping the command; SIGKILL in {self._options.grace:g} s if it does not end")
+        return True
+
+    def _release(self) -> bool:
+        """Give the lock back and return whether it was lost before."""
+        if self._held is None:
+            return False
+        try:
+            self._held.release()
+        except LockLostError as error:
+            self._report.loss_reason = error.reason
+            return True
+        self._speaker.trace(f"released {self._options.name!r}")
+        return False
+
+    def _not_started(self, error: OSError) -> Report:
+        program = self._options.command[0]
+        if isinstance(error, FileNotFoundError):
+            return self._report.end("not started", Code.NOT_FOUND, f"{program}: command not found")
+        return self._report.end("not started", Code.NOT_EXECUTABLE, f"{program}: {error.strerror}")

@@ -1,0 +1,111 @@
+"""Which server a command talks to: `--dsn`, `--engine`, `DATABASE_URL`, or what libpq finds (PGSERVICE, PGHOST, ...).
+
+No message from here holds a URL: it may hold a password.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy import URL, Engine, create_engine, make_url
+from sqlalchemy.exc import ArgumentError
+
+from pgfence.cli.codes import MisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+DRIVERS = ("psycopg", "psycopg2")
+INSTALL = 'pip install "psycopg[binary]"'
+
+
+def engine_from(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:
+    """Return the engine that the user means: the first of the four ways that is given.
+
+    Args:
+        dsn: a database URL.
+        path: `package.module:attribute`, an Engine or a function without arguments that returns one.
+        environ: where DATABASE_URL and libpq's variables are looked for.
+
+    Raises:
+        MisuseError: it cannot be used; the message says why and what to do.
+    """
+    if dsn is not None and path is not None:
+        raise MisuseError("give --dsn or --engine, not both")
+    if path is not None:
+        return _imported(path)
+    for text, source in ((dsn, "--dsn"), (environ.get("DATABASE_URL"), "DATABASE_URL")):
+        if text:
+            return _created(_parsed(text, source), source)
+    return _created(URL.create("postgresql"), "the environment")
+
+
+def _parsed(text: str, source: str) -> URL:
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise MisuseError(
+            f"{source} is not a database URL that can be read: its form is postgresql://user@host:port/database"
+        ) from None
+    if url.get_backend_name() not in {"postgresql", "postgres"}:
+        raise MisuseError(f"{source} names {url.get_backend_name()}: pgfence needs PostgreSQL")
+    return url
+
+
+def _created(url: URL, source: str) -> Engine:
+    driver = url.drivername.partition("+")[2]
+    if driver in {"asyncpg", "psycopg_async"}:
+        raise MisuseError(
+            f"{source} names the async driver {driver}, and a command waits without an event loop:"
+            " write postgresql://... or postgresql+psycopg://..."
+        )
+    if driver and driver not in DRIVERS:
+        raise MisuseError(f"{source} names the driver {driver}: pgfence works with {' and '.join(DRIVERS)}")
+    url = url.set(drivername=f"postgresql+{_installed(driver)}")
+    # How others see us when they ask who holds a lock, unless the user has given a name.
+    called = f"pgfence (pid {os.getpid()} on {socket.gethostname()})"
+    try:
+        return create_engine(url, connect_args={"fallback_application_name": called})
+    except (ArgumentError, TypeError):
+        raise MisuseError(f"{source} has an option that SQLAlchemy does not know") from None
+
+
+def _installed(wanted: str) -> str:
+    for driver in (wanted,) if wanted else DRIVERS:
+        try:
+            importlib.import_module(driver)
+        except ImportError:
+            continue
+        return driver
+    missing = f"the driver {wanted} is not installed" if wanted else "no PostgreSQL driver is installed"
+    raise MisuseError(f"{missing}: {INSTALL}")
+
+
+def _imported(path: str) -> Engine:
+    module, colon, attribute = path.partition(":")
+    if not (module and colon and attribute):
+        raise MisuseError(f"--engine {path}: its form is package.module:attribute")
+    # As `python -m` does: a console script has its own folder there, not the one it was called in.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
+        if not isinstance(found, Engine) and callable(found):
+            found = found()
+    except Exception as error:
+        raise MisuseError(f"--engine {path}: {type(error).__name__}: {error}") from error
+    if hasattr(found, "sync_engine"):
+        raise MisuseError(
+            f"--engine {path} is an AsyncEngine, and a command waits without an event loop: name an Engine,"
+            " or the server by DATABASE_URL"
+        )
+    if not isinstance(found, Engine):
+        raise MisuseError(
+            f"--engine {path} is neither an Engine nor a function that returns one: {type(found).__name__}"
+        )
+    return found

@@ -1,0 +1,127 @@
+"""What an application may set once, kept with its engine.
+
+Nothing here is needed for the defaults. The settings live on the engine's dialect object: every copy made by
+`execution_options()`, every Connection and every Session of the engine finds them, and they go when the engine goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from pgfence.keys import LockKey
+from pgfence.timing import Seconds, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Engine
+    from sqlalchemy.engine.interfaces import Dialect
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence.grants import Event
+
+PoolerSetting: TypeAlias = Literal["auto", "direct", "session", "transaction"]
+
+_ATTRIBUTE = "_pgfence_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The settings of one engine; see `configure`."""
+
+    namespace: str = ""
+    schema: str | None = None
+    prefix: str = "pgfence_"
+    default_timeout: float = 30.0
+    lock_engine: Engine | AsyncEngine | Callable[[], Engine | AsyncEngine] | None = None
+    max_lock_connections: int = 20
+    pooler: PoolerSetting = "auto"
+    on_event: Callable[[Event], object] | None = None
+
+
+DEFAULT = Config()
+
+
+def configure(
+    engine: Engine | AsyncEngine,
+    *,
+    namespace: str = "",
+    schema: str | None = None,
+    prefix: str = "pgfence_",
+    default_timeout: Seconds = 30,
+    lock_engine: Engine | AsyncEngine | Callable[[], Engine | AsyncEngine] | None = None,
+    max_lock_connections: int = 20,
+    pooler: PoolerSetting = "auto",
+    on_event: Callable[[Event], object] | None = None,
+) -> None:
+    """Set what pgfence should know about an engine, once, before its first use.
+
+    A second call with the same values does nothing, so that every part of an application may repeat it. The settings hold
+    for this engine and its `execution_options()` copies, in this process; another process has to configure its own.
+
+    Args:
+        engine: the engine that locks are asked for with.
+        namespace: goes into every key made from a name, so that two applications in one database never meet. A ready
+            LockKey has its own and is not moved by it.
+        schema: of the tables, for the primitives that need some; None leaves it to the search path.
+        prefix: of the tables' names.
+        default_timeout: seconds that a wait lasts when a call says `timeout=None`; `math.inf` for ever.
+        lock_engine: where session locks are taken instead, e.g. a direct URL beside a pooled one; or a function that
+            returns it.
+        max_lock_connections: how many connections session locks of this process may use at a time. Whoever comes later
+            waits its turn within its timeout.
+        pooler: what stands in between. "auto" refuses session locks when a pooler shows; "session" is your word that it
+            gives each client a server session of its own; "transaction" refuses them at once.
+        on_event: called with every `Event`.
+
+    Raises:
+        ValueError: a value is out of range, or the engine was configured with other values.
+        TypeError: a value has the wrong type.
+    """
+    LockKey.of("any", namespace=namespace)
+    _expect(max_lock_connections, int, "max_lock_connections")
+    if max_lock_connections < 1:
+        raise ValueError("max_lock_connections must be 1 or more")
+    if pooler not in get_args(PoolerSetting):
+        raise ValueError(f"pooler must be one of {', '.join(get_args(PoolerSetting))}, not {pooler!r}")
+    _expect(prefix, str, "prefix")
+    _expect(schema, (str, type(None)), "schema")
+    if schema == "":
+        raise ValueError("schema must not be empty: None leaves it to the search path")
+    if lock_engine is not None and not callable(lock_engine):
+        _dialect(lock_engine)
+    if on_event is not None and not callable(on_event):
+        raise TypeError("on_event must be callable")
+    new = Config(
+        namespace=namespace,
+        schema=schema,
+        prefix=prefix,
+        default_timeout=seconds(default_timeout, "default_timeout"),
+        lock_engine=lock_engine,
+        max_lock_connections=max_lock_connections,
+        pooler=pooler,
+        on_event=on_event,
+    )
+    home = vars(_dialect(engine))
+    if home.setdefault(_ATTRIBUTE, new) != new:
+        raise ValueError("this engine already has other settings: configure it once, before its first use")
+
+
+def config_of(thing: Any) -> Config:
+    """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection."""
+    config: Config = vars(_dialect(thing)).get(_ATTRIBUTE, DEFAULT)
+    return config
+
+
+def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{what} has the wrong type: {type(value).__name__}")
+
+
+def _dialect(thing: Any) -> Dialect:
+    try:
+        dialect: Dialect = thing.dialect
+    except AttributeError:
+        raise TypeError(f"an Engine or AsyncEngine is needed, not {type(thing).__name__}") from None
+    return dialect

@@ -1,0 +1,157 @@
+"""Folders: the data of a server, the template they are copied from, and what one run needs beside them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from base64 import b64encode
+from contextlib import suppress
+from pathlib import Path
+
+from pgfence.embedded import _process
+from pgfence.errors import UnreachableError
+
+PASSWORD_FILE = "pgfence_password"  # noqa: S105  the name of a file
+_INITDB = ("-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions")
+_PREFIX = "pgfence-pg-"
+_UNUSED = 30 * 86400
+
+
+def make_run_folder() -> tuple[Path, int]:
+    """Return a new private folder for one run, and a descriptor of it whose lock says that the run goes on.
+
+    Folders of runs that ended without cleaning up are removed first.
+    """
+    base = Path(tempfile.gettempdir())
+    for left in base.glob(f"{_PREFIX}*"):
+        _remove_if_abandoned(left)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another start may have found it before it was locked, and removed it.
+        if folder.exists():
+            give(folder)
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def give(path: Path) -> None:
+    """Make a path belong to the user who runs the server, where that is somebody else."""
+    if user := _process.stranger():
+        for each in (path, *path.rglob("*")):
+            os.chown(each, user.pw_uid, user.pw_gid, follow_symlinks=False)
+
+
+def create(data: Path, bindir: Path, version: str, run_folder: Path) -> Path | None:
+    """Make a new cluster in `data`: a copy of the template, which the first start of a version leaves behind.
+
+    Returns:
+        The template, if it was copied.
+    """
+    template = _template(bindir, version)
+    data.mkdir(mode=0o700, exist_ok=True)
+    if template is not None and template.is_dir():
+        os.utime(template)
+        shutil.copytree(template, data, copy_function=shutil.copy, dirs_exist_ok=True)
+        give(data)
+        return template
+    give(data)
+    _initdb(data, bindir, run_folder)
+    if template is not None:
+        _publish(data, template)
+    return None
+
+
+def _template(bindir: Path, version: str) -> Path | None:
+    program = (bindir / "initdb").stat()
+    origin = repr((bindir, version, program.st_size, program.st_mtime_ns, _INITDB))
+    digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
+    cache = _cache()
+    return cache / f"pg-{version}-{digest}" if cache else None
+
+
+def _cache() -> Path | None:
+    """Return the folder for templates: the user's cache, else one in the temporary folder, else None."""
+    # Without a home, "~" stays as it is and the place is not absolute.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+    for place in (home / "pgfence", Path(tempfile.gettempdir()) / f"pgfence-{os.geteuid()}"):
+        if place.is_absolute() and _private(place):
+            return place
+    return None
+
+
+def _private(place: Path) -> bool:
+    """Make a folder if need be, and say whether it is ours alone: servers are made of what is in it."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
+
+
+def _publish(data: Path, template: Path) -> None:
+    """Leave a copy for the next start. The first one stays; a half-made one has another name."""
+    partial = template.parent / f"partial-{secrets.token_hex(8)}"
+    try:
+        for old in template.parent.iterdir():
+            if time.time() - old.stat().st_mtime > _UNUSED:
+                shutil.rmtree(old, ignore_errors=True)
+        shutil.copytree(data, partial, copy_function=shutil.copy)
+        partial.rename(template)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _initdb(data: Path, bindir: Path, run_folder: Path) -> None:
+    password = secrets.token_urlsafe(24)
+    verifier = run_folder / "verifier"
+    verifier.touch(mode=0o600)
+    verifier.write_text(_verifier(password))
+    give(verifier)
+    words, options = _process.command([bindir / "initdb", "-D", data, *_INITDB, f"--pwfile={verifier}"])
+    answer = subprocess.run(words, capture_output=True, text=True, check=False, **options)
+    verifier.unlink()
+    if answer.returncode != 0:
+        raise UnreachableError(f"initdb did not make {data}: {answer.stderr.strip()}", retryable=False)
+    (data / PASSWORD_FILE).touch(mode=0o600)
+    (data / PASSWORD_FILE).write_text(password)
+    give(data / PASSWORD_FILE)
+
+
+def _verifier(password: str) -> str:
+    """Return what PostgreSQL stores for a password. One iteration: it is random, more would only cost time."""
+    salt = secrets.token_bytes(16)
+    salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, 1)
+    stored = hashlib.sha256(hmac.digest(salted, b"Client Key", "sha256")).digest()
+    server = hmac.digest(salted, b"Server Key", "sha256")
+    return f"SCRAM-SHA-256$1:{_base64(salt)}${_base64(stored)}:{_base64(server)}"
+
+
+def _base64(content: bytes) -> str:
+    return b64encode(content).decode()
+
+
+def sync(data: Path, bindir: Path) -> None:
+    """Write a new cluster, which was made without waiting for the disk, to the disk."""
+    words, options = _process.command([bindir / "initdb", "-D", data, "--sync-only"])
+    subprocess.run(words, capture_output=True, check=False, **options)

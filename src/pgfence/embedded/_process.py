@@ -1,0 +1,124 @@
+"""One server process that never outlives us: not as an orphan, not by a Ctrl-C meant for us alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+Mode: TypeAlias = Literal["fast", "immediate"]
+
+_NAMESPACE = ("unshare", "-U", "--map-user=1000", "--map-group=1000", "--")
+_DEATH_SIGNAL = ("setpriv", "--pdeathsig", "INT", "--")
+_WATCHDOG = 'read line; kill -INT "$0"'
+_ESCALATION = {
+    "fast": ((signal.SIGINT, 10.0), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0)),
+    "immediate": ((signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0)),
+}
+
+
+@functools.cache
+def _works(prefix: tuple[str, ...]) -> bool:
+    if shutil.which(prefix[0]) is None:
+        return False
+    return subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+
+
+def stranger() -> pwd.struct_passwd | None:
+    """Return the system user that has to run the server in our place; None: we can, in a namespace or as we are."""
+    if os.geteuid() != 0 or _works(_NAMESPACE):
+        return None
+    return pwd.getpwnam("nobody")
+
+
+def command(words: Sequence[str | Path]) -> tuple[list[str | Path], dict[str, Any]]:
+    """Return how to run a program of PostgreSQL, which refuses root: the words, and arguments for `Popen`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_"))}
+    environment |= {"LC_ALL": "C", "TZ": "UTC"}
+    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "cwd": "/"}
+    if user := stranger():
+        options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+    prefix = _NAMESPACE if os.geteuid() == 0 and user is None else ()
+    return [*prefix, *words], options
+
+
+class Process:
+    """A server process, started at once."""
+
+    def __init__(self, words: Sequence[str | Path], log: Path, keep_open: int) -> None:
+        """Start it.
+
+        Args:
+            words: the server's program and arguments.
+            log: the file its output is appended to.
+            keep_open: a descriptor that the server shall keep.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        self.ended = threading.Event()
+        self._watchdog: subprocess.Popen[Any] | None = None
+        started: Future[subprocess.Popen[Any]] = Future()
+        # The kernel sends the death signal when the *thread* that started the child ends, so one that lasts starts it.
+        keeper = threading.Thread(target=self._keep, args=(words, log, keep_open, started), daemon=True)
+        keeper.name = "pgfence-embedded"
+        keeper.start()
+        self._popen = started.result()
+        self.pid = self._popen.pid
+
+    def _keep(
+        self, words: Sequence[str | Path], log: Path, keep_open: int, started: Future[subprocess.Popen[Any]]
+    ) -> None:
+        try:
+            popen = self._start(words, log, keep_open)
+        except BaseException as error:  # noqa: BLE001  it is raised again, where it was asked for
+            started.set_exception(error)
+            return
+        started.set_result(popen)
+        popen.wait()
+        if self._watchdog is not None:
+            self._watchdog.kill()
+            self._watchdog.communicate()
+        self.ended.set()
+
+    def _start(self, words: Sequence[str | Path], log: Path, keep_open: int) -> subprocess.Popen[Any]:
+        words, options = command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
+        with log.open("ab") as output:
+            # A session of its own: Ctrl-C in the terminal is for us, and we still need the server to clean up.
+            popen = subprocess.Popen(
+                words,
+                stdout=output,
+                stderr=output,
+                pass_fds=(keep_open,),
+                start_new_session=True,
+                **options,
+            )
+        if not _works(_DEATH_SIGNAL):
+            # The pipe closes when we die.
+            self._watchdog = subprocess.Popen(
+                ["/bin/sh", "-c", _WATCHDOG, str(popen.pid)], stdin=subprocess.PIPE, start_new_session=True
+            )
+        return popen
+
+    def stop(self, mode: Mode = "fast") -> None:
+        """Stop the server and wait until it is gone, with more force when it takes too long.
+
+        Args:
+            mode: "fast" disconnects everybody and shuts down cleanly, "immediate" is a crash.
+        """
+        for number, patience in _ESCALATION[mode]:
+            if not self.ended.is_set():
+                self._popen.send_signal(number)
+            if self.ended.wait(patience):
+                return
+        raise RuntimeError(f"PostgreSQL with process id {self.pid} does not end")

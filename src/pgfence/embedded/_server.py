@@ -1,0 +1,200 @@
+"""A server with its folders, from start to clean-up."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pgfence.embedded import _binaries, _cluster
+from pgfence.embedded._process import Process
+from pgfence.errors import UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from os import PathLike
+
+    from pgfence.embedded._process import Mode
+
+_HBA = "local all all trust\nlocal replication all trust\nhost all all all scram-sha-256\nhost replication all all scram-sha-256\n"
+_OURS = ("data_directory", "hba_file", "listen_addresses", "port", "unix_socket_directories")
+_LONGEST_FOLDER = 107 - len("/.s.PGSQL.65535")
+_ATTEMPTS = 5
+_PATIENCE = 60.0
+_LOG_LINES = 20
+
+
+class Server:
+    """A PostgreSQL that can be stopped, crashed and started again, with the data and the port it had.
+
+    Attributes:
+        host: the address it listens on.
+        folder: what is there for this run: the log, the socket, the data unless they are kept.
+        bindir: the folder of its programs.
+        version: e.g. "18.6".
+        data: its data folder.
+        sockets: the folder of its unix socket, which needs no password.
+        log: the file that it logs to.
+        port: of both the socket and 127.0.0.1; 0 before the first start.
+        password: of its superuser `postgres` over TCP.
+    """
+
+    host = "127.0.0.1"
+
+    def __init__(
+        self,
+        *,
+        data_dir: str | PathLike[str] | None = None,
+        fsync: bool = True,
+        settings: dict[str, str] | None = None,
+    ) -> None:
+        self._settings = _checked(settings or {})
+        if not fsync:
+            self._settings = {"fsync": "off", "full_page_writes": "off"} | self._settings
+        self.bindir = _binaries.find()
+        self.version = _binaries.version(self.bindir)
+        self.port = 0
+        self._creator = os.getpid()
+        self._process: Process | None = None
+        self._template: Path | None = None
+        self.folder, self._lock = _cluster.make_run_folder()
+        self.log = self.folder / "log"
+        self.sockets = self.folder
+        try:
+            self.data = self.folder / "data" if data_dir is None else Path(data_dir).absolute()
+            self.sockets = self._socket_folder()
+            self._prepare(durable=fsync and data_dir is not None)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """The URL for SQLAlchemy, over TCP and with the password."""
+        return f"postgresql+psycopg://postgres:{self.password}@{self.host}:{self.port}/postgres"
+
+    @property
+    def pid(self) -> int:
+        """The process id of the running server."""
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
+
+    def _socket_folder(self) -> Path:
+        if len(os.fsencode(self.folder)) <= _LONGEST_FOLDER:
+            return self.folder
+        folder = Path(tempfile.mkdtemp(prefix="pgfence-", dir="/tmp"))
+        _cluster.give(folder)
+        return folder
+
+    def _prepare(self, *, durable: bool) -> None:
+        found = sorted(self.data.iterdir()) if self.data.is_dir() else []
+        if not found:
+            self._template = _cluster.create(self.data, self.bindir, self.version, self.folder)
+            if durable:
+                _cluster.sync(self.data, self.bindir)
+        elif not (self.data / _cluster.PASSWORD_FILE).is_file():
+            raise ValueError(f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded made")
+        major = (self.data / "PG_VERSION").read_text().strip()
+        if not re.match(rf"{major}\b", self.version):
+            raise ValueError(
+                f"data_dir {self.data} was made by PostgreSQL {major}, the binaries in {self.bindir} are {self.version}: "
+                f"choose others with {_binaries.VARIABLE}, or use another folder"
+            )
+        self.password = (self.data / _cluster.PASSWORD_FILE).read_text()
+        hba = self.folder / "pg_hba.conf"
+        hba.write_text(_HBA)
+        _cluster.give(hba)
+
+    def start(self) -> None:
+        """Start the server and wait until it accepts connections. After a stop it has the same port.
+
+        Raises:
+            UnreachableError: it does not start. The message ends with its log.
+        """
+        fixed, log = self.port, ""
+        for _ in range(_ATTEMPTS):
+            self.port = fixed or _free_port(self.host)
+            logged = self.log.stat().st_size if self.log.exists() else 0
+            self._process = Process(self._command(), self.log, self._lock)
+            if self._wait_until_ready(self._process):
+                return
+            self.stop()
+            log = self.log.read_bytes()[logged:].decode(errors="replace")
+            # Somebody else may take the port between our look and the server's.
+            if "could not bind" not in log:
+                break
+        if self._template is not None:
+            # A damaged copy must not spoil the next start as well.
+            shutil.rmtree(self._template, ignore_errors=True)
+        last = "\n".join(log.splitlines()[-_LOG_LINES:])
+        raise UnreachableError(f"PostgreSQL {self.version} did not start:\n{last}", retryable=False)
+
+    def stop(self, mode: Mode = "fast") -> None:
+        """Stop the server; nothing if it is not running.
+
+        Args:
+            mode: "fast" shuts down cleanly, "immediate" is a crash: without `fsync` the data may not survive it.
+        """
+        if self._process is not None:
+            self._process.stop(mode)
+            self._process = None
+
+    def close(self) -> None:
+        """Stop the server and remove what was made for this run, but not the data in a folder of the caller."""
+        if os.getpid() != self._creator:
+            return
+        self.stop()
+        os.close(self._lock)
+        for folder in {self.folder, self.sockets}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _command(self) -> list[str | Path]:
+        settings = self._settings | {
+            "listen_addresses": self.host,
+            "port": str(self.port),
+            "unix_socket_directories": str(self.sockets),
+            "hba_file": str(self.folder / "pg_hba.conf"),
+        }
+        options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
+        return [self.bindir / "postgres", "-D", self.data, *options]
+
+    def _wait_until_ready(self, process: Process) -> bool:
+        deadline = time.monotonic() + _PATIENCE
+        while not process.ended.wait(0.005) and time.monotonic() < deadline:
+            lines = self._status()
+            if lines[:1] == [str(process.pid)] and lines[7:8] == ["ready"]:
+                return True
+        return False
+
+    def _status(self) -> list[str]:
+        """Return the lines of the server's own file about itself; its first is the process, its eighth the state."""
+        try:
+            return [line.strip() for line in (self.data / "postmaster.pid").read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+
+
+def _checked(settings: Mapping[Any, Any]) -> dict[str, str]:
+    for name, value in settings.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"a setting is a text and its value too, not {name!r}: {value!r}")
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", name, re.ASCII):
+            raise ValueError(f"{name!r} is no name of a server setting")
+        if name.lower() in _OURS:
+            raise ValueError(f"the setting {name} is made by pgfence.embedded itself")
+        if "\x00" in value:
+            raise ValueError(f"the value of {name} must not contain NUL")
+    return {name.lower(): value for name, value in settings.items()}
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,154 @@
+"""Every error of pgfence, in one tree.
+
+Each error can be pickled, keeps its data as attributes and says in its message what to do.
+A caller decides by class or attribute, never by text:
+
+- `retryable`: the same call may succeed later without a change by the caller;
+- `retry_after`: seconds, or None where nothing is better than the caller's own back-off;
+- `http_status`: what a web edge should answer;
+- `sqlstate`: set when PostgreSQL itself refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey
+
+LossReason: TypeAlias = Literal["expired", "superseded", "evicted", "overdue", "cut off", "killed"]
+PoolerMode: TypeAlias = Literal["direct", "session", "transaction", "unknown"]
+
+
+def _restore(cls: type[PgfenceError], args: tuple[Any, ...], state: dict[str, Any]) -> PgfenceError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class PgfenceError(Exception):
+    """Root of every error that pgfence raises on purpose."""
+
+    http_status: ClassVar[int] = 500
+    retryable: bool = False
+    retry_after: float | None = None
+
+    def __init__(self, message: str, *, sqlstate: str | None = None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), self.args, self.__dict__.copy())
+
+
+class LockTimeoutError(PgfenceError, TimeoutError):
+    """The lock was not free within the timeout. Nothing is held, the caller's transaction is usable.
+
+    `holders` is what was last seen and may be empty; `held_here` names the session locks that the
+    same task or thread already held while it waited.
+    """
+
+    http_status = 423
+    retryable = True
+    retry_after: float | None = 1.0
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        names: Sequence[str] = (),
+        keys: Sequence[LockKey] = (),
+        timeout: float = 0.0,
+        holders: Sequence[Holder] = (),
+        held_here: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+        self.keys = tuple(keys)
+        self.timeout = timeout
+        self.holders = tuple(holders)
+        self.held_here = tuple(held_here)
+
+
+class LockLostError(PgfenceError):
+    """The lock was lost while it was believed to be held: work done since then was not protected."""
+
+    http_status = 503
+    retryable = True
+
+    def __init__(
+        self, message: str, *, names: Sequence[str] = (), reason: LossReason = "killed", token: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+        self.reason: LossReason = reason
+        self.token = token
+
+
+class LockNotHeldError(PgfenceError):
+    """Released twice, `current()` outside a hold, or a handle used in a forked child."""
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class SelfDeadlockError(PgfenceError):
+    """The wait could never end: this task or thread, or a cycle inside this process, holds the lock."""
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class DeadlockError(PgfenceError):
+    """PostgreSQL found a deadlock (SQLSTATE 40P01) and has aborted the transaction: roll back and try again."""
+
+    http_status = 409
+    retryable = True
+
+
+class PoolerError(PgfenceError):
+    """A connection pooler stands in between, and session locks cannot work behind it as it is."""
+
+    def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
+        super().__init__(message)
+        self.mode: PoolerMode = mode
+
+
+class StandbyError(PgfenceError):
+    """The server is a standby: a lock taken there excludes nobody."""
+
+
+class UnsupportedServerError(PgfenceError):
+    """Not a PostgreSQL that pgfence can trust: another dialect or driver, too old, or a look-alike."""
+
+
+class UnreachableError(PgfenceError):
+    """The server gave no answer. That is never taken for "free" or for "busy"."""
+
+    http_status = 503
+
+    def __init__(self, message: str, *, sqlstate: str | None = None, retryable: bool = True) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.retryable = retryable
+
+
+class TransactionStateError(PgfenceError):
+    """The caller's transaction is not in a state in which the promise could be kept."""
+
+
+class CapacityError(PgfenceError):
+    """The server's lock table is nearly full: more locks would keep everybody from logging in."""
+
+    http_status = 503
+    retryable = True
+
+    def __init__(self, message: str, *, used: int, limit: int, sqlstate: str | None = None) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.used = used
+        self.limit = limit

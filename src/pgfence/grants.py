@@ -1,0 +1,69 @@
+"""Values that describe who holds what: frozen, without behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+    from pgfence.keys import LockKey
+
+State: TypeAlias = Literal["held", "unknown", "lost", "released"]
+OnLoss: TypeAlias = Literal["cancel", "flag"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Somebody who holds a lock, as the server sees it.
+
+    Attributes:
+        name: the readable name, where it is known.
+        key: the key it stands for.
+        kind: advisory, transaction, ...
+        mode: exclusive or shared.
+        owner: the identity its holder gave, where the kind has one.
+        host: address of the client; None on a unix socket.
+        pid: process id of the client, where the kind records it.
+        backend_pid: process id of its server process; None for a prepared transaction.
+        application_name: what the client calls itself.
+        purpose: what it said it is for.
+        token: fencing token, where the kind has one.
+        since: when the state of its session last changed (of a transaction: when that began).
+        expires_at: when it expires by the server's clock, where the kind does.
+    """
+
+    name: str | None
+    key: LockKey | None
+    kind: str
+    mode: Literal["exclusive", "shared"]
+    owner: str | None
+    host: str | None
+    pid: int | None
+    backend_pid: int | None
+    application_name: str | None
+    purpose: str
+    token: int | None
+    since: datetime | None
+    expires_at: datetime | None
+
+    def __str__(self) -> str:
+        who = self.owner or self.application_name or "a session without a name"
+        where = f" on {self.host}" if self.host else ""
+        process = f" (backend {self.backend_pid})" if self.backend_pid else ""
+        since = f", since {self.since.isoformat(timespec='seconds')}" if self.since else ""
+        return f"{who}{where}{process}{since}"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What `configure(on_event=...)` is told; every kind of event has these fields."""
+
+    event: str
+    name: str | None
+    owner: str | None
+    lease_id: UUID | None
+    token: int | None
+    at: datetime

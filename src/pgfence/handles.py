@@ -1,0 +1,305 @@
+"""What a holder has in hand.
+
+A handle answers without I/O what its process knows: `state` is "held", "unknown" (asked, no answer yet), "lost" or
+"released". It is no proof of possession: a process that was stopped learns of a loss only when it runs again. Work that must
+not be done by a former holder belongs on the connection that holds (`AdvisoryLock.connect`) or behind a fence.
+
+In a forked child a handle is released from the start: the lock belongs to the parent, and nothing the child does touches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import sys
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+
+from sqlalchemy import Connection
+
+from pgfence._runtime import aio, sync
+from pgfence._runtime.state import log, named, tell
+from pgfence._runtime.watch import WATCHER
+from pgfence.errors import LockLostError, LockNotHeldError
+from pgfence.timing import seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+    from pgfence._runtime.aio import AsyncDomain
+    from pgfence._runtime.localqueue import Contender
+    from pgfence._runtime.state import Hold
+    from pgfence._runtime.sync import SyncDomain
+    from pgfence.errors import LossReason
+    from pgfence.grants import State
+    from pgfence.keys import LockKey
+    from pgfence.timing import Seconds
+
+_LENT: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = weakref.WeakKeyDictionary()
+
+
+class _Handle:
+    """What both twins know without asking anybody."""
+
+    __slots__ = ("__weakref__", "_hold")
+
+    _hold: Hold[Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names it was asked for by; of a ready key: its name, or its number."""
+        return self._hold.names
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        """The keys it holds: sorted, each once."""
+        return self._hold.keys
+
+    @property
+    def state(self) -> State:
+        """What this process knows: held, unknown, lost or released. No I/O."""
+        return self._hold.state
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost while it was held. No I/O."""
+        return self._hold.ours and self._hold.reason is not None
+
+    @property
+    def loss_reason(self) -> LossReason | None:
+        """Why it was lost: "killed" (the server ended the session) or "cut off" (no answer any more)."""
+        return self._hold.reason
+
+    def check(self) -> None:
+        """Raise unless it is held as far as this process knows. No I/O: call it as often as you like.
+
+        Raises:
+            LockLostError: it was lost.
+            LockNotHeldError: it was released, or this is a forked child.
+        """
+        self._hold.check()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {named(self.names)}, {self.state}>"
+
+
+class Held(_Handle):
+    """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
+
+    Not promised: that work done under it is safe after a loss. `check()` before each step narrows the gap, it cannot close it.
+    Any thread may release it, once.
+    """
+
+    __slots__ = ("_domain",)
+
+    def __init__(self, domain: SyncDomain, hold: Hold[Any]) -> None:
+        self._domain = domain
+        self._hold = hold
+        hold.handle = weakref.ref(self)
+
+    def on_lost(self, cb: Callable[[], object], /) -> None:
+        """Have `cb` called once when the lock is lost, at once if it is already.
+
+        It runs on a thread of pgfence's own, with none of our locks held; others that are told of a loss wait for it. Its
+        exceptions are logged.
+        """
+        self._hold.subscribe(lambda: WATCHER.post(cb))
+
+    def wait_lost(self, timeout: Seconds | None = None) -> bool:
+        """Wait until the lock is lost; None waits for ever. Returns whether it was."""
+        told = threading.Event()
+        self._hold.subscribe(told.set)
+        try:
+            return told.wait(None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX))
+        finally:
+            self._hold.unsubscribe(told.set)
+
+    def release(self) -> None:
+        """Give the lock back, and prove it: the server's word, or the end of the connection.
+
+        Raises:
+            LockLostError: it had been lost; nothing is held in either case.
+            LockNotHeldError: it was released before, or this is a forked child.
+            TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
+        """
+        self._domain.release(self._hold)
+
+    def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
+        """End a block: the caller's exception wins, a failure of ours is attached to it."""
+        if self._hold.released and self._hold.ours:
+            return
+        try:
+            self._domain.release(self._hold, leaving=True, failing=exc is not None)
+        except Exception as error:
+            if isinstance(error, LockLostError) and flag:
+                return
+            if exc is None:
+                raise
+            attach(exc, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        self._leave(exc, flag=False)
+
+    def __del__(self) -> None:
+        _dropped(self._hold, self._domain, self)
+
+
+class AsyncHeld(_Handle):
+    """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
+
+    Not promised: that work done under it is safe after a loss; see `Held`. Any task of its loop may release it, once. A
+    release that is cancelled closes the connection, so the lock is free all the same.
+    """
+
+    __slots__ = ("_domain",)
+
+    def __init__(self, domain: AsyncDomain, hold: Hold[Any]) -> None:
+        self._domain = domain
+        self._hold = hold
+        hold.handle = weakref.ref(self)
+
+    def on_lost(self, cb: Callable[[], object], /) -> None:
+        """Have `cb` called once when the lock is lost, at once if it is already.
+
+        It runs on the loop that acquired; a coroutine function is awaited there. Its exceptions are logged.
+        """
+        loop = self._domain.loop
+        self._hold.subscribe(lambda: aio.on_loop(loop, lambda: _run(cb)))
+
+    async def wait_lost(self, timeout: Seconds | None = None) -> bool:
+        """Wait until the lock is lost; None waits for ever. Returns whether it was."""
+        loop = asyncio.get_running_loop()
+        told = asyncio.Event()
+
+        def listener() -> None:
+            aio.on_loop(loop, told.set)
+
+        self._hold.subscribe(listener)
+        limit = None if timeout is None or math.isinf(seconds(timeout)) else seconds(timeout)
+        try:
+            await asyncio.wait_for(told.wait(), limit)
+        except TimeoutError:
+            return self.lost
+        finally:
+            self._hold.unsubscribe(listener)
+        return True
+
+    async def release(self) -> None:
+        """Give the lock back, and prove it: the server's word, or the end of the connection.
+
+        Raises:
+            LockLostError: it had been lost; nothing is held in either case.
+            LockNotHeldError: it was released before, or this is a forked child.
+            TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
+        """
+        await self._domain.release(self._hold)
+
+    async def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
+        if self._hold.released and self._hold.ours:
+            return
+        try:
+            await self._domain.release(self._hold, leaving=True, failing=exc is not None)
+        except Exception as error:
+            if isinstance(error, LockLostError) and flag:
+                return
+            if exc is None:
+                raise
+            attach(exc, error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        await self._leave(exc, flag=False)
+
+    def __del__(self) -> None:
+        _dropped(self._hold, self._domain, self)
+
+
+def _run(cb: Callable[[], object]) -> None:
+    """Run a callback on its loop; a coroutine becomes a task that the loop's domain keeps alive."""
+
+    async def guard(coroutine: Any) -> None:
+        try:
+            await coroutine
+        except Exception:
+            log.exception("a callback of a lock failed")
+
+    def call() -> None:
+        result = cb()
+        if inspect.isawaitable(result):
+            aio.keep(asyncio.ensure_future(guard(result)))
+
+    tell(call)
+
+
+def attach(exc: BaseException, error: Exception) -> None:
+    """Attach a failure of ours to the exception that is on its way: that one wins."""
+    exc.add_note(f"while the lock was given back: {type(error).__name__}: {error}")
+
+
+def _dropped(hold: Hold[Any], domain: SyncDomain | AsyncDomain, handle: _Handle) -> None:
+    """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
+    if hold.released or not hold.ours or sys.is_finalizing():
+        return
+    domain.abandon(hold)
+    if hold.reason is None:
+        warnings.warn(
+            f"the lock {named(hold.names)} was dropped without release()", ResourceWarning, source=handle, stacklevel=2
+        )
+
+
+AnyHeld = TypeVar("AnyHeld", bound=Held | AsyncHeld)
+
+
+def current(kind: type[AnyHeld], /) -> AnyHeld:
+    """Return the innermost handle of that kind which this thread (an async kind: this task) holds.
+
+    It works inside `hold()`, `with held:` and functions decorated by `wrap()`.
+
+    Raises:
+        LockNotHeldError: there is none.
+    """
+    here: Contender | None = aio.contender_here() if issubclass(kind, AsyncHeld) else sync.contender()
+    for hold in reversed(here.holds if here is not None else []):
+        handle = hold.handle()
+        if isinstance(handle, kind) and hold.ours:
+            return handle
+    raise LockNotHeldError(
+        f"no {kind.__name__} here: this {'task' if issubclass(kind, AsyncHeld) else 'thread'} holds none"
+    )
+
+
+@overload
+def held(connection: Connection, /) -> Held: ...
+@overload
+def held(connection: AsyncConnection, /) -> AsyncHeld: ...
+def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
+    """Return the handle of the lock that a connection from `connect()` holds.
+
+    Raises:
+        LockNotHeldError: it is no such connection, or its block has ended.
+    """
+    inner: Any = getattr(connection, "sync_connection", connection)
+    handle = _LENT.get(inner) if inner is not None else None
+    if handle is None:
+        raise LockNotHeldError("this connection holds no lock: it does not come from connect(), or its block has ended")
+    return handle
+
+
+def lent(connection: Connection, handle: Held | AsyncHeld) -> None:
+    """Remember which lock a lent connection holds, for `held`."""
+    _LENT[connection] = handle

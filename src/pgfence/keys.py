@@ -1,0 +1,216 @@
+"""Names become 64-bit keys here, the same in every process, on every platform, for ever.
+
+The value is the first 8 bytes, big-endian and signed, of SHA-256 over UTF-8(namespace + U+001F + name). There is no salt
+and no byte order of the host, so a lock taken by one release, language or machine is the lock of every other. The text is
+taken as it is: nothing is normalised, stripped or folded, so "é" composed and decomposed are two names.
+
+PostgreSQL has two spaces of advisory keys that never meet: one bigint, and pairs of int4. Names live in the first.
+`LockKey.raw` and `LockKey.pair` give the keys of other programs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import total_ordering
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from sqlalchemy import BigInteger, cast, func, literal
+from sqlalchemy.dialects.postgresql import BIT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sqlalchemy.sql.elements import ColumnElement
+
+SEPARATOR = "\x1f"
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}: use str() where that is what you mean")
+    for bad, called in (("\x00", "NUL"), (SEPARATOR, "U+001F")):
+        if bad in value:
+            raise ValueError(f"{what} must not contain {called}: {value!r}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {value!r}") from None
+    # A str enum or other subclass may format itself differently on each Python: only its plain text counts.
+    return str.__str__(value)
+
+
+def _integer(value: object, bits: int, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, not {type(value).__name__}")
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise ValueError(f"{what} must fit into a signed {bits}-bit integer, {value} does not")
+    return int.__int__(value)
+
+
+class KeyFamily(Protocol):
+    """One definition of a key in the code: call it with the part that varies."""
+
+    def __call__(self, ident: str | int, /) -> LockKey:
+        """Return the key of one id."""
+        ...
+
+
+@total_ordering
+class LockKey:
+    """A key of PostgreSQL's advisory locks. Frozen, hashable, ordered by space and value.
+
+    Two keys are equal when PostgreSQL would take them for one lock, whatever their names.
+    Make one with `of`, `raw`, `pair` or a `family`.
+    """
+
+    __slots__ = ("_hashed", "_name", "_space", "_value")
+
+    _value: int
+    _space: Literal["bigint", "pair"]
+    _name: str | None
+    _hashed: str | None
+
+    def __init__(self) -> None:
+        raise TypeError("use LockKey.of(name), LockKey.raw(number), LockKey.pair(a, b) or LockKey.family(name)")
+
+    @classmethod
+    def _make(cls, value: int, space: Literal["bigint", "pair"], name: str | None, hashed: str | None) -> LockKey:
+        key = object.__new__(cls)
+        for slot, content in (("_value", value), ("_space", space), ("_name", name), ("_hashed", hashed)):
+            object.__setattr__(key, slot, content)
+        return key
+
+    @classmethod
+    def of(cls, name: str, *, namespace: str = "") -> LockKey:
+        """Return the key of a name.
+
+        The configured namespace is not added: a ready key is taken as it is everywhere.
+
+        Raises:
+            TypeError: the name or the namespace is no str.
+            ValueError: the name is empty, or one of them holds NUL, U+001F or a lone surrogate.
+        """
+        name = _text(name, "a lock name")
+        if not name:
+            raise ValueError("a lock name must not be empty")
+        hashed = _text(namespace, "a namespace") + SEPARATOR + name
+        value = int.from_bytes(hashlib.sha256(hashed.encode()).digest()[:8], "big", signed=True)
+        return cls._make(value, "bigint", name, hashed)
+
+    @classmethod
+    def raw(cls, value: int) -> LockKey:
+        """Return the key that other programs write as one bigint.
+
+        Raises:
+            TypeError: it is no int (a bool is none).
+            ValueError: it does not fit into 64 bits, signed.
+        """
+        return cls._make(_integer(value, 64, "a raw key"), "bigint", None, None)
+
+    @classmethod
+    def pair(cls, classid: int, objid: int) -> LockKey:
+        """Return the key that other programs write as two int4, in the space of pairs.
+
+        Raises:
+            TypeError: one is no int (a bool is none).
+            ValueError: one does not fit into 32 bits, signed.
+        """
+        high, low = _integer(classid, 32, "classid"), _integer(objid, 32, "objid")
+        return cls._make(high << 32 | low & 0xFFFFFFFF, "pair", None, None)
+
+    @classmethod
+    def family(cls, name: str, *, namespace: str = "") -> KeyFamily:
+        """Return a function from an id to the key `LockKey.of(f"{name}:{id}", namespace=namespace)`.
+
+        The ids 42 and "42" are one key. A colon in an id is text like any other: keep families apart by their names.
+
+        Raises:
+            TypeError, ValueError: as `of`, here for the name; the function raises them for the id.
+        """
+        cls.of(name, namespace=namespace)
+        stem = _text(name, "a lock name") + ":"
+
+        def key_of(ident: str | int, /) -> LockKey:
+            if isinstance(ident, bool) or not isinstance(ident, (str, int)):
+                raise TypeError(f"the id of a key must be a str or an int, not {type(ident).__name__}")
+            part = _text(ident, "the id of a key") if isinstance(ident, str) else int.__repr__(ident)
+            if not part:
+                raise ValueError("the id of a key must not be empty")
+            return cls.of(stem + part, namespace=namespace)
+
+        return key_of
+
+    @property
+    def value(self) -> int:
+        """The signed 64-bit number; of a pair: `classid << 32 | objid`."""
+        return self._value
+
+    @property
+    def space(self) -> Literal["bigint", "pair"]:
+        """Which of PostgreSQL's two key spaces it belongs to."""
+        return self._space
+
+    @property
+    def name(self) -> str | None:
+        """The name it was made of, if it was."""
+        return self._name
+
+    @property
+    def sql(self) -> ColumnElement[int]:
+        """The same key as a SQL expression, computed by the server from the name; of a pair: the 64-bit value."""
+        if self._hashed is None:
+            return cast(literal(self._value, BigInteger), BigInteger)
+        pg = func.pg_catalog
+        digest = pg.encode(pg.sha256(pg.convert_to(self._hashed, "UTF8")), "hex")
+        return cast(cast(literal("x").concat(pg.left(digest, 16)), BIT(64)), BigInteger)
+
+    @property
+    def label(self) -> str:
+        """What messages call it: the name, or the number as SQL writes it."""
+        if self._name is not None:
+            return self._name
+        if self._space == "bigint":
+            return f"key {self._value}"
+        low = self._value & 0xFFFFFFFF
+        return f"key ({self._value >> 32}, {low - (1 << 32) if low >> 31 else low})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a LockKey cannot be changed")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a LockKey cannot be changed")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LockKey._make, (self._value, self._space, self._name, self._hashed)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LockKey):
+            return NotImplemented
+        return self._value == other._value and self._space == other._space
+
+    def __lt__(self, other: LockKey) -> bool:
+        if not isinstance(other, LockKey):
+            return NotImplemented
+        return (self._space, self._value) < (other._space, other._value)
+
+    def __hash__(self) -> int:
+        return hash((self._space, self._value))
+
+    def __repr__(self) -> str:
+        return f"<LockKey {self.label!r}, {self._space} {self._value}>"
+
+
+Name: TypeAlias = str | LockKey
+
+
+def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
+    """Return the keys of names: sorted, each once. Everybody who locks several asks for them in this one order.
+
+    Raises:
+        ValueError: no name was given, or one is not usable.
+        TypeError: one is neither a str nor a LockKey.
+    """
+    keys = {n if isinstance(n, LockKey) else LockKey.of(n, namespace=namespace) for n in names}
+    if not keys:
+        raise ValueError("a lock needs at least one name")
+    return tuple(sorted(keys))

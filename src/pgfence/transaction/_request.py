@@ -1,0 +1,313 @@
+"""One request for a transaction lock, on a sync Session or Connection; the async twin comes here through `run_sync`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import Connection, table, update
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+
+from pgfence._runtime.state import emit, named
+from pgfence._sql import activity, server, transaction as sql
+from pgfence._sql.savepoints import Record
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
+from pgfence.config import Config, config_of
+from pgfence.errors import (
+    CapacityError,
+    DeadlockError,
+    LockTimeoutError,
+    PgfenceError,
+    StandbyError,
+    TransactionStateError,
+    UnsupportedServerError,
+)
+from pgfence.keys import resolve
+from pgfence.timing import NESTED_LIMIT, WARN_AFTER, Deadline, clock, milliseconds, seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sqlalchemy.engine.interfaces import Dialect
+    from sqlalchemy.orm import Session
+
+    from pgfence._runtime.localqueue import Contender
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey, Name
+    from pgfence.timing import Seconds
+
+log = logging.getLogger("pgfence.transaction")
+
+MANY_KEYS = 100
+OLDEST = (14,)
+_WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
+
+# What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
+_WRITE = update(table("pgfence_lock"))
+
+
+class Call(NamedTuple):
+    """One request, once it is known where it goes and what is still missing."""
+
+    connection: Connection
+    config: Config
+    record: Record
+    keys: tuple[LockKey, ...]
+    first: bool
+    """Nothing has been sent in the server's transaction yet."""
+
+
+class Request:
+    """What both twins know, and the work itself, on a sync Session or Connection."""
+
+    def __init__(
+        self,
+        names: Sequence[Name],
+        namespace: str | None,
+        bind_arguments: Mapping[str, Any] | None,
+        *,
+        shared: bool,
+        expire: bool,
+        stale_snapshot_ok: bool,
+    ) -> None:
+        resolve(names, namespace or "")
+        self._names = names
+        self._namespace = namespace
+        self._bind_arguments = bind_arguments
+        self._shared = shared
+        self._expire = expire
+        self._stale_snapshot_ok = stale_snapshot_ok
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {named(self._labels())}>"
+
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in self._names))
+
+    # ------------------------------------------------------------ where
+
+    def _connection(self, work: Session | Connection) -> Connection:
+        """Return the connection of the primary; a Session begins its transaction there if it has not."""
+        if isinstance(work, Connection):
+            connection = work
+        else:
+            try:
+                connection = work.connection(bind_arguments={"clause": _WRITE, **(self._bind_arguments or {})})
+            except UnboundExecutionError as error:
+                error.add_note("A lock has no mapped class: name one, as in bind_arguments={'mapper': Account}")
+                raise
+        server.style_of(connection.dialect)
+        version = connection.dialect.server_version_info
+        if version is not None and version < OLDEST:
+            raise UnsupportedServerError(
+                f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
+            )
+        return connection
+
+    def _keys(self, config: Config) -> tuple[LockKey, ...]:
+        return resolve(self._names, config.namespace if self._namespace is None else self._namespace)
+
+    def _prepared(self, work: Session | Connection) -> Call:
+        """Find out what is missing, and refuse what could not keep the promise. No round trip of ours."""
+        connection = self._connection(work)
+        config = config_of(connection)
+        state = sql.driver_state(connection)
+        self._refuse_mode(state)
+        if not connection.in_transaction():
+            # Begun here and not by our statement, so that what the user's own hooks send at a begin comes before it.
+            connection.begin()
+            state = sql.driver_state(connection)
+        record = Record.of(connection)
+        if state.idle:
+            record.forget()
+        keys = self._missing(record, self._keys(config))
+        if keys and self._expire and not isinstance(work, Connection):
+            self._refuse_unflushed(work)
+        return Call(connection, config, record, keys, state.idle)
+
+    def _refuse_mode(self, state: sql.DriverState) -> None:
+        if state.autocommit:
+            raise TransactionStateError(
+                f"the connection is in autocommit: the lock {named(self._labels())} would end with its own statement."
+                " Use a connection without AUTOCOMMIT, or AdvisoryLock"
+            )
+        if state.pipeline:
+            raise TransactionStateError(
+                "the connection is in psycopg's pipeline mode, where an answer may belong to another statement: leave the"
+                " pipeline before asking for a lock"
+            )
+
+    def _missing(self, record: Record, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
+        held = {key: record.shared(key) for key in keys}
+        if not self._shared and (read := tuple(key.label for key in keys if held[key])):
+            raise TransactionStateError(
+                f"this transaction holds {named(read)} shared; two that do and both ask for more would wait for each other"
+                " for ever. Take the exclusive lock first, in place of the shared one"
+            )
+        return tuple(key for key in keys if held[key] is None)
+
+    def _refuse_unflushed(self, session: Session) -> None:
+        changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
+        if changed:
+            kinds = ", ".join(sorted({type(one).__name__ for one in changed}))
+            raise TransactionStateError(
+                f"the Session holds unflushed changes ({kinds}) that may rest on rows read before the lock"
+                f" {named(self._labels())}, so another transaction's write could be lost. Take the lock first and load"
+                " afterwards; or flush() what other locks protect; or pass expire=False"
+            )
+
+    # ------------------------------------------------------------ what
+
+    def _try(self, work: Session | Connection) -> bool:
+        call = self._prepared(work)
+        return not call.keys or self._take(work, call, Deadline.after(0.0, clock()))
+
+    def _acquire(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> None:
+        began = clock()
+        asked = None if timeout is None else seconds(timeout)
+        call = self._prepared(work)
+        if not call.keys:
+            return
+        limit = _default(call.config, owner) if asked is None else asked
+        if not self._take(work, call, Deadline.after(limit, began)):
+            raise self._timed_out(call, limit, owner)
+        if (waited := clock() - began) >= WARN_AFTER:
+            log.warning("waited %.0f s for %s; it is held by this transaction now", waited, named(self._labels()))
+
+    def _take(self, work: Session | Connection, call: Call, deadline: Deadline) -> bool:
+        if len(call.keys) > MANY_KEYS:
+            self._refuse_full_table(call)
+        try:
+            granted = self._granted(call, deadline)
+        except DBAPIError as error:
+            if (known := self._known(error)) is None:
+                raise
+            raise known from error
+        if not granted:
+            return False
+        call.record.add(call.keys, shared=self._shared)
+        if self._expire and not isinstance(work, Connection):
+            work.expire_all()
+        emit(call.config, "acquired", self._labels())
+        return True
+
+    def _granted(self, call: Call, deadline: Deadline) -> bool:
+        """Ask, and wait if there is time. What was refused leaves nothing behind."""
+        connection, keys = call.connection, call.keys
+        answer = self._asked_first(call) if call.first and len(keys) > 1 else None
+        guarded = answer is None and len(keys) > 1
+        if answer is None:
+            if guarded:
+                sql.set_savepoint(connection)
+            answer = self._asked(call)
+        if answer.taken == len(keys):
+            if guarded:
+                sql.keep(connection)
+            return True
+        left = deadline.left(clock())
+        if guarded and (answer.taken < 0 or not left):
+            sql.give_back(connection)
+        elif not guarded and answer.taken > 0:
+            sql.begin_anew(connection)
+        if answer.taken < 0:
+            raise self._refused(answer)
+        if not left:
+            return False
+        if not guarded:
+            sql.set_savepoint(connection)
+        return self._waited(call, answer, left)
+
+    def _asked(self, call: Call) -> sql.Answer:
+        return sql.ask(call.connection, call.keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
+
+    def _asked_first(self, call: Call) -> sql.Answer | None:
+        """Ask with the very first statement of the transaction; None: a hook of the user was faster, nothing was asked."""
+        connection = call.connection
+        with call.record.unless(lambda: not sql.driver_state(connection).idle, sql.NOTHING_ASKED):
+            answer = self._asked(call)
+        return None if answer.taken == sql.NOT_ASKED else answer
+
+    def _waited(self, call: Call, answer: sql.Answer, left: float) -> bool:
+        limit = 0 if math.isinf(left) else milliseconds(left)
+        try:
+            sql.wait(call.connection, call.keys, answer, shared=self._shared, milliseconds=limit)
+        except DBAPIError as error:
+            if sqlstate(error) != LOCK_NOT_AVAILABLE:
+                raise
+            sql.give_back(call.connection)
+            return False
+        sql.keep(call.connection)
+        return True
+
+    # ------------------------------------------------------------ what is said
+
+    def _refuse_full_table(self, call: Call) -> None:
+        used, limit = activity.lock_table_use(call.connection)
+        judged = server.capacity(used, len(call.keys), limit)
+        if isinstance(judged, CapacityError):
+            raise judged
+        if judged == "warn" and call.connection.dialect not in _WARNED:
+            _WARNED.add(call.connection.dialect)
+            log.warning("%d of at least %d places in the server's lock table are taken", used, limit)
+
+    def _known(self, error: DBAPIError) -> PgfenceError | None:
+        state = sqlstate(error)
+        if state == DEADLOCK_DETECTED:
+            return DeadlockError(
+                f"waiting for {named(self._labels())} closed a circle of waits, and PostgreSQL has aborted this transaction:"
+                " roll back and try again. Take all locks at once, before the first write",
+                sqlstate=state,
+            )
+        if state == OUT_OF_MEMORY:
+            return CapacityError(
+                f"the server's lock table is full: there was no room for {named(self._labels())}, and PostgreSQL has"
+                " aborted this transaction. Hold fewer locks at a time, or raise max_locks_per_transaction",
+                used=0,
+                limit=0,
+                sqlstate=state,
+            )
+        return None
+
+    def _refused(self, answer: sql.Answer) -> PgfenceError:
+        if answer.taken == sql.STANDBY:
+            return StandbyError(
+                f"this server is a standby: a lock on {named(self._labels())} taken here excludes nobody on the primary."
+                " Connect to the primary; a Session that sends reads elsewhere is told by bind_arguments"
+            )
+        return TransactionStateError(
+            "under REPEATABLE READ and SERIALIZABLE this transaction reads from a snapshot that is older than the lock, so it"
+            " would not see what the last holder wrote. Use READ COMMITTED for it, as with"
+            " connection.execution_options(isolation_level='READ COMMITTED'); stale_snapshot_ok=True if that is no harm"
+        )
+
+    def _timed_out(self, call: Call, limit: float, owner: Contender) -> LockTimeoutError:
+        found = activity.holders(call.connection, call.keys)
+        held_here = tuple(name for hold in owner.holds for name in hold.names)
+        by = f"; held by {', '.join(map(str, found))}" if found else ""
+        nested = f". Held here meanwhile: {named(held_here)}" if held_here else ""
+        if limit >= WARN_AFTER:
+            log.warning("waited %.0f s for %s in vain%s", limit, named(self._labels()), by)
+        emit(call.config, "timeout", self._labels())
+        return LockTimeoutError(
+            f"no lock on {named(self._labels())} within {limit:g} s{by}{nested}",
+            names=self._labels(),
+            keys=call.keys,
+            timeout=limit,
+            holders=found,
+            held_here=held_here,
+        )
+
+    def _holders(self, work: Session | Connection) -> list[Holder]:
+        connection = self._connection(work)
+        return activity.holders(connection, self._keys(config_of(connection)))
+
+    def _is_held(self, work: Session | Connection) -> bool:
+        connection = self._connection(work)
+        return activity.held(connection, self._keys(config_of(connection)))
+
+
+def _default(config: Config, owner: Contender) -> float:
+    """Return the default timeout, cut for whoever holds a session lock: nobody sees a circle between processes."""
+    return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

@@ -1,0 +1,458 @@
+"""The verbs of everything that is held: `try_acquire`, `acquire`, `hold`, and `wrap` for functions.
+
+A primitive says how one attempt is made; this file says what the verbs make of it, sync and async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import string
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, ParamSpec, Protocol, Self, overload
+
+from typing_extensions import TypeVar, deprecated
+
+from pgfence._runtime import aio
+from pgfence._runtime.state import log
+from pgfence.errors import LockTimeoutError, UnreachableError
+from pgfence.handles import AsyncHeld, Held
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from pgfence.grants import Holder, OnLoss
+    from pgfence.keys import Name
+    from pgfence.timing import Seconds
+
+H = TypeVar("H", bound=Held, default=Held)
+AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
+Unreachable = Literal["raise", "skip", "run"]
+
+
+class Wrap(Protocol):
+    """What `wrap()` returns: a decorator that keeps the signature."""
+
+    @overload
+    @deprecated("a sync lock ends before an async function runs: use the Async twin")
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
+    @overload
+    @deprecated("a lock cannot be held over a generator: hold() inside it")
+    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+class WrapSkip(Protocol):
+    """What `wrap(busy="skip")` returns: the function's result, or None when it was skipped."""
+
+    @overload
+    @deprecated("a sync lock ends before an async function runs: use the Async twin")
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
+    @overload
+    @deprecated("a lock cannot be held over a generator: hold() inside it")
+    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+
+
+class AsyncWrap(Protocol):
+    """As `Wrap`, for coroutine functions."""
+
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+
+class AsyncWrapSkip(Protocol):
+    """As `WrapSkip`, for coroutine functions."""
+
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+
+
+class Verbs(ABC, Generic[H]):
+    """The sync verbs."""
+
+    _names: Sequence[Name]
+
+    @abstractmethod
+    def try_acquire(self) -> H | None:
+        """Try once, without waiting. None: somebody else has it."""
+
+    @abstractmethod
+    def acquire(self, *, timeout: Seconds | None = None) -> H:
+        """Wait for the lock."""
+
+    @abstractmethod
+    def _named(self, names: Sequence[Name]) -> Self:
+        """The same lock on other names."""
+
+    @abstractmethod
+    def holders(self) -> list[Holder]:
+        """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
+
+    def is_held(self) -> bool:
+        """Say whether anybody holds it at this moment. Looking never takes a lock."""
+        return bool(self.holders())
+
+    def hold(self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel") -> AbstractContextManager[H, None]:
+        """Hold the lock for the length of a `with` block.
+
+        Not promised: that the block stops at a loss. Sync code cannot be interrupted: `check()` or `on_lost()` tell it.
+
+        Args:
+            timeout: seconds to wait; None is the configured default, `math.inf` for ever, 0 does not wait.
+            on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; look at `lost`.
+
+        Raises:
+            as `acquire`, on entering; LockLostError on leaving, unless the block itself raised.
+        """
+        _choice("on_loss", on_loss, ("cancel", "flag"))
+        return _Holding(self, timeout, flag=on_loss == "flag")
+
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Literal["raise"] = "raise",
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> Wrap: ...
+    @overload
+    def wrap(
+        self, *, timeout: Seconds | None = None, busy: Literal["skip"], unreachable: Unreachable = "raise"
+    ) -> WrapSkip: ...
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Callable[[LockTimeoutError], BaseException],
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> Wrap: ...
+    def wrap(self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise") -> Any:
+        """Return a decorator: the function runs while the lock is held.
+
+        Names that are text are `str.format` templates over the arguments of the call: `"close:{tenant_id}"`; `{{` stands for
+        a brace.
+
+        Args:
+            timeout: seconds to wait. None is the configured default; with `busy="skip"` or a callable it does not wait.
+            busy: when it is not free: "raise" LockTimeoutError; "skip" the call and return None; or a callable that gets
+                the LockTimeoutError and returns (or raises) the exception to raise instead.
+            unreachable: when there is no server: "raise" UnreachableError; "run" unprotected, which is your decision; "skip",
+                only together with `busy="skip"`.
+
+        Raises:
+            TypeError: at decoration, for a coroutine function (use the Async twin) or a generator (hold inside it).
+            ValueError: at decoration, for a template field that is no argument; at once, for choices that do not go together.
+        """
+        policy = Policy(timeout, busy, unreachable)
+
+        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+            if inspect.iscoroutinefunction(fn):
+                raise TypeError(
+                    f"{_called(fn)} is a coroutine function: a sync lock would end before it runs. Use the Async twin"
+                )
+            _no_generator(fn)
+            names_for = templates(self._names, fn)
+
+            @functools.wraps(fn)
+            def guarded(*args: Any, **kwargs: Any) -> Any:
+                lock = self._named(names_for(args, kwargs)) if names_for else self
+                try:
+                    handle = lock.try_acquire() if policy.tries else lock.acquire(timeout=policy.timeout)
+                except LockTimeoutError as error:
+                    return policy.refused(error)
+                except UnreachableError as error:
+                    if policy.stop(error):
+                        return None
+                    return fn(*args, **kwargs)
+                if handle is None:
+                    return None
+                with handle:
+                    return fn(*args, **kwargs)
+
+            return guarded
+
+        return decorate
+
+
+class _Holding(AbstractContextManager[H, None]):
+    """One `with lock.hold()`."""
+
+    __slots__ = ("_flag", "_handle", "_lock", "_timeout")
+
+    def __init__(self, lock: Verbs[H], timeout: Seconds | None, *, flag: bool) -> None:
+        self._lock = lock
+        self._timeout = timeout
+        self._flag = flag
+
+    def __enter__(self) -> H:
+        self._handle = self._lock.acquire(timeout=self._timeout)
+        return self._handle
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        self._handle._leave(exc, flag=self._flag)
+
+    def __call__(self, fn: object) -> Never:
+        raise TypeError("hold() is no decorator: use wrap()")
+
+
+class AsyncVerbs(ABC, Generic[AH]):
+    """The async verbs."""
+
+    _names: Sequence[Name]
+
+    @abstractmethod
+    async def try_acquire(self) -> AH | None:
+        """Try once, without waiting. None: somebody else has it."""
+
+    @abstractmethod
+    async def acquire(self, *, timeout: Seconds | None = None) -> AH:
+        """Wait for the lock."""
+
+    @abstractmethod
+    def _named(self, names: Sequence[Name]) -> Self:
+        """The same lock on other names."""
+
+    @abstractmethod
+    async def holders(self) -> list[Holder]:
+        """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
+
+    async def is_held(self) -> bool:
+        """Say whether anybody holds it at this moment. Looking never takes a lock."""
+        return bool(await self.holders())
+
+    def hold(
+        self, *, timeout: Seconds | None = None, on_loss: OnLoss = "cancel"
+    ) -> AbstractAsyncContextManager[AH, None]:
+        """Hold the lock for the length of an `async with` block.
+
+        Args:
+            timeout: seconds to wait; None is the configured default, `math.inf` for ever, 0 does not wait.
+            on_loss: "cancel": a loss cancels the block, and leaving it raises LockLostError. "flag": neither; look at `lost`.
+
+        Raises:
+            as `acquire`, on entering; LockLostError on leaving, unless the block itself raised something else.
+        """
+        _choice("on_loss", on_loss, ("cancel", "flag"))
+        return _AsyncHolding(self, timeout, flag=on_loss == "flag")
+
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Literal["raise"] = "raise",
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> AsyncWrap: ...
+    @overload
+    def wrap(
+        self, *, timeout: Seconds | None = None, busy: Literal["skip"], unreachable: Unreachable = "raise"
+    ) -> AsyncWrapSkip: ...
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Callable[[LockTimeoutError], BaseException],
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> AsyncWrap: ...
+    def wrap(self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise") -> Any:
+        """Return a decorator for coroutine functions: the function runs while the lock is held, and is cancelled at a loss.
+
+        Arguments and errors are those of the sync twin; anything but a coroutine function is a TypeError at decoration.
+        """
+        policy = Policy(timeout, busy, unreachable)
+
+        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+            _no_generator(fn)
+            if not inspect.iscoroutinefunction(fn):
+                raise TypeError(
+                    f"{_called(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
+                )
+            names_for = templates(self._names, fn)
+
+            @functools.wraps(fn)
+            async def guarded(*args: Any, **kwargs: Any) -> Any:
+                lock = self._named(names_for(args, kwargs)) if names_for else self
+                try:
+                    handle = await (lock.try_acquire() if policy.tries else lock.acquire(timeout=policy.timeout))
+                except LockTimeoutError as error:
+                    return policy.refused(error)
+                except UnreachableError as error:
+                    if policy.stop(error):
+                        return None
+                    return await fn(*args, **kwargs)
+                if handle is None:
+                    return None
+                async with Watching(handle):
+                    return await fn(*args, **kwargs)
+
+            return guarded
+
+        return decorate
+
+
+class Watching:
+    """An async block that is cancelled when its lock is lost, and then raises LockLostError."""
+
+    __slots__ = ("_cancelled", "_flag", "_handle", "_requests", "_task")
+
+    def __init__(self, handle: AsyncHeld, *, flag: bool = False) -> None:
+        self._handle = handle
+        self._flag = flag
+        self._cancelled = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("hold() needs a task")
+        self._task = task
+        self._requests = task.cancelling()
+        if not self._flag:
+            self._handle._hold.subscribe(self._lost)
+
+    def _lost(self) -> None:
+        aio.on_loop(self._task.get_loop(), self._cancel)
+
+    def _cancel(self) -> None:
+        if not self._handle._hold.released:
+            self._cancelled = True
+            self._task.cancel("the lock was lost")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        self._handle._hold.unsubscribe(self._lost)
+        ours = False
+        if self._cancelled:
+            if not isinstance(exc, asyncio.CancelledError):
+                await _swallow_cancel()  # it was asked for, but the block ended before it arrived
+            # An outer cancel that came meanwhile goes on: only ours is taken back.
+            ours = self._task.uncancel() <= self._requests
+        if ours and isinstance(exc, asyncio.CancelledError):
+            try:
+                await self._handle._leave(None, flag=False)
+            except Exception as error:
+                raise error from exc
+        await self._handle._leave(exc, flag=self._flag)
+
+
+async def _swallow_cancel() -> None:
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        return
+
+
+class _AsyncHolding(AbstractAsyncContextManager[AH, None]):
+    """One `async with lock.hold()`."""
+
+    __slots__ = ("_flag", "_lock", "_timeout", "_watching")
+
+    def __init__(self, lock: AsyncVerbs[AH], timeout: Seconds | None, *, flag: bool) -> None:
+        self._lock = lock
+        self._timeout = timeout
+        self._flag = flag
+
+    async def __aenter__(self) -> AH:
+        handle = await self._lock.acquire(timeout=self._timeout)
+        self._watching = Watching(handle, flag=self._flag)
+        await self._watching.__aenter__()
+        return handle
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        await self._watching.__aexit__(kind, exc, tb)
+
+    def __call__(self, fn: object) -> Never:
+        raise TypeError("hold() is no decorator: use wrap()")
+
+
+class Policy:
+    """What a decorated call does when the lock is busy or the server is away."""
+
+    __slots__ = ("_busy", "_unreachable", "timeout", "tries")
+
+    def __init__(self, timeout: Seconds | None, busy: Busy, unreachable: Unreachable) -> None:
+        if not callable(busy):
+            _choice("busy", busy, ("raise", "skip"))
+        _choice("unreachable", unreachable, ("raise", "skip", "run"))
+        if unreachable == "skip" and busy != "skip":
+            raise ValueError('unreachable="skip" returns None, and so goes only with busy="skip"')
+        self.timeout = 0 if timeout is None and busy != "raise" else timeout
+        self.tries = busy == "skip" and self.timeout == 0
+        """Skipping needs no error that names the holder, which would cost a round trip."""
+        self._busy = busy
+        self._unreachable = unreachable
+
+    def refused(self, error: LockTimeoutError) -> None:
+        if callable(self._busy):
+            raise self._busy(error) from error
+        if self._busy == "raise":
+            raise error
+
+    def stop(self, error: UnreachableError) -> bool:
+        """Whether the call ends here; False: it runs without protection, as its author decided."""
+        if self._unreachable == "raise":
+            raise error
+        log.warning(
+            "no server: the call %s. %s", "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED", error
+        )
+        return self._unreachable == "skip"
+
+
+def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, Any], list[Name]] | None:
+    """Return a function from a call's arguments to its names; None when no name depends on them.
+
+    Raises:
+        ValueError: a field of a template is no argument of the function.
+    """
+    texts = {name for name in names if isinstance(name, str)}
+    fields = {field for text in texts for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    if not fields and not any("{" in text or "}" in text for text in texts):
+        return None
+    signature = inspect.signature(fn)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for field in fields:
+        root = field.replace("[", ".").split(".", 1)[0]
+        if root not in signature.parameters and not (takes_any and root.isidentifier()):
+            raise ValueError(
+                f"the lock name field {{{field}}} is no argument of {_called(fn)}; it has ({', '.join(signature.parameters)})."
+                " Double a brace that is meant literally"
+            )
+
+    def names_for(args: Any, kwargs: Any) -> list[Name]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values: Mapping[str, Any] = {**kwargs, **bound.arguments}
+        return [name.format(**values) if isinstance(name, str) else name for name in names]
+
+    return names_for
+
+
+def _called(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__qualname__', fn)}()"
+
+
+def _no_generator(fn: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"{_called(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
+        )
+
+
+def _choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")

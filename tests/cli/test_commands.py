@@ -1,0 +1,200 @@
+"""The parts of the command line that need no server: help, version, keys, and every kind of misuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import pytest
+
+import pgfence.cli
+from pgfence.cli import main
+from pgfence.keys import LockKey
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HELD = LockKey.of("nightly-billing", namespace="shop")
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No server in the environment, plain text, and what the parser changes put back."""
+    for name in ("DATABASE_URL", "PGSERVICE", "PGHOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+def test_version_prints_the_version_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    """`pgfence --version` is one line."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pgfence {version('pgfence')}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["run", "-h"], ["key", "--help"]])
+def test_help_is_no_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking for help ends with 0 and says how to write the command."""
+    assert main(words) == 0
+    assert "Usage: pgfence" in capsys.readouterr().out
+
+
+def test_python_m_pgfence_is_the_same_program() -> None:
+    """`python -m pgfence` works where no script is on PATH."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pgfence", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("pgfence ")
+
+
+def test_key_shows_what_pg_locks_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    """`pgfence key` prints the number and its two halves, unsigned, as pg_locks has them."""
+    assert main(["key", "nightly-billing", "--namespace", "shop"]) == 0
+    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert int(shown["key"]) == HELD.value
+    assert (int(shown["classid"]) << 32 | int(shown["objid"])) == HELD.value % 2**64
+    assert shown["objsubid"] == "1"
+
+
+def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--json` prints one object."""
+    assert main(["key", "nightly-billing", "--namespace", "shop", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown.keys() == {"name", "namespace", "key", "classid", "objid", "objsubid"}
+    assert (shown["name"], shown["namespace"], shown["key"]) == ("nightly-billing", "shop", HELD.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Usage"),
+        (["no-such-command"], "no-such-command"),
+        (["run"], "--"),
+        (["run", "x", "true"], "Write -- before the command"),
+        (["run", "x", "--"], "COMMAND"),
+        (["run", "--", "true"], "COMMAND"),
+        (["run", "--no-such-option", "x", "--", "true"], "--no-such-option"),
+        (["run", "--wait", "soon", "x", "--", "true"], "--wait"),
+        (["run", "--wait", "-1", "x", "--", "true"], "--wait"),
+        (["run", "--wait", "nan", "x", "--", "true"], "--wait"),
+        (["run", "--grace", "-1", "x", "--", "true"], "--grace"),
+        (["run", "-n", "-w", "5", "x", "--", "true"], "--nonblock"),
+        (["run", "-E", "256", "x", "--", "true"], "--conflict-exit-code"),
+        (["run", "-E", "4", "--on-busy", "ok", "x", "--", "true"], "--on-busy"),
+        (["run", "--on-lost", "shrug", "x", "--", "true"], "--on-lost"),
+        (["run", "--dsn", "postgresql://h/d", "--engine", "a:b", "x", "--", "true"], "--dsn or --engine"),
+        (["run", "", "--", "true"], "empty"),
+        (["key", ""], "empty"),
+        (["key", "a\x1fb"], "U+001F"),
+    ],
+)
+def test_misuse_has_one_code_and_no_traceback(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is wrong with the words, the code is 64 and the message names it."""
+    assert main(words) == 64
+    out, err = capfd.readouterr()
+    assert said in out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://ann:s3cret@h:port/d", "not a database URL"),
+        ("postgresql://ann:s3cret@h1:1,h2:2/d", "not a database URL"),
+        ("ann:s3cret@h/d", "not a database URL"),
+        ("host=h password=s3cret", "not a database URL"),
+        ("mysql://ann:s3cret@h/d", "needs PostgreSQL"),
+        ("postgresql+asyncpg://ann:s3cret@h/d", "async driver"),
+        ("postgresql+psycopg_async://ann:s3cret@h/d", "async driver"),
+        ("postgresql+pg8000://ann:s3cret@h/d", "psycopg and psycopg2"),
+        ("postgresql+nosuch://ann:s3cret@h/d", "psycopg and psycopg2"),
+    ],
+)
+@pytest.mark.parametrize("source", ["--dsn", "DATABASE_URL"])
+def test_a_bad_url_is_named_by_its_source_and_never_shown(
+    source: str, url: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says where the URL came from and what is wrong, and holds no part of it."""
+    monkeypatch.setenv("DATABASE_URL", url if source == "DATABASE_URL" else "")
+    options = ["--dsn", url] if source == "--dsn" else []
+    assert main(["run", *options, "x", "--", "true"]) == 64
+    err = capfd.readouterr().err
+    assert said in err
+    assert source in err
+    assert "s3cret" not in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("shop", "package.module:attribute"),
+        ("shop:", "package.module:attribute"),
+        ("no_such_shop:engine", "No module named 'no_such_shop'"),
+        ("broken_shop:engine", "KeyError: 'SHOP_URL'"),
+        ("shop:nothing", "no attribute 'nothing'"),
+        ("shop:number", "neither an Engine nor a function that returns one: int"),
+        ("shop:fails", "RuntimeError: no vault"),
+        ("shop:later", "coroutine"),
+        ("shop:aio", "AsyncEngine"),
+        ("shop:make_aio", "AsyncEngine"),
+    ],
+)
+def test_an_engine_that_cannot_be_used_is_explained(
+    path: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--engine` finds modules where the command is typed, and says in one line why one is of no use."""
+    (tmp_path / "shop.py").write_text(
+        "from sqlalchemy.ext.asyncio import create_async_engine\n"
+        "number = 7\n"
+        "def fails(): raise RuntimeError('no vault')\n"
+        "async def later(): ...\n"
+        "aio = create_async_engine('postgresql+asyncpg://h/d')\n"
+        "def make_aio(): return aio\n"
+    )
+    (tmp_path / "broken_shop.py").write_text("import os\nos.environ['SHOP_URL']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "shop", raising=False)
+    assert main(["run", "--engine", path, "x", "--", "true"]) == 64
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://h/d", "no PostgreSQL driver is installed"),
+        ("postgres://h/d", "no PostgreSQL driver is installed"),
+        ("postgresql+psycopg2://h/d", "the driver psycopg2 is not installed"),
+    ],
+)
+def test_a_missing_driver_is_named_with_the_way_to_get_one(
+    url: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no driver can be imported, the message holds the command that installs one."""
+    for driver in ("psycopg", "psycopg2"):
+        monkeypatch.setitem(sys.modules, driver, None)
+    assert main(["run", "--dsn", url, "x", "--", "true"]) == 64
+    err = capfd.readouterr().err
+    assert said in err
+    assert 'pip install "psycopg[binary]"' in err
+
+
+def test_an_error_that_nobody_foresaw_has_a_code_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug shows a traceback and ends with 70, which no command is likely to use."""
+
+    def broken(**_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pgfence.cli, "app", broken)
+    assert main(["run"]) == 70
+    assert "ZeroDivisionError" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""Fixtures of every test.
+
+One server serves the whole run; each worker has a database of its own. A test that crashes, restarts or misconfigures a
+server starts a private one with `own_server` or `make_server`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from support import servers
+from support.waiting import eventually as _eventually
+from support.worlds import NAMES, World
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from support.servers import OwnServer
+
+pytest_plugins = ["support.faults"]
+
+_SERVER = pytest.StashKey[servers.TestServer]()
+
+_ADVISORY = """
+    SELECT l.pid, l.classid, l.objid, l.objsubid, l.mode, l.granted, a.application_name, a.state, a.query
+    FROM pg_locks l JOIN pg_database d ON d.oid = l.database LEFT JOIN pg_stat_activity a USING (pid)
+    WHERE l.locktype = 'advisory' AND d.datname = current_database()
+"""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the server in the process that every worker has in common, and only there."""
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        session.config.stash[_SERVER] = servers.choose()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where the server is."""
+    if server := node.config.stash.get(_SERVER, None):
+        node.workerinput["pgfence_dsn"] = server.dsn
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say which server it is, and its version."""
+    server = config.stash.get(_SERVER, None)
+    return [server.describe()] if server else []
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the server."""
+    if server := config.stash.get(_SERVER, None):
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def dsn(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The database of this worker, without a driver's name: postgresql://user:password@host:port/database."""
+    workerinput = getattr(request.config, "workerinput", None)
+    server = workerinput["pgfence_dsn"] if workerinput else request.config.stash[_SERVER].dsn
+    with servers.database(server, workerinput["workerid"] if workerinput else "main") as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def _monitor(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(dsn, autocommit=True, application_name="monitor") as connection:
+        yield connection
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_locks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Assert that a test which uses the server leaves no advisory lock behind, in any session."""
+    monitor = request.getfixturevalue("_monitor") if "dsn" in request.fixturenames else None
+    yield
+    if monitor is None:
+        return
+    try:
+        _eventually(lambda: not monitor.execute(_ADVISORY).fetchall(), deadline=2)
+    except AssertionError:
+        left = monitor.execute(_ADVISORY).fetchall()
+        monitor.execute(f"SELECT pg_terminate_backend(pid) FROM ({_ADVISORY}) AS leaked")
+        pytest.fail(f"advisory locks were left behind: {left}")
+
+
+@pytest.fixture
+def admin(dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    """A superuser's connection in autocommit that is never the one under test."""
+    with psycopg.connect(dsn, autocommit=True, application_name="admin") as connection:
+        yield connection
+
+
+@pytest.fixture
+def advisory_rows(admin: psycopg.Connection[Any]) -> Callable[[], list[Any]]:
+    """A function that returns who holds or waits for advisory locks in this database, as named tuples."""
+    return lambda: admin.cursor(row_factory=psycopg.rows.namedtuple_row).execute(_ADVISORY).fetchall()
+
+
+@pytest.fixture(params=NAMES)
+async def world(request: pytest.FixtureRequest, dsn: str) -> AsyncIterator[World]:
+    """A driver with the half of the package that goes with it; see support/worlds.py."""
+    here = World(request.param, dsn)
+    yield here
+    await here.close()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of a lock that no other test uses."""
+    return f"{request.node.originalname[:40]}:{secrets.token_hex(6)}"
+
+
+@pytest.fixture(scope="session")
+def eventually() -> Callable[..., Any]:
+    """`eventually(condition, deadline=5)` waits until the condition is true; see support/waiting.py."""
+    return _eventually
+
+
+@pytest.fixture
+def role(dsn: str, admin: psycopg.Connection[Any]) -> Iterator[Callable[..., str]]:
+    """A function that makes a login role without any right or with hostile settings, and returns its DSN.
+
+    `role(settings={"statement_timeout": "50ms"})`.
+    """
+    with ExitStack() as stack:
+        yield lambda settings=None: stack.enter_context(servers.role(admin, dsn, settings or {}))
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., OwnServer]]:
+    """A function that starts a private server: `make_server(fsync=True, settings=None)`; see support/servers.py."""
+    with ExitStack() as stack:
+        yield lambda **kwargs: stack.enter_context(servers.own(**kwargs))
+
+
+@pytest.fixture
+def own_server(make_server: Callable[..., OwnServer]) -> OwnServer:
+    """A private server with the default settings and fsync, to be crashed, stopped or cut off."""
+    return make_server()

@@ -1,0 +1,70 @@
+"""The template that makes the second start fast, and why it can be trusted."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgfence.embedded import _binaries, _cluster
+from pgfence.errors import UnreachableError
+from support.servers import OwnServer, own
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "pgfence"
+
+
+def test_the_second_start_copies_the_template(cache: Path) -> None:
+    """What initdb made once is kept and copied; the kept copy has no trace of the server that ran."""
+    with own(fsync=False):
+        (template,) = cache.iterdir()
+    assert not (template / "postmaster.pid").exists()
+    (template / "mark").touch()
+    with own(fsync=False) as second:
+        assert (second.data / "mark").exists()
+
+
+def test_first_starts_at_once_do_not_collide(cache: Path) -> None:
+    """Several first starts race for the template: all start, one template is left."""
+    servers = [OwnServer.__new__(OwnServer) for _ in range(3)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda server: server.__init__(fsync=False), servers))
+    for server in servers:
+        server.close()
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_damaged_template_spoils_one_start_only(cache: Path) -> None:
+    """A copy that does not start takes its template with it."""
+    with own(fsync=False):
+        (template,) = cache.iterdir()
+    shutil.rmtree(template / "global")
+    with pytest.raises(UnreachableError, match="did not start"), own(fsync=False):
+        pass
+    with own(fsync=False) as server:
+        assert server.port
+
+
+def test_a_cache_that_others_may_write_is_not_used(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither a folder open to others nor a link is trusted with what a server is made of."""
+    cache.mkdir(mode=0o777)
+    cache.chmod(0o777)
+    (tmp_path / "no folder").touch()
+    monkeypatch.setattr(_cluster.tempfile, "tempdir", str(tmp_path / "no folder"))
+    bindir = _binaries.find()
+    assert _cluster._template(bindir, _binaries.version(bindir)) is None
+    cache.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / "elsewhere")
+    assert _cluster._template(bindir, _binaries.version(bindir)) is None

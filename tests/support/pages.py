@@ -1,0 +1,68 @@
+"""Run the examples of a page of documentation: `python pages.py PAGE`.
+
+Blocks marked `python` run in order, in one namespace, `await` at the top included. Blocks marked `console` run in a shell,
+`$` before each command, and print what stands under it (`...` for anything). A comment that starts with `<!-- run` holds
+Python that a reader need not see.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import doctest
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+_LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Block(NamedTuple):
+    """A piece of a page that runs, and the line before its first."""
+
+    kind: str
+    line: int
+    code: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Yield what runs on a page, in order."""
+    content = page.read_text(encoding="utf-8")
+    for match in _BLOCK.finditer(content):
+        line = content.count("\n", 0, match.start()) + 1
+        yield Block(match[1] or "python", line, match[2] if match[1] else match[3])
+
+
+def run(page: Path) -> None:
+    """Run the blocks of a page; a failure shows the page's own file and line."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with asyncio.Runner() as runner:
+        for block in blocks(page):
+            if block.kind == "console":
+                _run_console(page, block)
+                continue
+            source = "\n" * block.line + block.code
+            outcome = eval(compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+            if inspect.iscoroutine(outcome):
+                runner.run(outcome)
+
+
+def _run_console(page: Path, block: Block) -> None:
+    lines = block.code.splitlines(keepends=True)
+    script = "".join(line[2:] for line in lines if line.startswith("$ "))
+    wanted = "".join(line for line in lines if not line.startswith("$ "))
+    shell = ["bash", "-c", script]
+    done = subprocess.run(shell, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    if not doctest.OutputChecker().check_output(wanted, done.stdout, _LOOSE):
+        raise AssertionError(f"{page}:{block.line}: wanted\n{wanted}\ngot\n{done.stdout}")
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

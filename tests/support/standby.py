@@ -1,0 +1,40 @@
+"""A hot standby of a private server."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from pgfence.embedded import _process
+from support.servers import OwnServer, own
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Standby(OwnServer):
+    """A copy that follows its primary and answers reads."""
+
+    def promote(self) -> None:
+        """Make it a primary and wait until it is one."""
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute("SELECT pg_promote()")
+
+
+@contextmanager
+def standby(primary: OwnServer, **kwargs: Any) -> Iterator[Standby]:
+    """Copy a private server, start the copy as its standby, and yield it."""
+    data = primary.folder / "standby"
+    words, options = _process.command(
+        [
+            primary.bindir / "pg_basebackup",
+            *("-h", primary.sockets, "-p", str(primary.port), "-U", "postgres"),
+            *("-D", data, "-R", "-X", "stream", "-c", "fast", "--no-sync"),
+        ]
+    )
+    subprocess.run(words, check=True, **options)
+    with own(Standby, data_dir=data, **kwargs) as server:
+        yield server

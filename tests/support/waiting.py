@@ -1,0 +1,55 @@
+"""Wait for a condition, never for a length of time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_PAUSE = 0.01
+
+
+def eventually(condition: Callable[[], Any], deadline: float = 5) -> Any:
+    """Ask until the answer is true, and return it. In a coroutine this has to be awaited.
+
+    Args:
+        condition: a function; in a coroutine it may be a coroutine function.
+        deadline: seconds.
+
+    Raises:
+        AssertionError: it was not true in time.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _sync(condition, deadline)
+    return _async(condition, deadline)
+
+
+def _sync(condition: Callable[[], Any], deadline: float) -> Any:
+    end = time.monotonic() + deadline
+    while not (result := condition()):
+        _check(condition, end, deadline)
+        time.sleep(_PAUSE)
+    return result
+
+
+async def _async(condition: Callable[[], Any], deadline: float) -> Any:
+    end = time.monotonic() + deadline
+    while True:
+        result = condition()
+        if inspect.isawaitable(result):
+            result = await result
+        if result:
+            return result
+        _check(condition, end, deadline)
+        await asyncio.sleep(_PAUSE)
+
+
+def _check(condition: Callable[[], Any], end: float, deadline: float) -> None:
+    if time.monotonic() > end:
+        raise AssertionError(f"not true within {deadline} s: {condition!r}")

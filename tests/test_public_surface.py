@@ -1,0 +1,152 @@
+"""The public surface: what `pgfence` exports, that each name is documented, and every signature as text.
+
+A change of `tests/public_api.txt` shows in review. Write it anew with `python tests/test_public_surface.py --write`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, get_overloads
+
+import pytest
+
+import pgfence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LISTING = Path(__file__).with_name("public_api.txt")
+# What a user imports. The other modules without an underscore are rooms of the house, reached through `pgfence`.
+MODULES = ("pgfence", "pgfence.compat", "pgfence.embedded")
+# Made by the locks alone: their constructors are no part of the surface.
+HANDLES = ("Held", "AsyncHeld")
+MAGIC = ("__enter__", "__exit__", "__aenter__", "__aexit__", "__call__")
+
+
+def exported(module: ModuleType) -> dict[str, object]:
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_") or name in MAGIC
+
+
+def members(cls: type) -> Iterator[tuple[str, object]]:
+    """Yield the public members that a class of ours has by itself or from a base of ours."""
+    ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "pgfence"]
+    for name in sorted({name for base in ours for name in vars(base) if is_public(name)}):
+        yield name, next(vars(base)[name] for base in ours if name in vars(base))
+
+
+class _Bare(str):
+    """An annotation that prints as it was written, without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def shown(path: str, function: object) -> Iterator[str]:
+    """Yield a line for each signature a caller may use: the overloads where there are some."""
+    assert inspect.isfunction(function), path
+    kind = "async " if inspect.iscoroutinefunction(function) else ""
+    for shape in get_overloads(function) or [function]:
+        signature = inspect.signature(shape)
+        parameters = [p.replace(annotation=_bare(p.annotation)) for p in signature.parameters.values()]
+        yield f"{kind}{path}{signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation))}"
+
+
+def _bare(annotation: object) -> object:
+    return _Bare(annotation) if isinstance(annotation, str) else annotation
+
+
+def describe_member(path: str, value: object) -> Iterator[str]:
+    if isinstance(value, property):
+        yield f"{path}: {inspect.signature(value.fget).return_annotation}"
+    elif isinstance(value, staticmethod | classmethod):
+        yield from shown(path, value.__func__)
+    elif inspect.isfunction(value):
+        yield from shown(path, value)
+    elif not inspect.ismemberdescriptor(value):
+        yield f"{path} = {value!r}"
+
+
+def describe_class(path: str, cls: type) -> Iterator[str]:
+    bases = [base.__name__ for base in cls.__bases__ if base is not object and not base.__name__.startswith("_")]
+    yield f"class {path}({', '.join(bases)})"
+    constructor = next((vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)), None)
+    if inspect.isfunction(constructor) and "Protocol" not in bases and cls.__name__ not in HANDLES:
+        yield from shown(path, constructor)
+    for name, value in members(cls):
+        yield from describe_member(f"{path}.{name}", value)
+
+
+def describe(module_name: str) -> Iterator[str]:
+    module = importlib.import_module(module_name)
+    for name, value in exported(module).items():
+        path = f"{module_name}.{name}"
+        if isinstance(value, ModuleType):
+            yield f"module {path}"
+        elif inspect.isclass(value):
+            yield from describe_class(path, value)
+        elif inspect.isfunction(value):
+            yield from shown(path, value)
+        elif name != "__version__":
+            yield f"{path} = {value!r}"
+
+
+def listing() -> str:
+    return "".join(f"{line}\n" for module in MODULES for line in (*describe(module), "")).removesuffix("\n")
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_exports_are_sorted_and_complete(module_name: str) -> None:
+    """`__all__` is sorted and leaves out nothing that the module offers."""
+    module = importlib.import_module(module_name)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+    own = {n for n, value in vars(module).items() if getattr(value, "__module__", None) == module_name}
+    assert {name for name in own if is_public(name)} <= set(module.__all__)
+
+
+def test_the_front_door_shows_nothing_else() -> None:
+    """`pgfence.<tab>` shows the names of `__all__` and the modules beneath, no import of ours."""
+    beneath = {module.name for module in pkgutil.iter_modules(pgfence.__path__)}
+    shown = {name for name in vars(pgfence) if not name.startswith("_")}
+    assert shown - beneath - {"annotations"} <= set(pgfence.__all__)
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_every_public_name_is_documented(module_name: str) -> None:
+    """Each exported class and function, and each of their public methods and properties, has a docstring."""
+    without = []
+    for name, value in exported(importlib.import_module(module_name)).items():
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        parts = [(name, value)]
+        if inspect.isclass(value):
+            parts += [(f"{name}.{n}", m) for n, m in members(value) if isinstance(m, property) or callable(m)]
+        without += [n for n, part in parts if n.rpartition(".")[2] not in MAGIC and not inspect.getdoc(part)]
+    assert without == []
+
+
+def test_signatures_are_those_of_the_listing() -> None:
+    """A changed public signature changes `tests/public_api.txt` too, where a reviewer sees it."""
+    assert listing() == LISTING.read_text(encoding="utf-8"), "python tests/test_public_surface.py --write"
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    """`pgfence.__version__` is read from the package's metadata, when asked."""
+    from importlib.metadata import version
+
+    assert pgfence.__version__ == version("pgfence")
+    with pytest.raises(AttributeError):
+        _ = pgfence.no_such_name
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    LISTING.write_text(listing(), encoding="utf-8")

@@ -1,0 +1,145 @@
+"""Rules about time, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from datetime import timedelta
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgfence.timing import Deadline, clock, first_slice, milliseconds, pause, seconds, slice_for
+
+moments = st.floats(0, 1e9)
+spans = st.one_of(st.floats(0, 1e9), st.just(math.inf))
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (0, 0.0),
+        (2, 2.0),
+        (0.25, 0.25),
+        (math.inf, math.inf),
+        (timedelta(minutes=1, milliseconds=5), 60.005),
+        (timedelta(0), 0.0),
+    ],
+)
+def test_seconds_are_numbers_or_timedeltas(value: float | timedelta, number: float) -> None:
+    """A timeout is taken as seconds or timedelta and comes back as a float."""
+    result = seconds(value)
+    assert result == number
+    assert type(result) is float
+
+
+@pytest.mark.parametrize("value", ["1", None, True, False, Decimal(1), [1], 1j])
+def test_a_timeout_that_is_no_time_is_refused(value: object) -> None:
+    """Text, None, a bool or a Decimal is a TypeError that names the argument."""
+    with pytest.raises(TypeError, match="ttl"):
+        seconds(value, "ttl")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
+def test_a_negative_or_undefined_timeout_is_refused(value: float | timedelta) -> None:
+    """A negative time or NaN is a ValueError that names the argument."""
+    with pytest.raises(ValueError, match="ttl"):
+        seconds(value, "ttl")
+
+
+def test_the_clock_never_goes_back_and_measures_seconds() -> None:
+    """Readings never decrease, and what passes between two of them is what the monotonic clock says."""
+    readings = [clock() for _ in range(10_000)]
+    assert readings == sorted(readings)
+    before, start = time.monotonic(), clock()
+    while clock() == start:
+        pass
+    passed = clock() - start
+    assert 0 < passed <= time.monotonic() - before + 0.001
+
+
+@pytest.mark.skipif(sys.platform not in {"linux", "darwin"}, reason="no clock here that counts a suspend")
+def test_the_clock_counts_a_suspend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock read is the one of the system that runs on through a suspend: its name differs by system."""
+    counts = time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC
+    monkeypatch.setattr(time, "clock_gettime", lambda which: 5.0 if which == counts else math.nan)
+    assert clock() == 5.0
+
+
+@given(spans, moments, st.floats(0, 1e9))
+def test_a_deadline_counts_down_to_nothing(timeout: float, now: float, later: float) -> None:
+    """What is left starts at the timeout, never grows as time passes and never falls below 0."""
+    deadline = Deadline.after(timeout, now)
+    assert deadline.timeout == timeout
+    assert deadline.left(now) == pytest.approx(timeout, abs=1e-6)
+    assert 0 <= deadline.left(now + later) <= deadline.left(now)
+    if math.isfinite(timeout):
+        assert deadline.left(deadline.at) == deadline.left(deadline.at + later) == 0
+
+
+def test_a_deadline_without_end_never_comes_nearer() -> None:
+    """With math.inf there is always for ever left."""
+    assert Deadline.after(math.inf, 5.0).left(1e300) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("deadlock_timeout", "length"),
+    [(1.0, 0.5), (60.0, 0.5), (0.8, 0.4), (0.2, 0.1), (0.199, 0.0), (0.001, 0.0)],
+)
+def test_a_slice_is_half_a_deadlock_timeout_and_at_most_half_a_second(deadlock_timeout: float, length: float) -> None:
+    """A wait in the server ends before the look for deadlocks; under 100 ms there is none, and 0 says poll."""
+    assert slice_for(deadlock_timeout) == length
+
+
+@given(st.floats(0.001, 2147483.647))
+def test_a_waiter_is_never_there_when_deadlocks_are_looked_for(deadlock_timeout: float) -> None:
+    """For every setting of deadlock_timeout a slice is 0 or lies between 100 ms and half of the setting."""
+    length = slice_for(deadlock_timeout)
+    assert length == 0 or 0.1 <= length <= min(0.5, deadlock_timeout / 2)
+
+
+@given(st.floats(0.1, 0.5), spans)
+def test_the_first_wait_leaves_time_to_name_the_holder(length: float, left: float) -> None:
+    """The first wait never exceeds a slice or what is left, and from 200 ms on it leaves at least half."""
+    first = first_slice(length, left)
+    assert 0 <= first <= min(length, left)
+    if left >= 0.2:
+        assert first <= left / 2
+        assert first >= 0.1
+
+
+@given(spans, st.integers(1, 100_000))
+def test_lock_timeout_is_never_0_nor_more_than_the_server_takes(length: float, keys: int) -> None:
+    """0 would wait for ever and 2**31 be refused; all keys together wait no longer than asked, down to 1 ms each."""
+    limit = milliseconds(length, keys)
+    assert 1 <= limit <= 2**31 - 1
+    assert type(limit) is int
+    assert limit == 1 or limit * keys <= length * 1000
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "limit"), [(0.5, 1, 500), (0.5, 2, 250), (0.5, 1000, 1), (0, 1, 1), (0.0004, 1, 1)]
+)
+def test_lock_timeout_counts_per_key(length: float, keys: int, limit: int) -> None:
+    """The server counts lock_timeout for each lock, so several keys share the slice."""
+    assert milliseconds(length, keys) == limit
+
+
+def test_a_wait_for_ever_is_cut_to_what_the_server_takes() -> None:
+    """math.inf becomes 24.8 days, the largest lock_timeout there is."""
+    assert milliseconds(math.inf) == 2_147_483_647
+
+
+@given(spans)
+def test_a_pause_is_short_jittered_and_within_what_is_left(left: float) -> None:
+    """Between two polls lie 20 to 60 ms, or less where less is left."""
+    length = pause(left)
+    assert min(left, 0.02) <= length <= min(left, 0.06)
+
+
+def test_pauses_differ() -> None:
+    """Waiters that started together do not stay together."""
+    assert len({pause(1.0) for _ in range(20)}) > 1
