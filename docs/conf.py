@@ -19,7 +19,7 @@ exclude_patterns = ["_build"]
 
 # A reference to a public name of ours has to lead somewhere; those to other libraries are plain text.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!pgfence\.).*"), ("py:.*", r"pgfence\.(_.*|A?H|AnyHeld)")]
+nitpick_ignore_regex = [("py:.*", r"(?!pgfence\.([A-Z]|configure|current|held|compat|embedded)).*")]
 
 html_theme = "furo"
 html_title = "pgfence"
@@ -32,7 +32,7 @@ myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "inherited-members": "Exception"}
 autoclass_content = "both"
 napoleon_numpy_docstring = False
 

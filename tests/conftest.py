@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from pgfence.errors import UnreachableError
 from support import servers
 from support.waiting import eventually as _eventually
 from support.worlds import NAMES, World
@@ -35,8 +36,12 @@ _ADVISORY = """
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the server in the process that every worker has in common, and only there."""
-    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    try:
         session.config.stash[_SERVER] = servers.choose()
+    except UnreachableError as error:
+        pytest.exit(f"there is no PostgreSQL to test on: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,7 +39,7 @@ def environment(dsn: str) -> dict[str, str]:
         "PGPORT": url.port or url.query.get("port"),
         "PGUSER": url.username,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": str(PROGRAMS),
+        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
     }
     return os.environ | {name: str(value) for name, value in known.items() if value}
 

@@ -1,5 +1,7 @@
 """Coordination through the PostgreSQL you already have, for SQLAlchemy, sync and async."""
 
+from __future__ import annotations
+
 from pgfence import compat as compat
 from pgfence.advisory import AdvisoryLock as AdvisoryLock
 from pgfence.advisory import AsyncAdvisoryLock as AsyncAdvisoryLock

@@ -19,7 +19,7 @@ Sources: PostgreSQL manual, "Explicit Locking" (advisory locks) and "Advisory Lo
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
@@ -29,7 +29,7 @@ from pgfence._sql import activity
 from pgfence.config import config_of
 from pgfence.handles import AsyncHeld, Held, lent
 from pgfence.keys import Name, resolve
-from pgfence.verbs import AH, AsyncVerbs, H, Verbs, Watching
+from pgfence.verbs import AH, AsyncBlock, AsyncVerbs, Block, H, Verbs, Watching
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -161,11 +161,10 @@ class AdvisoryLock(_Named, Verbs[H]):
         limit = domain.timeout(timeout, sync.contender())
         hold = domain.acquire(self._labels(), keys, limit, on=on)
         if hold is None:
-            raise domain.timed_out(self._labels(), keys, 0.0, sync.contender(), self.holders())
+            raise domain.timed_out(domain.request(self._labels(), keys, sync.contender(), 0.0), self.holders())
         return Held(domain, hold)  # type: ignore[return-value]
 
-    @contextmanager
-    def connect(self, *, timeout: Seconds | None = None) -> Iterator[Connection]:
+    def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
         """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
 
         Yields an ordinary Connection outside the engine's pool; transactions are yours. It never reconnects: after a loss
@@ -179,9 +178,13 @@ class AdvisoryLock(_Named, Verbs[H]):
             as `acquire`, on entering; LockLostError on leaving after a loss, unless the block itself raised.
             TypeError: the lock was made with a Connection.
         """
-        domain, _, on = self._place()
-        if on is not None:
+        if isinstance(self._engine, Connection):
             raise TypeError("connect() opens a connection of its own: make the lock with an Engine")
+        return Block(self._connect(timeout))
+
+    @contextmanager
+    def _connect(self, timeout: Seconds | None) -> Iterator[Connection]:
+        domain, _, _ = self._place()
         handle = self.acquire(timeout=timeout)
         try:
             connection = handle._hold.session.lend(domain.engine)
@@ -201,7 +204,7 @@ class AdvisoryLock(_Named, Verbs[H]):
             UnreachableError: there is no server.
         """
         domain, keys, on = self._place()
-        return domain.holders(keys) if on is None else activity.holders(on, keys)
+        return domain.holders(keys) if on is None else _look(on, keys)
 
     def _place(self) -> tuple[SyncDomain, tuple[LockKey, ...], Connection | None]:
         engine = self._engine
@@ -212,6 +215,16 @@ class AdvisoryLock(_Named, Verbs[H]):
             engine = engine()
         config = config_of(engine)
         return sync.domain_of(_lock_engine(engine, config), config), self._keys(config), None
+
+
+def _look(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
+    """Look on the caller's own connection, and leave no transaction behind that was not there before."""
+    began = not connection.in_transaction()
+    try:
+        return activity.holders(connection, keys)
+    finally:
+        if began:
+            connection.rollback()
 
 
 def _lock_engine(engine: Any, config: Any) -> Any:
@@ -303,11 +316,10 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
         limit = domain.timeout(timeout, aio.contender())
         hold = await domain.acquire(self._labels(), keys, limit, on=on)
         if hold is None:
-            raise domain.timed_out(self._labels(), keys, 0.0, aio.contender(), await self.holders())
+            raise domain.timed_out(domain.request(self._labels(), keys, aio.contender(), 0.0), await self.holders())
         return AsyncHeld(domain, hold)  # type: ignore[return-value]
 
-    @asynccontextmanager
-    async def connect(self, *, timeout: Seconds | None = None) -> AsyncIterator[AsyncConnection]:
+    def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
         """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
 
         Yields an ordinary AsyncConnection outside the engine's pool; see the sync twin. A loss also cancels the block.
@@ -319,9 +331,13 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
             as `acquire`, on entering; LockLostError on leaving after a loss, unless the block itself raised something else.
             TypeError: the lock was made with an AsyncConnection.
         """
-        domain, _, on = self._place()
-        if on is not None:
+        if hasattr(self._engine, "sync_connection"):
             raise TypeError("connect() opens a connection of its own: make the lock with an AsyncEngine")
+        return AsyncBlock(self._connect(timeout))
+
+    @asynccontextmanager
+    async def _connect(self, timeout: Seconds | None) -> AsyncIterator[AsyncConnection]:
+        domain, _, _ = self._place()
         handle = await self.acquire(timeout=timeout)
         async with Watching(handle):
             connection = await handle._hold.session.lend(domain.engine, domain.async_engine)
@@ -338,7 +354,7 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
             UnreachableError: there is no server.
         """
         domain, keys, on = self._place()
-        return await domain.holders(keys) if on is None else await on.run_sync(activity.holders, keys)
+        return await domain.holders(keys) if on is None else await on.run_sync(_look, keys)
 
     def _place(self) -> tuple[AsyncDomain, tuple[LockKey, ...], AsyncConnection | None]:
         engine = self._engine

@@ -15,7 +15,6 @@ from functools import total_ordering
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from sqlalchemy import BigInteger, cast, func, literal
-from sqlalchemy.dialects.postgresql import BIT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -160,6 +159,9 @@ class LockKey:
         """The same key as a SQL expression, computed by the server from the name; of a pair: the 64-bit value."""
         if self._hashed is None:
             return cast(literal(self._value, BigInteger), BigInteger)
+        # Here, since it brings the dialect of every driver along: more than half of what importing pgfence would cost.
+        from sqlalchemy.dialects.postgresql import BIT
+
         pg = func.pg_catalog
         digest = pg.encode(pg.sha256(pg.convert_to(self._hashed, "UTF8")), "hex")
         return cast(cast(literal("x").concat(pg.left(digest, 16)), BIT(64)), BigInteger)

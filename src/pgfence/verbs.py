@@ -8,72 +8,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import string
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, Literal, Never, ParamSpec, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, overload
 
-from typing_extensions import TypeVar, deprecated
+from typing_extensions import TypeVar
 
 from pgfence._runtime import aio
-from pgfence._runtime.state import log
 from pgfence.errors import LockTimeoutError, UnreachableError
 from pgfence.handles import AsyncHeld, Held
+from pgfence.wrapping import Policy, called, choice, no_generator, templates
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from pgfence.grants import Holder, OnLoss
     from pgfence.keys import Name
     from pgfence.timing import Seconds
+    from pgfence.wrapping import AsyncWrap, AsyncWrapSkip, Busy, Unreachable, Wrap, WrapSkip
 
 H = TypeVar("H", bound=Held, default=Held)
+T = TypeVar("T")
 AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
-Unreachable = Literal["raise", "skip", "run"]
-
-
-class Wrap(Protocol):
-    """What `wrap()` returns: a decorator that keeps the signature."""
-
-    @overload
-    @deprecated("a sync lock ends before an async function runs: use the Async twin")
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
-    @overload
-    @deprecated("a lock cannot be held over a generator: hold() inside it")
-    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
-    @overload
-    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
-
-
-class WrapSkip(Protocol):
-    """What `wrap(busy="skip")` returns: the function's result, or None when it was skipped."""
-
-    @overload
-    @deprecated("a sync lock ends before an async function runs: use the Async twin")
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
-    @overload
-    @deprecated("a lock cannot be held over a generator: hold() inside it")
-    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
-    @overload
-    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
-
-
-class AsyncWrap(Protocol):
-    """As `Wrap`, for coroutine functions."""
-
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
-
-
-class AsyncWrapSkip(Protocol):
-    """As `WrapSkip`, for coroutine functions."""
-
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
 
 
 class Verbs(ABC, Generic[H]):
@@ -113,7 +70,7 @@ class Verbs(ABC, Generic[H]):
         Raises:
             as `acquire`, on entering; LockLostError on leaving, unless the block itself raised.
         """
-        _choice("on_loss", on_loss, ("cancel", "flag"))
+        choice("on_loss", on_loss, ("cancel", "flag"))
         return _Holding(self, timeout, flag=on_loss == "flag")
 
     @overload
@@ -158,9 +115,9 @@ class Verbs(ABC, Generic[H]):
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             if inspect.iscoroutinefunction(fn):
                 raise TypeError(
-                    f"{_called(fn)} is a coroutine function: a sync lock would end before it runs. Use the Async twin"
+                    f"{called(fn)} is a coroutine function: a sync lock would end before it runs. Use the Async twin"
                 )
-            _no_generator(fn)
+            no_generator(fn)
             names_for = templates(self._names, fn)
 
             @functools.wraps(fn)
@@ -244,7 +201,7 @@ class AsyncVerbs(ABC, Generic[AH]):
         Raises:
             as `acquire`, on entering; LockLostError on leaving, unless the block itself raised something else.
         """
-        _choice("on_loss", on_loss, ("cancel", "flag"))
+        choice("on_loss", on_loss, ("cancel", "flag"))
         return _AsyncHolding(self, timeout, flag=on_loss == "flag")
 
     @overload
@@ -275,10 +232,10 @@ class AsyncVerbs(ABC, Generic[AH]):
         policy = Policy(timeout, busy, unreachable)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-            _no_generator(fn)
+            no_generator(fn)
             if not inspect.iscoroutinefunction(fn):
                 raise TypeError(
-                    f"{_called(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
+                    f"{called(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
                 )
             names_for = templates(self._names, fn)
 
@@ -301,6 +258,42 @@ class AsyncVerbs(ABC, Generic[AH]):
             return guarded
 
         return decorate
+
+
+class Block(AbstractContextManager[T, None]):
+    """A context manager that is not, like those of contextlib, a decorator too: over a coroutine it would guard nothing."""
+
+    def __init__(self, manager: AbstractContextManager[T, Any]) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> T:
+        return self._manager.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        self._manager.__exit__(kind, exc, tb)
+
+    def __call__(self, fn: object) -> Never:
+        raise TypeError("this is no decorator: use wrap(), or a with block inside the function")
+
+
+class AsyncBlock(AbstractAsyncContextManager[T, None]):
+    """As `Block`, async."""
+
+    def __init__(self, manager: AbstractAsyncContextManager[T, Any]) -> None:
+        self._manager = manager
+
+    async def __aenter__(self) -> T:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        await self._manager.__aexit__(kind, exc, tb)
+
+    def __call__(self, fn: object) -> Never:
+        raise TypeError("this is no decorator: use wrap(), or an async with block inside the function")
 
 
 class Watching:
@@ -378,81 +371,3 @@ class _AsyncHolding(AbstractAsyncContextManager[AH, None]):
 
     def __call__(self, fn: object) -> Never:
         raise TypeError("hold() is no decorator: use wrap()")
-
-
-class Policy:
-    """What a decorated call does when the lock is busy or the server is away."""
-
-    __slots__ = ("_busy", "_unreachable", "timeout", "tries")
-
-    def __init__(self, timeout: Seconds | None, busy: Busy, unreachable: Unreachable) -> None:
-        if not callable(busy):
-            _choice("busy", busy, ("raise", "skip"))
-        _choice("unreachable", unreachable, ("raise", "skip", "run"))
-        if unreachable == "skip" and busy != "skip":
-            raise ValueError('unreachable="skip" returns None, and so goes only with busy="skip"')
-        self.timeout = 0 if timeout is None and busy != "raise" else timeout
-        self.tries = busy == "skip" and self.timeout == 0
-        """Skipping needs no error that names the holder, which would cost a round trip."""
-        self._busy = busy
-        self._unreachable = unreachable
-
-    def refused(self, error: LockTimeoutError) -> None:
-        if callable(self._busy):
-            raise self._busy(error) from error
-        if self._busy == "raise":
-            raise error
-
-    def stop(self, error: UnreachableError) -> bool:
-        """Whether the call ends here; False: it runs without protection, as its author decided."""
-        if self._unreachable == "raise":
-            raise error
-        log.warning(
-            "no server: the call %s. %s", "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED", error
-        )
-        return self._unreachable == "skip"
-
-
-def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, Any], list[Name]] | None:
-    """Return a function from a call's arguments to its names; None when no name depends on them.
-
-    Raises:
-        ValueError: a field of a template is no argument of the function.
-    """
-    texts = {name for name in names if isinstance(name, str)}
-    fields = {field for text in texts for _, field, _, _ in string.Formatter().parse(text) if field is not None}
-    if not fields and not any("{" in text or "}" in text for text in texts):
-        return None
-    signature = inspect.signature(fn)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for field in fields:
-        root = field.replace("[", ".").split(".", 1)[0]
-        if root not in signature.parameters and not (takes_any and root.isidentifier()):
-            raise ValueError(
-                f"the lock name field {{{field}}} is no argument of {_called(fn)}; it has ({', '.join(signature.parameters)})."
-                " Double a brace that is meant literally"
-            )
-
-    def names_for(args: Any, kwargs: Any) -> list[Name]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values: Mapping[str, Any] = {**kwargs, **bound.arguments}
-        return [name.format(**values) if isinstance(name, str) else name for name in names]
-
-    return names_for
-
-
-def _called(fn: Callable[..., Any]) -> str:
-    return f"{getattr(fn, '__qualname__', fn)}()"
-
-
-def _no_generator(fn: Callable[..., Any]) -> None:
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"{_called(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
-        )
-
-
-def _choice(what: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -92,9 +92,7 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
         (["key", "a\x1fb"], "U+001F"),
     ],
 )
-def test_misuse_has_one_code_and_no_traceback(
-    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_misuse_has_one_code_and_no_traceback(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever is wrong with the words, the code is 64 and the message names it."""
     assert main(words) == 64
     out, err = capfd.readouterr()
@@ -141,7 +139,7 @@ def test_a_bad_url_is_named_by_its_source_and_never_shown(
         ("shop:nothing", "no attribute 'nothing'"),
         ("shop:number", "neither an Engine nor a function that returns one: int"),
         ("shop:fails", "RuntimeError: no vault"),
-        ("shop:later", "coroutine"),
+        ("shop:later", "neither an Engine nor a function that returns one"),
         ("shop:aio", "AsyncEngine"),
         ("shop:make_aio", "AsyncEngine"),
     ],

@@ -16,6 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("bash") and shutil.which("setsid")), reason="needs bash and setsid, to have job control"
@@ -46,12 +47,11 @@ os.write(1, b"[over]\\n")
 class Shell:
     """An interactive shell under a terminal of its own, and the hands on its keyboard."""
 
-    def __init__(self, master: int, folder: str) -> None:
+    def __init__(self, master: int, folder: Path) -> None:
         self._master = master
         self._seen = ""
         for name, code in (("supervised", SUPERVISED), ("counter", COUNTER)):
-            with open(f"{folder}/{name}.py", "w", encoding="utf-8") as file:
-                file.write(code)
+            (folder / f"{name}.py").write_text(code)
         self.command = f"{sys.executable} {folder}/supervised.py {sys.executable} -S {folder}/counter.py"
 
     def type(self, keys: str) -> None:
@@ -69,7 +69,7 @@ class Shell:
 
 
 @contextmanager
-def terminal(folder: str) -> Iterator[Shell]:
+def terminal(folder: Path) -> Iterator[Shell]:
     master, slave = os.openpty()
     words = ["setsid", "--ctty", "bash", "--norc", "--noprofile", "-i"]
     environment = {**os.environ, "PS1": "[prompt] ", "TERM": "dumb", "BASH_SILENCE_DEPRECATION_WARNING": "1"}
@@ -85,9 +85,9 @@ def terminal(folder: str) -> Iterator[Shell]:
             os.close(master)
 
 
-def test_ctrl_c_reaches_the_command_once(tmp_path: os.PathLike[str]) -> None:
+def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
     """The terminal tells every process of the job itself, so we do not pass it on."""
-    with terminal(os.fspath(tmp_path)) as shell:
+    with terminal(tmp_path) as shell:
         shell.type(f"{shell.command}; echo code=$?\n")
         shell.expect("[ready]")
         shell.type("\x03")
@@ -99,9 +99,9 @@ def test_ctrl_c_reaches_the_command_once(tmp_path: os.PathLike[str]) -> None:
         shell.expect("code=0")
 
 
-def test_ctrl_z_stops_the_job_and_fg_continues_it(tmp_path: os.PathLike[str]) -> None:
+def test_ctrl_z_stops_the_job_and_fg_continues_it(tmp_path: Path) -> None:
     """The shell sees the job stop, and in the foreground again the command reads the terminal."""
-    with terminal(os.fspath(tmp_path)) as shell:
+    with terminal(tmp_path) as shell:
         shell.type(f"{shell.command}\n")
         shell.expect("[ready]")
         shell.type("\x1a")
@@ -115,18 +115,18 @@ def test_ctrl_z_stops_the_job_and_fg_continues_it(tmp_path: os.PathLike[str]) ->
         shell.expect("[over]")
 
 
-def test_a_pipeline_keeps_its_terminal(tmp_path: os.PathLike[str]) -> None:
+def test_a_pipeline_keeps_its_terminal(tmp_path: Path) -> None:
     """A neighbour in the pipeline can still read from the terminal: its group stays in front."""
-    with terminal(os.fspath(tmp_path)) as shell:
+    with terminal(tmp_path) as shell:
         shell.type(f"{shell.command} </dev/null | {{ cat; read -r x </dev/tty; echo neighbour=$x; }}\n")
         shell.expect("[over]")
         shell.type("reads\n")
         shell.expect("neighbour=reads")
 
 
-def test_sigterm_is_passed_on_under_a_terminal(tmp_path: os.PathLike[str]) -> None:
+def test_sigterm_is_passed_on_under_a_terminal(tmp_path: Path) -> None:
     """What the terminal does not deliver, we do."""
-    with terminal(os.fspath(tmp_path)) as shell:
+    with terminal(tmp_path) as shell:
         shell.type(f"{shell.command}\n")
         shell.expect("[ready]")
         shell.type("\x1a")

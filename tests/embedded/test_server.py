@@ -48,6 +48,12 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return folder
 
 
+@pytest.fixture
+def kept(temporary: Path) -> Path:
+    """A folder for data that stay."""
+    return temporary / "data"
+
+
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
 def test_the_url_is_ready_for_create_engine(driver: str) -> None:
     """The URL opens for psycopg as it is, and for another driver by its name."""
@@ -95,22 +101,21 @@ def test_other_users_are_kept_out(make_server: Callable[..., OwnServer]) -> None
         assert connection.info.host == str(server.sockets)
 
 
-def test_a_data_dir_keeps_the_data(tmp_path: Path) -> None:
+def test_a_data_dir_keeps_the_data(kept: Path) -> None:
     """The second server on a folder finds what the first one left."""
-    with embedded.server(data_dir=tmp_path / "data") as url:
-        ask(url, "SELECT 1 FROM (SELECT set_config('search_path', 'public', false)) AS s")
+    with embedded.server(data_dir=kept) as url:
         with psycopg.connect(without_driver(url)) as connection:
             connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
-    with embedded.server(data_dir=tmp_path / "data") as url:
+    with embedded.server(data_dir=kept) as url:
         assert ask(url, "SELECT answer FROM kept") == 42
 
 
-def test_a_data_dir_in_use_is_refused(tmp_path: Path) -> None:
+def test_a_data_dir_in_use_is_refused(kept: Path) -> None:
     """A second server on the same folder does not start, says why, and does not harm the first."""
-    with embedded.server(data_dir=tmp_path / "data") as url:
+    with embedded.server(data_dir=kept) as url:
         with (
             pytest.raises(UnreachableError, match=r"postmaster\.pid") as caught,
-            embedded.server(data_dir=tmp_path / "data"),
+            embedded.server(data_dir=kept),
         ):
             pass
         assert not caught.value.retryable
@@ -189,9 +194,18 @@ def test_a_long_temporary_folder_does_not_break_the_socket(temporary: Path, monk
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with embedded.server(fsync=False) as url:
-        sockets = Path(ask(url, "SHOW unix_socket_directories"))
+        sockets = Path(ask(url, "SHOW unix_socket_directories").strip('"'))
         assert sockets.stat().st_mode & 0o777 == 0o700
     assert not sockets.exists()
+
+
+def test_a_folder_with_an_odd_name_is_no_trouble(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blanks, commas and quotes in the path of the temporary folder do no harm."""
+    odd = temporary / """it's, "odd\""""
+    odd.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(odd))
+    with embedded.server(fsync=False) as url:
+        assert ask(url, "SELECT 1") == 1
 
 
 def test_a_port_taken_by_somebody_else_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,8 @@ def test_the_second_start_copies_the_template(cache: Path) -> None:
     with own(fsync=False):
         (template,) = cache.iterdir()
     assert not (template / "postmaster.pid").exists()
-    (template / "mark").touch()
     with own(fsync=False) as second:
-        assert (second.data / "mark").exists()
+        assert second.password == (template / "pgfence_password").read_text()
 
 
 def test_first_starts_at_once_do_not_collide(cache: Path) -> None:
@@ -43,15 +42,36 @@ def test_first_starts_at_once_do_not_collide(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1
 
 
-def test_a_damaged_template_spoils_one_start_only(cache: Path) -> None:
-    """A copy that does not start takes its template with it."""
+@pytest.mark.parametrize("part", ["global/pg_control", "pg_wal/archive_status", "pgfence_entries"])
+def test_a_template_that_lost_a_part_is_made_anew(cache: Path, part: str) -> None:
+    """A cleaner of old files may take a part, or an empty folder: the next start does not trust the rest."""
     with own(fsync=False):
         (template,) = cache.iterdir()
-    shutil.rmtree(template / "global")
-    with pytest.raises(UnreachableError, match="did not start"), own(fsync=False):
-        pass
+    lost = template / part
+    lost.rmdir() if lost.is_dir() else lost.unlink()
     with own(fsync=False) as server:
         assert server.port
+    assert lost.exists()
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_start_that_fails_keeps_the_template(cache: Path) -> None:
+    """A wrong setting is not the template's fault, and somebody else may be copying it."""
+    with own(fsync=False):
+        (template,) = cache.iterdir()
+    with pytest.raises(UnreachableError, match="did not start"), own(settings={"max_connections": "-7"}):
+        pass
+    assert template.exists()
+
+
+def test_templates_that_nobody_uses_any_more_go(cache: Path) -> None:
+    """What was not copied for a month is removed when another template is made."""
+    old = cache / "pg-9.0-old"
+    old.mkdir(parents=True)
+    cache.chmod(0o700)
+    os.utime(old, (0, 0))
+    with own(fsync=False):
+        assert not old.exists()
 
 
 def test_a_cache_that_others_may_write_is_not_used(

@@ -1,4 +1,8 @@
-"""Which PostgreSQL the tests run on: `PGFENCE_TEST_DSN`, a container, or the embedded one."""
+"""Which PostgreSQL the tests run on: `PGFENCE_TEST_DSN`, a container, the embedded one, or one that is installed.
+
+`PGFENCE_TEST_SERVER` set to `testcontainers` or `embedded` insists on that way. The role of `PGFENCE_TEST_DSN` has to be a
+superuser: the tests make databases and roles and end sessions.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 DSN = "PGFENCE_TEST_DSN"
 IMAGE = "PGFENCE_TEST_IMAGE"
+WANTED = "PGFENCE_TEST_SERVER"
 Own = TypeVar("Own", bound="OwnServer")
 _CONTAINER_OPTIONS = "-c max_connections=200 -c fsync=off -c full_page_writes=off"
 
@@ -55,11 +60,20 @@ def choose() -> TestServer:
     """Return the server of this run: the first way that works.
 
     Raises:
-        UnreachableError: none does.
+        UnreachableError: none does, or not the one that was insisted on.
     """
-    if dsn := os.environ.get(DSN):
+    wanted = os.environ.get(WANTED)
+    if (dsn := os.environ.get(DSN)) and not wanted:
         return TestServer(without_driver(dsn), DSN, lambda: None)
-    return _container() or _embedded()
+    if wanted != "embedded" and _engine_answers():
+        try:
+            return _container()
+        except Exception as error:  # an engine without the image or the right to use it
+            if wanted:
+                raise UnreachableError(f"no container could be started: {error}", retryable=False) from error
+    elif wanted == "testcontainers":
+        raise UnreachableError("no container engine answers", retryable=False)
+    return _embedded()
 
 
 def without_driver(url: str) -> str:
@@ -76,26 +90,20 @@ def with_database(dsn: str, database: str) -> str:
 def _embedded() -> TestServer:
     server = Server(fsync=False, settings={"max_connections": "200"})
     server.start()
-    return TestServer(without_driver(server.url), f"the embedded launcher, {server.bindir}", server.close)
+    return TestServer(without_driver(server.url), f"the embedded launcher ({server.bindir})", server.close)
 
 
-def _container() -> TestServer | None:
+def _container() -> TestServer:
+    import docker
+    from testcontainers.community.postgres import PostgresContainer
+
     image = os.environ.get(IMAGE, "postgres:17")
-    if not _engine_answers():
-        return None
-    try:
-        import docker
-        from testcontainers.community.postgres import PostgresContainer
-
-        with closing(docker.from_env(timeout=30)) as client:
-            try:
-                client.images.get(image)
-            except docker.errors.ImageNotFound:
-                client.images.pull(image)
-        container = PostgresContainer(image, driver="psycopg").with_command(f"postgres {_CONTAINER_OPTIONS}").start()
-    except Exception as error:  # an engine without the image or the right to use it: take the next way
-        print(f"no container of {image}: {type(error).__name__}: {error}")
-        return None
+    with closing(docker.from_env(timeout=30)) as client:
+        try:
+            client.images.get(image)
+        except docker.errors.ImageNotFound:
+            client.images.pull(image)
+    container = PostgresContainer(image, driver="psycopg").with_command(f"postgres {_CONTAINER_OPTIONS}").start()
     return TestServer(without_driver(container.get_connection_url()), f"testcontainers ({image})", container.stop)
 
 

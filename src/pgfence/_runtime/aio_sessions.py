@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
-from pgfence._runtime.sessions import (
-    STATEMENT_BUDGET,
-    WAIT_GRACE,
-    Borrowed,
-    R,
-    Session,
-    in_greenlet,
-    listened,
-    strange_backend,
-    wrapped,
-)
+from pgfence._runtime.opening import R, at_once, in_greenlet, listened, strange_backend, wrapped
+from pgfence._runtime.references import weak_method
+from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -61,10 +52,10 @@ class AsyncSession(Session):
         self.loop = asyncio.get_running_loop()
         if hasattr(wire.driver, "add_termination_listener"):
             # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
-            died = weakref.WeakMethod(self._terminated)
-            wire.driver.add_termination_listener(lambda _: (call := died()) and call())
+            self._listener = weak_method(self._terminated)
+            wire.driver.add_termination_listener(self._listener)
 
-    def _terminated(self) -> None:
+    def _terminated(self, _: Any) -> None:
         if not self.closed:
             self.died("killed")
 
@@ -156,8 +147,8 @@ class AsyncSession(Session):
 
         from sqlalchemy.ext.asyncio import AsyncConnection
 
-        connection = await in_greenlet(lend)
         self.lent = True
+        connection = await in_greenlet(lend)
         return AsyncConnection(async_engine, connection)
 
     async def close_lent(self, connection: AsyncConnection) -> None:
@@ -177,6 +168,17 @@ class AsyncSession(Session):
 
 class BorrowedAsyncSession(Borrowed, AsyncSession):
     """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
+
+    def let_go(self) -> None:
+        if not self.closed and hasattr(self.wire.driver, "remove_termination_listener"):
+            self.wire.driver.remove_termination_listener(self._listener)
+        super().let_go()
+
+    def invalidate(self) -> None:
+        if self.connection.dialect.has_terminate:
+            self.connection.invalidate()
+        else:  # this dialect closes by awaiting, if only in form: the driver's connection is closed already
+            at_once(self.connection.invalidate)
 
     @classmethod
     async def of(cls, connection: AsyncConnection) -> BorrowedAsyncSession:

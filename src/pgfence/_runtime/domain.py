@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
 from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
-from pgfence._runtime.sessions import Gone, Roster, S, Session, lost_connection
+from pgfence._runtime.opening import lost_connection
+from pgfence._runtime.roster import S
+from pgfence._runtime.sessions import Gone, Session
 from pgfence._runtime.state import Hold, emit, log, named
 from pgfence._sql import server
+from pgfence._sql.advisory import LockSql
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
 from pgfence.errors import (
     CapacityError,
@@ -30,27 +33,47 @@ from pgfence.errors import (
     TransactionStateError,
     UnreachableError,
 )
-from pgfence.timing import NESTED_LIMIT, seconds
+from pgfence.grants import Holder
+from pgfence.timing import NESTED_LIMIT, Deadline, clock, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Engine
 
-    from pgfence._sql.advisory import LockSql
+    from pgfence._runtime.roster import Keeper
     from pgfence.config import Config
-    from pgfence.grants import Holder
     from pgfence.keys import LockKey
     from pgfence.timing import Seconds
 
-MANY_KEYS = 100
-COUNT_EVERY = 1.0
 RETRY_AFTER = 1.0
 """A session that ended sooner than this after it was taken for a wait counts as a failure; the second in a row is told."""
+LAST = 1
+
+
+@dataclass(slots=True)
+class Request:
+    """One call: who wants what until when."""
+
+    names: tuple[str, ...]
+    keys: Sequence[LockKey]
+    owner: Contender
+    deadline: Deadline
+    sql: LockSql
+
+    @property
+    def left(self) -> float:
+        return self.deadline.left(clock())
+
+    @property
+    def waits(self) -> bool:
+        return self.deadline.timeout > 0
 
 
 class Domain(Generic[S]):
     """Lines and connections of one engine in this process."""
+
+    keeper: Keeper[S]
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
@@ -58,12 +81,6 @@ class Domain(Generic[S]):
         self.style = server.style_of(engine.dialect)
         self.pid = os.getpid()
         self.lines = Lines()
-        self.roster: Roster[S] = Roster(config.max_lock_connections)
-        self.generation = 0
-        self._counted_at = 0.0
-        self._used = 0
-        self._limit = 0
-        self._warned = False
 
     # ------------------------------------------------------------ lines
 
@@ -73,25 +90,27 @@ class Domain(Generic[S]):
             return seconds(timeout)
         return min(self.config.default_timeout, NESTED_LIMIT) if owner.holds else self.config.default_timeout
 
-    def line_up(
-        self, names: tuple[str, ...], keys: Sequence[LockKey], owner: Contender, *, wait: bool
-    ) -> Ticket | None:
+    def request(self, names: tuple[str, ...], keys: Sequence[LockKey], owner: Contender, timeout: float) -> Request:
+        return Request(names, keys, owner, Deadline.after(timeout, clock()), LockSql(keys, self.style))
+
+    def line_up(self, request: Request) -> Ticket | None:
         """Enter the lines, under the mutex. None: somebody is before us, and we do not wait.
 
         Raises:
             SelfDeadlockError: the wait would never end inside this process.
         """
-        if self.lines.held_by(owner, keys):
+        owner, names = request.owner, request.names
+        if self.lines.held_by(owner, request.keys):
             raise SelfDeadlockError(
                 f"this {owner.kind} holds {named(names)} already: a session lock is not re-entrant. Pass the handle on,"
                 " or use one lock with many names",
                 names=names,
             )
-        ticket = Ticket(keys, owner, self.lines)
+        ticket = Ticket(request.keys, owner, self.lines)
         if self.lines.arrive(ticket):
             return ticket
-        circle = wait and closes_circle(ticket)
-        if wait and not circle:
+        circle = request.waits and closes_circle(ticket)
+        if request.waits and not circle:
             owner.waits = ticket
             return ticket
         self.lines.leave(ticket)
@@ -122,7 +141,7 @@ class Domain(Generic[S]):
         with MUTEX:
             ticket.owner.waits = None
             ticket.owner.holds.append(hold)
-            session.hold = hold
+            session.hold = ticket.hold = hold
         if session.dead is not None:  # it died between the answer and this line
             session.died(session.dead)
         emit(self.config, "acquired", names)
@@ -151,65 +170,93 @@ class Domain(Generic[S]):
             self._leave(hold.ticket)
             return True, True
 
-    def session_died(self, session: Session) -> None:
+    def session_died(self, hold: Hold[Any] | None) -> None:
         """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
-        hold = session.hold
-        if hold is None:
-            return
-        self.step_out(hold.ticket)
-        emit(self.config, "lost", hold.names)
-        log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
+        if hold is not None:
+            self.step_out(hold.ticket)
+            emit(self.config, "lost", hold.names)
+            log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
+        self.keeper.reap(time.monotonic())
 
-    # ------------------------------------------------------------ judgement
+    def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
+        """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there."""
+        session = hold.session
+        if session.ours or session.dead or hold.state == "released" or session.wire.in_transaction is False:
+            return False
+        if not leaving:
+            raise in_transaction(hold.names)
+        return True
 
-    def must_count(self, keys: int) -> bool:
-        """Say whether the server's lock table is to be counted before this request."""
-        return keys > MANY_KEYS and time.monotonic() - self._counted_at > COUNT_EVERY
+    def released(self, hold: Hold[S], *, spoiled: bool) -> None:
+        """Tell of a release, or of what it found."""
+        if hold.reason is not None:
+            raise hold.lost_error()
+        emit(self.config, "released", hold.names)
+        if spoiled:
+            raise in_transaction(hold.names, closed=True)
 
-    def counted(self, used: int, limit: int | None = None) -> None:
-        self._counted_at = time.monotonic()
-        self._used = used
-        if limit is not None:
-            self._limit = limit
+    # ------------------------------------------------------------ telling
 
-    def room_for(self, keys: int) -> None:
-        """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
-        if not self._limit:
-            return
-        judged = server.capacity(self._used, keys, self._limit)
-        if isinstance(judged, CapacityError):
-            raise judged
-        if judged == "warn" and not self._warned:
-            log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
-        self._warned = judged == "warn"
-
-    def timed_out(
-        self,
-        names: tuple[str, ...],
-        keys: Sequence[LockKey],
-        timeout: float,
-        owner: Contender,
-        holders: Sequence[Holder],
-        *,
-        why: str = "",
-    ) -> LockTimeoutError:
-        held_here = _held_here(owner)
+    def timed_out(self, request: Request, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
+        held_here = _held_here(request.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
         nested = f". Held here meanwhile: {named(held_here)}" if held_here else ""
-        emit(self.config, "timeout", names)
+        emit(self.config, "timeout", request.names)
         return LockTimeoutError(
-            f"no lock on {named(names)} within {timeout:g} s{why}{by}{nested}",
-            names=names,
-            keys=keys,
-            timeout=timeout,
+            f"no lock on {named(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
+            names=request.names,
+            keys=request.keys,
+            timeout=request.deadline.timeout,
             holders=holders,
             held_here=held_here,
         )
 
-    def gone_error(self, names: tuple[str, ...], gone: Gone) -> UnreachableError:
-        return UnreachableError(
-            f"the session ended while it asked for {named(names)}: {gone.__cause__}. Nothing is held"
-        )
+    def holders_here(self, request: Request) -> list[Holder]:
+        """Return the holders in this process that a contender stands in line behind."""
+        with MUTEX:
+            first = [(key, next(iter(self.lines.line(key)), None)) for key in request.keys]
+        return [here(key, ticket.hold) for key, ticket in first if ticket is not None and ticket.hold is not None]
+
+    def again(self, request: Request, gone: Gone, began: float, failures: int) -> int:
+        """Count the sessions in a row that ended while they asked; raise when it is one too many."""
+        failures = failures + 1 if failures == LAST or time.monotonic() - began < RETRY_AFTER else 1
+        if failures > LAST:
+            raise gone_error(request, gone) from gone.__cause__
+        return failures
+
+    def narrate(self, request: Request, news: tuple[int, float], holders: Sequence[Holder]) -> None:
+        """Say in the log who is waited for."""
+        keys = ", ".join(str(key.value) for key in request.keys)
+        by = ", ".join(map(str, holders)) or "nobody by now"
+        if not log.isEnabledFor(news[0]):
+            return
+        log.log(news[0], "waiting for the lock %s (%s) for %.1f s, held by %s", named(request.names), keys, news[1], by)
+
+
+def here(key: LockKey, hold: Hold[Any]) -> Holder:
+    """Describe a holder in this process."""
+    return Holder(
+        name=key.name,
+        key=key,
+        kind="advisory",
+        mode="exclusive",
+        owner=f"another {hold.owner.kind} of this process",
+        host=None,
+        pid=hold.pid,
+        backend_pid=hold.session.pid,
+        application_name=None,
+        purpose="",
+        token=None,
+        since=None,
+        expires_at=None,
+    )
+
+
+def gone_error(request: Request, gone: Gone) -> UnreachableError:
+    """The session ended under the question, and so did its successor."""
+    return UnreachableError(
+        f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held"
+    )
 
 
 NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
@@ -239,10 +286,6 @@ def translated(engine: Engine, session: Session, error: Exception) -> Exception:
     return error
 
 
-def keyed(sql: LockSql) -> str:
-    return ", ".join(str(key.value) for key in sql.keys)
-
-
 def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
     """The caller's connection is in a transaction while its lock is to be given back."""
     if closed:
@@ -265,14 +308,3 @@ class Homes:
     def of(cls, engine: Engine) -> dict[Any, Any]:
         home: dict[Any, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
         return home
-
-
-def weak_method(method: Any) -> Any:
-    """Return a call of a bound method that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        target = reference()
-        return None if target is None else target(*args)
-
-    return call

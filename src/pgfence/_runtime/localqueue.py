@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pgfence._runtime.state import Hold
     from pgfence.keys import LockKey
@@ -48,7 +48,7 @@ class Contender:
 class Ticket:
     """A place in the lines of some keys."""
 
-    __slots__ = ("ahead", "gift", "keys", "lines", "owner", "wake")
+    __slots__ = ("ahead", "gift", "hold", "keys", "lines", "owner", "wake")
 
     def __init__(self, keys: Sequence[LockKey], owner: Contender, lines: Lines) -> None:
         self.keys = keys
@@ -58,6 +58,8 @@ class Ticket:
         """In how many lines somebody stands before it."""
         self.gift: Any = None
         """The session on which these very keys are held already: handed over by the ticket before."""
+        self.hold: Hold[Any] | None = None
+        """What it was granted."""
         self.wake: Callable[[], object] | None = None
 
 
@@ -109,12 +111,9 @@ class Lines:
         """Say whether this contender stands first for one of the keys already, by a hold or a wait of its own."""
         return any((line := self._lines.get(key)) is not None and line[0].owner is owner for key in keys)
 
-    def before(self, ticket: Ticket) -> Iterator[Ticket]:
-        for key in ticket.keys:
-            for other in self._lines[key]:
-                if other is ticket:
-                    break
-                yield other
+    def line(self, key: LockKey) -> Iterable[Ticket]:
+        """Everybody in one line, first to last."""
+        return self._lines.get(key, ())
 
     def __contains__(self, ticket: Ticket) -> bool:
         line = self._lines.get(ticket.keys[0])
@@ -126,15 +125,21 @@ class Lines:
 
 def closes_circle(ticket: Ticket) -> bool:
     """Say whether waiting with this ticket would never end: its owner holds what somebody before it waits for."""
-    seen: set[int] = set()
+    if not ticket.owner.holds:
+        return False
+    passed: set[tuple[LockKey, int]] = set()
     todo = [ticket]
     while todo:
         current = todo.pop()
-        for other in current.lines.before(current):
-            if other.owner is ticket.owner:
-                return True
-            waits = other.owner.waits
-            if waits is not None and id(waits) not in seen:
-                seen.add(id(waits))
-                todo.append(waits)
+        for key in current.keys:
+            if (key, id(current)) in passed:
+                continue
+            for other in current.lines.line(key):
+                if other is current:
+                    break
+                if other.owner is ticket.owner:
+                    return True
+                passed.add((key, id(other)))
+                if other.owner.waits is not None:
+                    todo.append(other.owner.waits)
     return False

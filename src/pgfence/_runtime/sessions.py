@@ -29,37 +29,27 @@ import os
 import socket
 import time
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import StaticPool
 
 from pgfence._runtime.watch import HAS_HANGUP, WATCHER
-from pgfence._sql import server
-from pgfence._sql.sqlstate import sqlstate
-from pgfence.errors import PgfenceError, PoolerError, TransactionStateError, UnreachableError
+from pgfence.errors import TransactionStateError
 from pgfence.timing import slice_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Engine
-
     from pgfence._runtime.drivers import Wire
     from pgfence._runtime.state import Hold
-    from pgfence.config import PoolerSetting
+    from pgfence._sql import server
     from pgfence.errors import LossReason
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-WARM = 5
-WARM_FOR = 30.0
-OPEN_BUDGET = 5.0
-"""Seconds that opening a connection may take at least, however short the caller's timeout for the lock is."""
 STATEMENT_BUDGET = 30.0
 WAIT_GRACE = 2.0
 PROBE_EVERY = 10.0
+WARM_FOR = 30.0
 
 
 class Gone(Exception):
@@ -85,6 +75,9 @@ class Session:
         self.dead: LossReason | None = None
         self.closed = False
         self.retired = False
+        """Not to be kept after its use."""
+        self.counts = True
+        """Whether it is one of the `max_lock_connections`."""
         self.dup = -1
         self.since = 0.0
         """When the running statement was sent; 0: none runs."""
@@ -93,7 +86,11 @@ class Session:
         self.probed = self.idle_since
         self.burst = 0
         self.granted_at = 0.0
-        self.on_death: Callable[[Session], object] | None = None
+        self.on_death: Callable[[Hold[Any] | None], object] | None = None
+
+    def cold(self, now: float) -> bool:
+        """Whether it is not worth keeping, idle as it is."""
+        return self.dead is not None or now - self.idle_since > WARM_FOR
 
     def watch(self) -> None:
         fd = self.wire.fileno()
@@ -107,10 +104,9 @@ class Session:
         if self.dead is None:
             self.dead = reason
         hold = self.hold
-        if hold is not None and hold.session is self:
-            hold.lose(self.dead)
+        lost = hold is not None and hold.lose(self.dead)
         if self.on_death is not None:
-            self.on_death(self)
+            self.on_death(hold if lost else None)
 
     def tick(self, now: float, paused: bool) -> None:
         """Once a second, on the watcher's thread: cut what is overdue, ask for what is in doubt."""
@@ -163,8 +159,6 @@ _GRAVEYARD: list[Any] = []
 def _forget_in_child() -> None:
     """Cut a forked child off: its goodbye would end the parent's session, its copy of the socket keep a dead parent's lock."""
     sessions = list(_OPEN)
-    if not sessions:
-        return
     null = os.open(os.devnull, os.O_RDWR)
     for session in sessions:
         with contextlib.suppress(Exception):
@@ -190,210 +184,6 @@ def keep_alive(fd: int) -> None:
             if hasattr(socket, name):
                 with contextlib.suppress(OSError):
                     ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, server.Facts]:
-    """Open a connection like the engine's, outside every pool, in autocommit; judge its server.
-
-    This is the one place that makes "a connection like this engine's". Async engines run it inside a greenlet.
-
-    Returns:
-        The DBAPI connection, the driver's own connection, and the facts of the server.
-
-    Raises:
-        UnreachableError: the server did not answer or did not let us in.
-        PoolerError, StandbyError, UnsupportedServerError: it did, and session locks are not safe there.
-    """
-    server.style_of(engine.dialect)
-    fairy = _fresh(engine)
-    try:
-        connection = Connection(engine, connection=fairy)
-        connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
-        facts = server.read_facts(connection, set_up=pooler == "auto" or pooler == "direct")
-        dbapi_connection = fairy.dbapi_connection
-        driver = engine.dialect.get_driver_connection(dbapi_connection)
-        judge(engine, facts, driver, pooler)
-        connection.commit()
-        fairy.detach()
-    except BaseException as error:
-        with contextlib.suppress(Exception):
-            fairy.invalidate()
-        if isinstance(error, Exception) and (told := unreachable(engine, error)):
-            raise told from error
-        raise
-    return dbapi_connection, driver, facts
-
-
-def _fresh(engine: Engine) -> Any:
-    try:
-        return engine.pool.recreate().connect()
-    except Exception as error:
-        if told := unreachable(engine, error):
-            raise told from error
-        raise
-
-
-def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSetting) -> None:
-    """Raise what is to be said against a session lock on this connection, which is idle at this moment."""
-    driver_pid = _driver_pid(driver)
-    other_pid = None
-    if driver_pid != facts.backend_pid and pooler != "transaction":
-        # Only a pooler in transaction mode serves a second client on the same backend.
-        fairy = _fresh(engine)
-        try:
-            other = Connection(engine, connection=fairy)
-            other.execution_options(isolation_level="AUTOCOMMIT")
-            other_pid = server.backend_pid(other)
-        finally:
-            fairy.invalidate()
-    if refusal := server.verdict(facts, driver_pid, pooler, other_pid):
-        raise refusal
-
-
-def _driver_pid(driver: Any) -> int:
-    pid: int = driver.get_server_pid() if hasattr(driver, "get_server_pid") else driver.info.backend_pid
-    return pid
-
-
-def unreachable(engine: Engine, error: Exception) -> UnreachableError | None:
-    """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
-    if isinstance(error, PgfenceError):
-        return None
-    state = sqlstate(error)
-    dbapi: Any = engine.dialect.loaded_dbapi
-    kinds = [OSError, TimeoutError, DBAPIError, dbapi.Error]
-    if (asyncpg := getattr(dbapi, "asyncpg", None)) is not None:
-        kinds += [asyncpg.PostgresError, asyncpg.InterfaceError]
-    if state is None and not isinstance(error, tuple(kinds)):
-        return None
-    where = engine.url.render_as_string(hide_password=True)
-    refused = state is not None and state[:2] in ("28", "3D", "42")
-    reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
-    advice = "Check user, password, database and pg_hba.conf" if refused else "Nothing is known about the lock"
-    return UnreachableError(f"no session at {where}: {reason}. {advice}", sqlstate=state, retryable=not refused)
-
-
-def lost_connection(engine: Engine, session: Session, error: BaseException) -> bool:
-    """Say whether a statement failed because its connection ended."""
-    if session.dead:
-        return True
-    state = sqlstate(error)
-    if state is not None:
-        return state[:3] == "57P" or state[:2] == "08"
-    return isinstance(error, OSError) or type(error).__name__ in (
-        "OperationalError",
-        "InterfaceError",
-        "ConnectionDoesNotExistError",
-    )
-
-
-def listened(engine: Engine) -> bool:
-    """Say whether anybody wants to see our statements: hooks, tracing, echo."""
-    dispatch = engine.dispatch
-    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute or engine._should_log_info())  # noqa: SLF001
-
-
-def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:
-    """Return a SQLAlchemy Connection over a session of ours, by a pool that knows this one connection and closes nothing.
-
-    `reconnects=False`: after a lost connection SQLAlchemy would otherwise go on, silently, with a new one without the lock.
-    """
-    pool = StaticPool(lambda: dbapi_connection, dialect=engine.dialect, reset_on_return=None)
-    return Connection(engine, connection=pool.connect(), _allow_revalidate=reconnects)
-
-
-R = TypeVar("R")
-S = TypeVar("S", bound=Session)
-
-
-class Turn(Generic[S]):
-    """A place in the line for a connection."""
-
-    __slots__ = ("given", "may_open", "wake")
-
-    def __init__(self) -> None:
-        self.given: S | None = None
-        self.may_open = False
-        self.wake: Callable[[], object] = lambda: None
-
-    @property
-    def served(self) -> bool:
-        return self.may_open or self.given is not None
-
-
-class Roster(Generic[S]):
-    """How many connections one engine may have open, and which are free. Pure; the caller holds the mutex."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.open = 0
-        """Open or being opened."""
-        self.idle: list[S] = []
-        self._line: deque[Turn[S]] = deque()
-
-    def take(self) -> Turn[S]:
-        """Return a turn: with a warm session, with the right to open one, or to wait for."""
-        turn: Turn[S] = Turn()
-        while self.idle and not self._line:
-            session = self.idle.pop()
-            if not session.dead:
-                turn.given = session
-                return turn
-        if self.open < self.limit and not self._line:
-            self.open += 1
-            turn.may_open = True
-        else:
-            self._line.append(turn)
-        return turn
-
-    def give(self, session: S) -> bool:
-        """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
-        if session.dead or session.retired:
-            return False
-        if self._line:
-            turn = self._line.popleft()
-            turn.given = session
-            turn.wake()
-            return True
-        if len(self.idle) >= WARM:
-            return False
-        session.idle_since = time.monotonic()
-        self.idle.append(session)
-        return True
-
-    def gone(self) -> None:
-        """One is closed, or could not be opened."""
-        self.open -= 1
-        if self._line and self.open < self.limit:
-            self.open += 1
-            turn = self._line.popleft()
-            turn.may_open = True
-            turn.wake()
-
-    def forgo(self, turn: Turn[S]) -> None:
-        """Leave the line without having been served."""
-        with contextlib.suppress(ValueError):
-            self._line.remove(turn)
-
-    def cold(self, now: float) -> list[S]:
-        """Take out the sessions that were idle for too long, or are dead."""
-        cold = [s for s in self.idle if s.dead or now - s.idle_since > WARM_FOR]
-        self.idle[:] = [s for s in self.idle if s not in cold]
-        return cold
-
-    def retire(self) -> list[S]:
-        """Take out all idle sessions."""
-        idle, self.idle[:] = list(self.idle), []
-        return idle
-
-
-def strange_backend() -> PoolerError:
-    """Another server process answered than the one the connection began with; nothing was taken there."""
-    return PoolerError(
-        "another server process answered than the one this connection began with: a pooler in transaction mode stands in"
-        " between. Give an engine with a direct URL as configure(engine, lock_engine=...)",
-        mode="transaction",
-    )
 
 
 class Borrowed(Session):
@@ -461,15 +251,11 @@ class Borrowed(Session):
         with contextlib.suppress(Exception):
             self.wire.close()
         with contextlib.suppress(Exception):
-            self.connection.invalidate()
+            self.invalidate()
+
+    def invalidate(self) -> None:
+        """Tell SQLAlchemy that the connection is gone."""
+        self.connection.invalidate()
 
 
 _FACTS = "pgfence.facts"
-
-
-async def in_greenlet(call: Callable[[], R]) -> R:
-    """Run sync code of SQLAlchemy's over an async driver, on the calling task."""
-    from sqlalchemy.util import greenlet_spawn
-
-    result: R = await greenlet_spawn(call)
-    return result

@@ -6,15 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
-from pgfence._runtime.sessions import (
-    STATEMENT_BUDGET,
-    WAIT_GRACE,
-    Borrowed,
-    Session,
-    listened,
-    strange_backend,
-    wrapped,
-)
+from pgfence._runtime.opening import listened, strange_backend, wrapped
+from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
@@ -95,10 +88,10 @@ class SyncSession(Session):
 
     def lend(self, engine: Engine) -> Connection:
         """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
+        self.lent = True
         with wrapped(engine, self.dbapi_connection) as connection:
             server.put_back(connection, self.facts)
         engine.dialect.reset_isolation_level(self.dbapi_connection)
-        self.lent = True
         return wrapped(engine, self.dbapi_connection, reconnects=False)
 
     def take_back(self, engine: Engine) -> None:

@@ -35,10 +35,14 @@ STANDBY = -1
 OLD_SNAPSHOT = -2
 NOT_ASKED = -3
 
-NOTHING_ASKED = f"SELECT {NOT_ASKED}, '', ''"
+NOTHING_ASKED = f"SELECT '{NOT_ASKED} - -'"
 """Answers as a request does, and takes nothing."""
 
-_SETTINGS = "pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout')"
+# One column: a driver and SQLAlchemy need as long for each as the server needs for a key.
+_ANSWER = (
+    "SELECT pg_catalog.concat_ws(' ', {0},"
+    " pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout'))"
+)
 _SNAPSHOT_IS_OLD = "pg_catalog.current_setting('transaction_isolation') IN ('repeatable read', 'serializable')"
 _LIFT = "SELECT pg_catalog.set_config('statement_timeout', '0', true)"
 # unnest gives the keys in the order of the array, bigints before pairs. The counting makes the last line wait for them all.
@@ -73,7 +77,7 @@ class Answer(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def _request(style: Style, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:  # noqa: FBT001
+def _request(style: Style, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:
     call = "pg_catalog.pg_try_advisory_xact_lock" + ("_shared" if shared else "")
     marks = iter(f"${n + 1}" if style == "numeric" else "%s" for n in range(2 * len(spaces)))
     branches = ["pg_catalog.pg_is_in_recovery() THEN -1"]
@@ -83,11 +87,11 @@ def _request(style: Style, spaces: tuple[str, ...], shared: bool, stale_snapshot
         kinds = ("bigint",) if space == "bigint" else ("integer", "integer")
         halves = ", ".join(f"CAST({next(marks)} AS {kind})" for kind in kinds)
         branches.append(f"NOT {call}({halves}) THEN {n}")
-    return f"SELECT CASE WHEN {' WHEN '.join(branches)} ELSE {len(spaces)} END, {_SETTINGS}"
+    return _ANSWER.format(f"CASE WHEN {' WHEN '.join(branches)} ELSE {len(spaces)} END")
 
 
 @lru_cache(maxsize=8)
-def _wait(style: Style, shared: bool) -> str:  # noqa: FBT001
+def _wait(style: Style, shared: bool) -> str:
     marks = [f"${n + 1}" if style == "numeric" else "%s" for n in range(5)]
     return _WAIT.format(*marks, lock="pg_advisory_xact_lock" + ("_shared" if shared else ""))
 
@@ -111,7 +115,8 @@ def _send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> Cu
 def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> Answer:
     """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
     text = _request(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
-    return Answer(*_send(connection, text, _values(keys)).one())
+    taken, statement_timeout, lock_timeout = _send(connection, text, _values(keys)).scalar_one().split(" ")
+    return Answer(int(taken), statement_timeout, lock_timeout)
 
 
 def wait(connection: Connection, keys: Sequence[LockKey], answer: Answer, *, shared: bool, milliseconds: int) -> None:

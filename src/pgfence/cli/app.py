@@ -131,6 +131,25 @@ def run(
     raise Finish(report.exit_code)
 
 
+@app.command(
+    "demo",
+    epilog="Exit codes: 0 all as it should be; 1 a guarded act lost money, or nobody took over; 3 the control lost nothing.",
+)
+def demo(
+    dsn: Annotated[str | None, typer.Option(help="A database to play in, instead of a server of the demo's own.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long each act lasts.")] = 4.0,
+    processes: Annotated[int, typer.Option(metavar="NUMBER", help="How many move money at a time.")] = 8,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave server and tables there, and say how to connect.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object on stdout.")] = False,
+) -> None:
+    """Watch real processes move money on a real server: without a lock, with each of them, with holders killed."""
+    from pgfence.cli.demo import Options as DemoOptions
+    from pgfence.cli.demo import demo as play
+
+    options = DemoOptions(dsn=dsn, seconds=seconds, processes=processes, keep=keep, as_json=as_json)
+    raise Finish(play(options, Speaker()))
+
+
 @app.command("key")
 def key(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a lock.")],
@@ -163,4 +182,4 @@ def _fill_standard_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

@@ -87,7 +87,7 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
         except LockTimeoutError as error:
             return _busy(options, report, error.holders)
         except UnreachableError as error:
-            if not error.retryable or options.on_unreachable is not OnUnreachable.RUN:
+            if options.on_unreachable is not OnUnreachable.RUN:
                 return _unreachable(options, report, error)
             speaker.warn(
                 f"{error}. Running WITHOUT the lock, as --on-unreachable=run says: nothing keeps others from running"
@@ -95,8 +95,9 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
             )
             held = None
         except PgfenceError as error:
-            full = isinstance(error, CapacityError)
-            return report.end("unavailable", Code.UNAVAILABLE, str(error)) if full else _refused(report, error)
+            if isinstance(error, CapacityError):
+                return report.end("unavailable", Code.UNAVAILABLE, str(error))
+            return report.end("refused", Code.REFUSED, str(error))
         environment = {**environ, NAME_VARIABLE: options.name}
         return _Guarded(options, speaker, report, held).run(supervisor, environment)
 
@@ -147,16 +148,9 @@ def _interrupted(report: Report, stop: Interrupted) -> Report:
 
 
 def _unreachable(options: Options, report: Report, error: UnreachableError) -> Report:
-    # An answer that will be the same tomorrow (no such database, wrong password) is no outage: nobody chose a way for it.
-    if not error.retryable:
-        return _refused(report, error)
     if options.on_unreachable is OnUnreachable.SKIP:
         return report.end("skipped", Code.OK, f"{error}. The command was not run, as --on-unreachable=skip says")
     return report.end("unavailable", Code.UNAVAILABLE, str(error))
-
-
-def _refused(report: Report, error: PgfenceError) -> Report:
-    return report.end("refused", Code.REFUSED, str(error))
 
 
 class _Guarded:

@@ -6,6 +6,7 @@ No message from here holds a URL: it may hold a password.
 from __future__ import annotations
 
 import importlib
+import inspect
 import operator
 import os
 import socket
@@ -95,7 +96,7 @@ def _imported(path: str) -> Engine:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
-        if not isinstance(found, Engine) and callable(found):
+        if callable(found) and not inspect.iscoroutinefunction(found):
             found = found()
     except Exception as error:
         raise MisuseError(f"--engine {path}: {type(error).__name__}: {error}") from error

@@ -22,6 +22,8 @@ from pgfence.errors import UnreachableError
 PASSWORD_FILE = "pgfence_password"  # noqa: S105  the name of a file
 _INITDB = ("-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions")
 _PREFIX = "pgfence-pg-"
+_PARTIAL = "partial-"
+_ENTRIES = "pgfence_entries"
 _UNUSED = 30 * 86400
 
 
@@ -61,24 +63,18 @@ def give(path: Path) -> None:
             os.chown(each, user.pw_uid, user.pw_gid, follow_symlinks=False)
 
 
-def create(data: Path, bindir: Path, version: str, run_folder: Path) -> Path | None:
-    """Make a new cluster in `data`: a copy of the template, which the first start of a version leaves behind.
-
-    Returns:
-        The template, if it was copied.
-    """
+def create(data: Path, bindir: Path, version: str, run_folder: Path) -> None:
+    """Make a new cluster in `data`: a copy of the template, which the first start of a version leaves behind."""
     template = _template(bindir, version)
     data.mkdir(mode=0o700, exist_ok=True)
-    if template is not None and template.is_dir():
-        os.utime(template)
+    if template is not None and _whole(template):
         shutil.copytree(template, data, copy_function=shutil.copy, dirs_exist_ok=True)
         give(data)
-        return template
+        return
     give(data)
     _initdb(data, bindir, run_folder)
     if template is not None:
         _publish(data, template)
-    return None
 
 
 def _template(bindir: Path, version: str) -> Path | None:
@@ -109,14 +105,40 @@ def _private(place: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
+def _whole(template: Path) -> bool:
+    """Say whether a template can be copied. One that lost a part, to a cleaner of temporary folders say, is removed."""
+    try:
+        os.utime(template)
+        if int((template / _ENTRIES).read_text()) == _count(template):
+            return True
+    except FileNotFoundError:
+        pass
+    _remove(template)
+    return False
+
+
+def _count(folder: Path) -> int:
+    return sum(1 for _ in folder.rglob("*"))
+
+
+def _remove(template: Path) -> None:
+    # Renamed first: whoever copies it right now shall fail and not get half of it.
+    aside = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
+    with suppress(OSError):
+        template.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def _publish(data: Path, template: Path) -> None:
     """Leave a copy for the next start. The first one stays; a half-made one has another name."""
-    partial = template.parent / f"partial-{secrets.token_hex(8)}"
+    partial = template.with_name(f"{_PARTIAL}{secrets.token_hex(8)}")
     try:
         for old in template.parent.iterdir():
             if time.time() - old.stat().st_mtime > _UNUSED:
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
         shutil.copytree(data, partial, copy_function=shutil.copy)
+        (partial / _ENTRIES).touch()
+        (partial / _ENTRIES).write_text(str(_count(partial)))
         partial.rename(template)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)

@@ -61,7 +61,6 @@ class Server:
         self.port = 0
         self._creator = os.getpid()
         self._process: Process | None = None
-        self._template: Path | None = None
         self.folder, self._lock = _cluster.make_run_folder()
         self.log = self.folder / "log"
         self.sockets = self.folder
@@ -95,7 +94,7 @@ class Server:
     def _prepare(self, *, durable: bool) -> None:
         found = sorted(self.data.iterdir()) if self.data.is_dir() else []
         if not found:
-            self._template = _cluster.create(self.data, self.bindir, self.version, self.folder)
+            _cluster.create(self.data, self.bindir, self.version, self.folder)
             if durable:
                 _cluster.sync(self.data, self.bindir)
         elif not (self.data / _cluster.PASSWORD_FILE).is_file():
@@ -129,9 +128,6 @@ class Server:
             # Somebody else may take the port between our look and the server's.
             if "could not bind" not in log:
                 break
-        if self._template is not None:
-            # A damaged copy must not spoil the next start as well.
-            shutil.rmtree(self._template, ignore_errors=True)
         last = "\n".join(log.splitlines()[-_LOG_LINES:])
         raise UnreachableError(f"PostgreSQL {self.version} did not start:\n{last}", retryable=False)
 
@@ -158,7 +154,8 @@ class Server:
         settings = self._settings | {
             "listen_addresses": self.host,
             "port": str(self.port),
-            "unix_socket_directories": str(self.sockets),
+            # A list, in which a comma or a blank of a folder's name has to be quoted.
+            "unix_socket_directories": '"{}"'.format(str(self.sockets).replace('"', '""')),
             "hba_file": str(self.folder / "pg_hba.conf"),
         }
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]

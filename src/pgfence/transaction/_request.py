@@ -11,7 +11,8 @@ from sqlalchemy import Connection, table, update
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._runtime.state import emit, named
-from pgfence._sql import activity, server, transaction as sql
+from pgfence._sql import activity, server
+from pgfence._sql import transaction as sql
 from pgfence._sql.savepoints import Record
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
 from pgfence.config import Config, config_of
@@ -72,7 +73,7 @@ class Request:
         expire: bool,
         stale_snapshot_ok: bool,
     ) -> None:
-        resolve(names, namespace or "")
+        self._resolved = namespace or "", resolve(names, namespace or "")
         self._names = names
         self._namespace = namespace
         self._bind_arguments = bind_arguments
@@ -107,7 +108,10 @@ class Request:
         return connection
 
     def _keys(self, config: Config) -> tuple[LockKey, ...]:
-        return resolve(self._names, config.namespace if self._namespace is None else self._namespace)
+        namespace = config.namespace if self._namespace is None else self._namespace
+        if self._resolved[0] != namespace:
+            self._resolved = namespace, resolve(self._names, namespace)
+        return self._resolved[1]
 
     def _prepared(self, work: Session | Connection) -> Call:
         """Find out what is missing, and refuse what could not keep the promise. No round trip of ours."""
@@ -173,7 +177,7 @@ class Request:
         limit = _default(call.config, owner) if asked is None else asked
         if not self._take(work, call, Deadline.after(limit, began)):
             raise self._timed_out(call, limit, owner)
-        if (waited := clock() - began) >= WARN_AFTER:
+        if (waited := clock() - began) > WARN_AFTER:
             log.warning("waited %.0f s for %s; it is held by this transaction now", waited, named(self._labels()))
 
     def _take(self, work: Session | Connection, call: Call, deadline: Deadline) -> bool:
@@ -190,7 +194,8 @@ class Request:
         call.record.add(call.keys, shared=self._shared)
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
-        emit(call.config, "acquired", self._labels())
+        if call.config.on_event is not None:
+            emit(call.config, "acquired", self._labels())
         return True
 
     def _granted(self, call: Call, deadline: Deadline) -> bool:
@@ -287,7 +292,7 @@ class Request:
         held_here = tuple(name for hold in owner.holds for name in hold.names)
         by = f"; held by {', '.join(map(str, found))}" if found else ""
         nested = f". Held here meanwhile: {named(held_here)}" if held_here else ""
-        if limit >= WARN_AFTER:
+        if limit > WARN_AFTER:
             log.warning("waited %.0f s for %s in vain%s", limit, named(self._labels()), by)
         emit(call.config, "timeout", self._labels())
         return LockTimeoutError(

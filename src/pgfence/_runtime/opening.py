@@ -1,0 +1,170 @@
+"""Open a connection like an engine's, wrap one, and say what an error from one means.
+
+This is the one place that makes "a connection like this engine's, unpooled", sync and async, for SQLAlchemy 2.0 and 2.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import StaticPool
+
+from pgfence._sql import server
+from pgfence._sql.sqlstate import sqlstate
+from pgfence.errors import PgfenceError, PoolerError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Engine
+
+    from pgfence._runtime.sessions import Session
+    from pgfence.config import PoolerSetting
+
+R = TypeVar("R")
+
+
+def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, server.Facts]:
+    """Open a connection like the engine's, outside every pool, in autocommit; judge its server.
+
+    This is the one place that makes "a connection like this engine's". Async engines run it inside a greenlet.
+
+    Returns:
+        The DBAPI connection, the driver's own connection, and the facts of the server.
+
+    Raises:
+        UnreachableError: the server did not answer or did not let us in.
+        PoolerError, StandbyError, UnsupportedServerError: it did, and session locks are not safe there.
+    """
+    server.style_of(engine.dialect)
+    fairy = _fresh(engine)
+    try:
+        connection = Connection(engine, connection=fairy)
+        connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
+        facts = server.read_facts(connection, set_up=pooler == "auto" or pooler == "direct")
+        dbapi_connection = fairy.dbapi_connection
+        driver = engine.dialect.get_driver_connection(dbapi_connection)
+        judge(engine, facts, driver, pooler)
+        connection.commit()
+        fairy.detach()
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            fairy.invalidate()
+        if isinstance(error, Exception) and (told := unreachable(engine, error)):
+            raise told from error
+        raise
+    return dbapi_connection, driver, facts
+
+
+def _fresh(engine: Engine) -> Any:
+    try:
+        return engine.pool.recreate().connect()
+    except Exception as error:
+        if told := unreachable(engine, error):
+            raise told from error
+        raise
+
+
+def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSetting) -> None:
+    """Raise what is to be said against a session lock on this connection, which is idle at this moment."""
+    driver_pid = _driver_pid(driver)
+    other_pid = None
+    if driver_pid != facts.backend_pid and pooler != "transaction":
+        # Only a pooler in transaction mode serves a second client on the same backend.
+        fairy = _fresh(engine)
+        try:
+            other = Connection(engine, connection=fairy)
+            other.execution_options(isolation_level="AUTOCOMMIT")
+            other_pid = server.backend_pid(other)
+        finally:
+            fairy.invalidate()
+    if refusal := server.verdict(facts, driver_pid, pooler, other_pid):
+        raise refusal
+
+
+def _driver_pid(driver: Any) -> int:
+    pid: int = driver.get_server_pid() if hasattr(driver, "get_server_pid") else driver.info.backend_pid
+    return pid
+
+
+def place(engine: Engine) -> str:
+    """Return where an engine connects to, for messages: no user, no password, no parameters."""
+    url = engine.url
+    port = f":{url.port}" if url.port else ""
+    return f"{url.host or 'the default host'}{port}/{url.database or ''}"
+
+
+def unreachable(engine: Engine, error: Exception) -> UnreachableError | None:
+    """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
+    if isinstance(error, PgfenceError):
+        return None
+    state = sqlstate(error)
+    dbapi: Any = engine.dialect.loaded_dbapi
+    kinds = [OSError, TimeoutError, DBAPIError, dbapi.Error]
+    if (asyncpg := getattr(dbapi, "asyncpg", None)) is not None:
+        kinds += [asyncpg.PostgresError, asyncpg.InterfaceError]
+    if state is None and not isinstance(error, tuple(kinds)):
+        return None
+    refused = state is not None and state[:2] in ("28", "3D", "42")
+    reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
+    advice = "Check user, password, database and pg_hba.conf" if refused else "Nothing is known about the lock"
+    return UnreachableError(f"no session at {place(engine)}: {reason}. {advice}", sqlstate=state, retryable=not refused)
+
+
+def lost_connection(engine: Engine, session: Session, error: BaseException) -> bool:
+    """Say whether a statement failed because its connection ended."""
+    if session.dead:
+        return True
+    state = sqlstate(error)
+    if state is not None:
+        return state[:3] == "57P" or state[:2] == "08"
+    return isinstance(error, OSError) or type(error).__name__ in (
+        "OperationalError",
+        "InterfaceError",
+        "ConnectionDoesNotExistError",
+    )
+
+
+def listened(engine: Engine) -> bool:
+    """Say whether anybody wants to see our statements: hooks, tracing, echo."""
+    dispatch = engine.dispatch
+    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute or engine._should_log_info())  # noqa: SLF001
+
+
+def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:
+    """Return a SQLAlchemy Connection over a session of ours, by a pool that knows this one connection and closes nothing.
+
+    `reconnects=False`: after a lost connection SQLAlchemy would otherwise go on, silently, with a new one without the lock.
+    """
+    pool = StaticPool(lambda: dbapi_connection, dialect=engine.dialect, reset_on_return=None)
+    return Connection(engine, connection=pool.connect(), _allow_revalidate=reconnects)
+
+
+def strange_backend() -> PoolerError:
+    """Another server process answered than the one the connection began with; nothing was taken there."""
+    return PoolerError(
+        "another server process answered than the one this connection began with: a pooler in transaction mode stands in"
+        " between. Give an engine with a direct URL as configure(engine, lock_engine=...)",
+        mode="transaction",
+    )
+
+
+def at_once(call: Callable[[], object]) -> None:
+    """Run sync code of SQLAlchemy's that awaits an async driver only in form, here and now, without a loop's turn."""
+    running = in_greenlet(call)
+    try:
+        running.send(None)
+    except StopIteration:
+        return
+    running.close()
+
+
+async def in_greenlet(call: Callable[[], R]) -> R:
+    """Run sync code of SQLAlchemy's over an async driver, on the calling task."""
+    from sqlalchemy.util import greenlet_spawn
+
+    result: R = await greenlet_spawn(call)
+    return result

@@ -1,0 +1,199 @@
+"""How many connections one engine may have open for locks, who waits for one, which are kept warm; how full the server is.
+
+No I/O; the keepers of the two worlds open and close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from sqlalchemy import event
+
+from pgfence._runtime.opening import place
+from pgfence._runtime.references import weak_method
+from pgfence._runtime.sessions import Session
+from pgfence._runtime.state import log
+from pgfence._runtime.watch import WATCHER
+from pgfence._sql import server
+from pgfence.errors import CapacityError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Engine
+
+    from pgfence._runtime.state import Hold
+    from pgfence.config import Config
+
+WARM = 5
+OPEN_BUDGET = 5.0
+"""Seconds that opening a connection may take at least, however short the caller's timeout for the lock is."""
+OPEN_LIMIT = 30.0
+MANY_KEYS = 100
+COUNT_EVERY = 1.0
+
+S = TypeVar("S", bound=Session)
+
+
+class Turn(Generic[S]):
+    """A place in the line for a connection."""
+
+    __slots__ = ("given", "may_open", "wake")
+
+    def __init__(self) -> None:
+        self.given: S | None = None
+        self.may_open = False
+        self.wake: Callable[[], object] = lambda: None
+
+    @property
+    def served(self) -> bool:
+        return self.may_open or self.given is not None
+
+
+class Roster(Generic[S]):
+    """The connections of one engine. Pure; the caller holds the mutex."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.open = 0
+        """Open or being opened."""
+        self.idle: list[S] = []
+        self._line: deque[Turn[S]] = deque()
+
+    def take(self) -> Turn[S]:
+        """Return a turn: with a warm session, with the right to open one, or to wait for."""
+        turn: Turn[S] = Turn()
+        turn.given = self.warm()
+        if turn.given is not None:
+            return turn
+        if self.open < self.limit and not self._line:
+            self.open += 1
+            turn.may_open = True
+        else:
+            self._line.append(turn)
+        return turn
+
+    def warm(self) -> S | None:
+        """Return the session that was used last, if it lives; a dead one stays for `cold`."""
+        return self.idle.pop() if self.idle and self.idle[-1].dead is None else None
+
+    def give(self, session: S) -> bool:
+        """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
+        if session.dead or session.retired:
+            return False
+        if self._line:
+            turn = self._line.popleft()
+            turn.given = session
+            turn.wake()
+            return True
+        if len(self.idle) >= WARM:
+            return False
+        session.idle_since = time.monotonic()
+        self.idle.append(session)
+        return True
+
+    def gone(self) -> None:
+        """One is closed, or could not be opened."""
+        self.open -= 1
+        if self._line and self.open < self.limit:
+            self.open += 1
+            turn = self._line.popleft()
+            turn.may_open = True
+            turn.wake()
+
+    def forgo(self, turn: Turn[S]) -> None:
+        """Leave the line without having been served."""
+        with contextlib.suppress(ValueError):
+            self._line.remove(turn)
+
+    def cold(self, now: float) -> list[S]:
+        """Take out the sessions that were idle for too long, or are dead."""
+        cold = [s for s in self.idle if s.cold(now)]
+        self.idle[:] = [s for s in self.idle if s not in cold]
+        return cold
+
+    def retire(self) -> list[S]:
+        """Take out all idle sessions."""
+        idle, self.idle[:] = list(self.idle), []
+        return idle
+
+
+class Keeper(Generic[S]):
+    """What both worlds' keepers of connections share."""
+
+    def __init__(self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object]) -> None:
+        self.engine = engine
+        self.config = config
+        self.roster: Roster[S] = Roster(config.max_lock_connections)
+        self.generation = 0
+        """Raised by every `engine.dispose()`: what was opened before it is not kept."""
+        self.sessions: set[S] = set()
+        self.on_death = on_death
+        self._counted_at = 0.0
+        self._used = 0
+        self._limit = 0
+        self._warned = False
+        event.listen(engine, "engine_disposed", weak_method(self.disposed))
+        weakref.finalize(engine.dialect, close_all, self.sessions)
+        WATCHER.keep(self)
+
+    def reap(self, now: float) -> None:
+        """Close the idle sessions that are dead, or were idle for too long."""
+        raise NotImplementedError
+
+    def disposed(self, _: Engine) -> None:
+        """Close the idle sessions; the others are closed when what they hold ends."""
+        raise NotImplementedError
+
+    def opened(self, session: S | None, generation: int, *, counts: bool) -> None:
+        """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
+        if session is None:
+            if counts:
+                self.roster.gone()
+            return
+        session.retired = generation != self.generation or not counts
+        session.counts = counts
+        session.on_death = self.on_death
+        self.sessions.add(session)
+        self.counted(session.facts.locks_used, session.facts.lock_limit)
+
+    def too_late(self, budget: float) -> UnreachableError:
+        return UnreachableError(
+            f"no session at {place(self.engine)} within {budget:g} s. Nothing is known about the lock"
+        )
+
+    def must_count(self) -> bool:
+        """Say whether the last count of the server's lock table is too old to judge a large request by."""
+        return time.monotonic() - self._counted_at > COUNT_EVERY
+
+    def took(self, keys: int) -> None:
+        """Add what this process took since the last count."""
+        self._used += keys
+
+    def counted(self, used: int, limit: int | None = None) -> None:
+        self._counted_at = time.monotonic()
+        self._used = used
+        if limit is not None:
+            self._limit = limit
+
+    def room_for(self, keys: int) -> None:
+        """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
+        if not self._limit:
+            return
+        judged = server.capacity(self._used, keys, self._limit)
+        if isinstance(judged, CapacityError):
+            raise judged
+        if judged == "warn" and not self._warned:
+            log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
+        self._warned = judged == "warn"
+
+
+def close_all(sessions: set[Any]) -> None:
+    """End sessions in an orderly way: their engine is collected, their loop or the interpreter ends."""
+    for session in list(sessions):
+        session.close()
+    sessions.clear()

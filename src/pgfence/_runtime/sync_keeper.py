@@ -1,0 +1,195 @@
+"""Connections for threads: opened on a thread of their own, given out in turn, kept warm."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.drivers import SYNC_WIRES, wire_for
+from pgfence._runtime.localqueue import MUTEX
+from pgfence._runtime.opening import judge, open_connection
+from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
+from pgfence._runtime.sessions import Borrowed
+from pgfence._runtime.sync_sessions import BorrowedSyncSession, SyncSession
+from pgfence.errors import CapacityError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine
+
+    from pgfence._runtime.state import Hold
+    from pgfence.config import Config
+
+
+class Gate:
+    """Where one thread waits to be woken once."""
+
+    __slots__ = ("_lock", "_opened")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._opened = False
+
+    def open(self) -> None:
+        if not self._opened:
+            self._opened = True
+            self._lock.release()
+
+    def wait(self, left: float) -> bool:
+        """Wait at most `left` seconds and say whether it is open."""
+        return self._opened or self._lock.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+
+
+class Opening:
+    """A connection being opened for somebody who may have gone by the time it is there."""
+
+    __slots__ = ("abandoned", "error", "gate", "session")
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.session: SyncSession | None = None
+        self.error: Exception | None = None
+        self.abandoned = False
+
+    def abandon(self) -> SyncSession | None:
+        """Stop waiting. Returns the session if it came in the last moment."""
+        with MUTEX:
+            self.abandoned = self.session is None
+        return self.session
+
+
+class SyncKeeper(Keeper[SyncSession]):
+    """The connections of one engine for the threads of this process."""
+
+    def __init__(self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object]) -> None:
+        self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
+        super().__init__(engine, config, on_death)
+
+    def checkout(self, left: float, keys: int = 1) -> SyncSession | None:
+        """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
+
+        Args:
+            left: seconds to wait for a turn.
+            keys: how many keys it is to hold.
+        """
+        with MUTEX:
+            turn = self.roster.take()
+            if not turn.served:
+                gate = Gate()
+                turn.wake = gate.open
+        if not turn.served and not self._in_turn(turn, gate, left):
+            return None
+        if turn.given is not None:
+            return turn.given
+        return self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
+
+    def visitor(self) -> SyncSession:
+        """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
+        with MUTEX:
+            session = self.roster.warm()
+        return session or self._open(OPEN_BUDGET, 0)
+
+    def _in_turn(self, turn: Turn[SyncSession], gate: Gate, left: float) -> bool:
+        try:
+            gate.wait(left)
+        except BaseException:
+            with MUTEX:
+                self.roster.forgo(turn)
+                if turn.may_open:
+                    self.roster.gone()
+            if turn.given is not None:
+                self.park(turn.given)
+            raise
+        with MUTEX:
+            self.roster.forgo(turn)
+            return turn.served
+
+    def _open(self, budget: float, keys: int) -> SyncSession:
+        """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
+        opening = Opening()
+        context = contextvars.copy_context()
+        threading.Thread(
+            target=context.run, args=(self._opener, opening, keys > 0), name="pgfence-opener", daemon=True
+        ).start()
+        try:
+            in_time = opening.gate.wait(budget)
+        except BaseException:
+            if (late := opening.abandon()) is not None:
+                self.park(late)
+            raise
+        session = opening.session if in_time else opening.abandon()
+        if session is None:
+            raise opening.error or self.too_late(budget)
+        try:
+            self.room_for(keys)
+        except CapacityError:
+            self.park(session)
+            raise
+        return session
+
+    def _opener(self, opening: Opening, counts: bool) -> None:
+        session: SyncSession | None = None
+        error: Exception | None = UnreachableError("the thread that opened a session was ended")
+        generation = self.generation
+        try:
+            dbapi_connection, driver, facts = open_connection(self.engine, self.config.pooler)
+            session = SyncSession(dbapi_connection, self._wire(driver), facts)
+            session.watch()
+        except Exception as caught:
+            error = caught
+        finally:
+            with MUTEX:
+                self.opened(session, generation, counts=counts)
+                opening.session, opening.error = session, error
+                abandoned = opening.abandoned
+            opening.gate.open()
+            if abandoned and session is not None:
+                self.park(session)
+
+    def borrow(self, connection: Connection) -> SyncSession:
+        """Make the caller's own connection a session, for one lock."""
+        session = BorrowedSyncSession.of(connection)
+        try:
+            judge(self.engine, session.facts, session.wire.driver, self.config.pooler)
+        except BaseException:
+            session.let_go()
+            raise
+        session.on_death = self.on_death
+        return session
+
+    def park(self, session: SyncSession) -> None:
+        """Give back a session that holds nothing."""
+        if isinstance(session, Borrowed):
+            session.let_go()
+            return
+        with MUTEX:
+            kept = self.roster.give(session)
+        if not kept:
+            self.discard(session)
+
+    def discard(self, session: SyncSession) -> None:
+        """Close a session; the server frees whatever it held."""
+        session.close()
+        with MUTEX:
+            if session in self.sessions:
+                self.sessions.discard(session)
+                if session.counts:
+                    self.roster.gone()
+
+    def reap(self, now: float) -> None:
+        with MUTEX:
+            cold = self.roster.cold(now)
+        for session in cold:
+            self.discard(session)
+
+    def disposed(self, _: Engine) -> None:
+        with MUTEX:
+            self.generation += 1
+            for session in self.sessions:
+                session.retired = True
+            idle = self.roster.retire()
+        for session in idle:
+            self.discard(session)

@@ -1,0 +1,146 @@
+"""`pgfence demo`: which server, who watches, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.screen import Screen, show
+from pgfence.cli.server import engine_from
+from pgfence.demo.bank import SCHEMA
+from pgfence.demo.errors import DemoError
+from pgfence.demo.stage import LEAST_PROCESSES, play
+from pgfence.embedded import server
+from pgfence.errors import CapacityError, LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+
+    from sqlalchemy import Engine
+
+    from pgfence.cli.report import Speaker
+    from pgfence.demo.stage import Outcome
+
+_MOST_PROCESSES = 32
+_LEAST_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user wants.
+
+    Attributes:
+        dsn: the database; None starts a server for the demo.
+        seconds: that each act lasts.
+        processes: how many move money at a time.
+        keep: leave everything there to be looked at.
+        as_json: for programs.
+    """
+
+    dsn: str | None
+    seconds: float
+    processes: int
+    keep: bool
+    as_json: bool
+
+
+class Interrupted(Exception):  # noqa: N818  not an error: the user has seen enough
+    """A signal asks for the end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+def demo(options: Options, speaker: Speaker) -> int:
+    """Play the demo, show what came of it, and return the exit code.
+
+    Raises:
+        MisuseError: an option or the URL cannot be used.
+    """
+    if not LEAST_PROCESSES <= options.processes <= _MOST_PROCESSES:
+        raise MisuseError(f"--processes must be between {LEAST_PROCESSES} and {_MOST_PROCESSES}")
+    if not options.seconds >= _LEAST_SECONDS:
+        raise MisuseError(f"--seconds must be {_LEAST_SECONDS} or more")
+    try:
+        with _signals():
+            return _played(options, speaker)
+    except Interrupted as stop:
+        return Code.SIGNAL + stop.signum
+    except LockTimeoutError:
+        speaker.warn("another demo is being played in this database")
+        return Code.BUSY
+    except (UnreachableError, CapacityError) as error:
+        speaker.warn(str(error))
+        return Code.UNAVAILABLE
+    except (DemoError, PgfenceError) as error:
+        speaker.warn(str(error))
+        return Code.REFUSED
+    except DBAPIError as error:
+        speaker.warn(f"the server refused or left: {error.orig}")
+        return Code.UNAVAILABLE
+
+
+def _played(options: Options, speaker: Speaker) -> int:
+    begin = clock()
+    with ExitStack() as stack:
+        engine = engine_from(dsn=options.dsn or stack.enter_context(server()), path=None, environ={})
+        stack.callback(engine.dispose)
+        with Screen() as screen:
+            outcome = play(
+                engine, screen, seconds=options.seconds, processes=options.processes, keep=options.keep
+            )
+        _show(outcome, options, clock() - begin)
+        if options.keep:
+            _keep(engine, options, speaker)
+    return outcome.verdict
+
+
+def _show(outcome: Outcome, options: Options, seconds: float) -> None:
+    if not options.as_json:
+        show(outcome)
+        return
+    asked = {"embedded": options.dsn is None, "seconds_per_act": options.seconds}
+    answer = {"exit_code": outcome.verdict, "seconds": round(seconds, 3)}
+    print(json.dumps(outcome.as_data() | asked | answer, indent=2), flush=True)
+
+
+def _keep(engine: Engine, options: Options, speaker: Speaker) -> None:
+    if options.dsn is not None:
+        speaker.tell(f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them")
+        return
+    with engine.connect() as connection:
+        folder = connection.scalar(text("SHOW unix_socket_directories"))
+    speaker.write(
+        f"The server runs until Ctrl-C. On this machine:\n\n    psql 'host={folder} port={engine.url.port}"
+        f" user={engine.url.username} dbname={engine.url.database} options=-csearch_path={SCHEMA}'\n"
+    )
+    threading.Event().wait()
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turn the first signal that asks for the end into an exception, and let nothing disturb the clean-up after it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def interrupt(signum: int, _frame: FrameType | None) -> NoReturn:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        raise Interrupted(signum)
+
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

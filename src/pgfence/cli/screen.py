@@ -1,0 +1,128 @@
+"""What people see of `pgfence demo`: how it goes on stderr, live on a terminal and as lines elsewhere; the table on stdout."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from pgfence.demo.act import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pgfence.demo.act import Act, Figures
+    from pgfence.demo.stage import Outcome
+
+_COLUMNS = ("transfers", "per s", "cents lost", "wait p50", "wait p99", "longest", "taken over after")
+_WIDTH_OF_A_FILE = 120
+_NONE = "-"
+
+
+class Screen:
+    """The audience of a demo; a context manager, which ends the live part."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, markup=False)
+        self._rows: list[tuple[str, ...]] = []
+        self._seen: Act | None = None
+        animated = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live = Live(console=self._console, transient=True) if animated else None
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, what: str) -> None:
+        """Hear what is done before the acts."""
+        self._console.print(what)
+
+    def progress(self, act: Act, seconds: float, transfers: int) -> None:
+        """Hear how an act goes, several times a second."""
+        if self._live is not None:
+            now = (f"{act.title} ...", f"{transfers:,}", f"{transfers / seconds:,.0f}")
+            self._live.update(_table([*self._rows, now]))
+        elif self._seen is not act:
+            self.step(f"{act.title} ...")
+        self._seen = act
+
+    def result(self, figures: Figures, verdict: Verdict) -> None:
+        """Hear what came of an act."""
+        self._rows.append(_row(figures, verdict))
+        if self._live is not None:
+            self._live.update(_table(self._rows))
+        else:
+            self.step(f"    {figures.transfers:,} transfers, {_cents(figures)} cents lost")
+
+
+def show(outcome: Outcome) -> None:
+    """Write the table, and what it says, to stdout."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=_WIDTH_OF_A_FILE)
+    console.print(_table(_row(*act) for act in outcome.acts))
+    for figures, verdict in outcome.acts:
+        for line in _said(figures, verdict):
+            console.print(line, style="" if verdict is Verdict.OK else "bold red")
+    if outcome.verdict is Verdict.OK:
+        console.print("No guarded act lost a cent.", style="bold green")
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{'act':<36}")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _row(figures: Figures, verdict: Verdict) -> tuple[str, ...]:
+    waits = (_duration(figures.wait(percent)) for percent in (50, 99, 100))
+    takeovers = ", ".join(_duration(each.seconds) for each in figures.takeovers)
+    title = figures.title if verdict is Verdict.OK else f"{figures.title}: FAILED"
+    return (
+        title,
+        f"{figures.transfers:,}",
+        f"{figures.per_second:,.0f}",
+        _cents(figures),
+        *waits,
+        takeovers or _NONE,
+    )
+
+
+def _cents(figures: Figures) -> str:
+    return f"{figures.cents_lost:,} in {figures.accounts_off} accounts" if figures.accounts_off else "0"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return _NONE
+    if seconds < 1:
+        return f"{seconds * 1000:.{1 if seconds < 0.01 else 0}f} ms"
+    return f"{seconds:.2f} s"
+
+
+def _said(figures: Figures, verdict: Verdict) -> list[str]:
+    """Return what an act's figures mean, in words."""
+    if verdict is Verdict.CONTROL_FAILED:
+        return [f"{figures.title}: lost nothing, so the other acts prove nothing."]
+    lines = [
+        f"{each.blow} of a holder: another process had its lock after {_duration(each.seconds)}."
+        if each.seconds is not None
+        else f"{each.blow} of a holder: nobody had its lock afterwards."
+        for each in figures.takeovers
+    ]
+    if verdict is Verdict.GUARD_FAILED:
+        lines.append(f"{figures.title}: THE GUARD FAILED, {_cents(figures)} cents lost.")
+    return lines

@@ -1,0 +1,13 @@
+"""The longer jobs once more, while one holder is killed and another one's session is ended by an administrator."""
+
+from __future__ import annotations
+
+from pgfence.demo.act import Act, Blow
+from pgfence.demo.acts.advisory import work
+
+ACT = Act(
+    name="advisory-lock-failures",
+    title="the same, holders killed",
+    work=work,
+    blows=(Blow.KILL, Blow.TERMINATE),
+)

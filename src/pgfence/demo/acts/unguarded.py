@@ -1,0 +1,22 @@
+"""The control: no guard. Two processes read one balance, and the second write wipes out the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence.demo.act import Act, loses_money
+from pgfence.demo.bank import move
+
+if TYPE_CHECKING:
+    from pgfence.demo.worker import Desk
+
+
+def work(desk: Desk) -> None:
+    """Make one transfer."""
+    source, target = desk.accounts.pair(desk.chance)
+    with desk.sessions.begin() as session:
+        move(session, source, target, desk.amount())
+    desk.moved()
+
+
+ACT = Act(name="unguarded", title="no guard (the control)", work=work, check=loses_money)

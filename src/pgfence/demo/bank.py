@@ -1,0 +1,127 @@
+"""The bank: pgbench's accounts, and its history as the journal against which every balance is checked.
+
+A transfer reads two balances, computes in Python, writes both, and books two lines of the journal in the same transaction.
+The journal only grows, so nobody overwrites it; a balance that differs from the sum of its lines has lost an update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Column, Integer, MetaData, Table, insert, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pgfence.keys import LockKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from random import Random
+
+    from sqlalchemy import Engine
+    from sqlalchemy.orm import Session
+
+SCHEMA = "pgfence_demo"
+NAMESPACE = "pgfence demo"
+ACCOUNT = LockKey.family("account", namespace=NAMESPACE)
+TILL = LockKey.family("till", namespace=NAMESPACE)
+
+TILLS = 4
+ACCOUNTS_OF_A_TILL = 10
+HIGHEST_AMOUNT = 100_00
+
+
+class Base(DeclarativeBase):
+    """The application's models."""
+
+    metadata = MetaData(schema=SCHEMA)
+
+
+class Account(Base):
+    """An account; the balance is in cents."""
+
+    __tablename__ = "pgbench_accounts"
+
+    aid: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    abalance: Mapped[int]
+
+
+JOURNAL = Table("pgbench_history", Base.metadata, Column("aid", Integer), Column("delta", Integer))
+
+_AUDIT = text(f"""
+    SELECT coalesce(sum(j.lines), 0) / 2,
+           count(*) FILTER (WHERE a.abalance <> coalesce(j.booked, 0)),
+           coalesce(sum(abs(a.abalance - coalesce(j.booked, 0))), 0)
+    FROM {SCHEMA}.pgbench_accounts AS a
+    LEFT JOIN (SELECT aid, sum(delta) AS booked, count(*) AS lines FROM {SCHEMA}.pgbench_history GROUP BY aid) AS j USING (aid)
+    WHERE a.aid BETWEEN :first AND :last
+""")  # noqa: S608  a constant
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What one look at balances and journal says: a statement has one snapshot, so it holds while transfers go on.
+
+    Attributes:
+        transfers: how many the journal has.
+        accounts_off: how many balances differ from their journal.
+        cents_off: the sum of the differences, without their signs.
+    """
+
+    transfers: int
+    accounts_off: int
+    cents_off: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """The accounts of one act: a few, spread over tills, and some far busier than others (Zipf)."""
+
+    first: int
+
+    @property
+    def last(self) -> int:
+        """The highest number."""
+        return self.first + TILLS * ACCOUNTS_OF_A_TILL - 1
+
+    def pair(self, chance: Random) -> tuple[int, int]:
+        """Choose two accounts, of any till."""
+        return _pair(chance, range(self.first, self.last + 1))
+
+    def till(self, chance: Random) -> range:
+        """Choose a till; it is the range of its accounts."""
+        number = chance.choices(range(TILLS), cum_weights=_zipf(TILLS))[0]
+        first = self.first + number * ACCOUNTS_OF_A_TILL
+        return range(first, first + ACCOUNTS_OF_A_TILL)
+
+    def pair_of(self, till: range, chance: Random) -> tuple[int, int]:
+        """Choose two accounts of one till."""
+        return _pair(chance, till)
+
+    def audit(self, engine: Engine) -> Ledger:
+        """Compare every balance with its journal."""
+        with engine.connect() as connection:
+            row = connection.execute(_AUDIT, {"first": self.first, "last": self.last}).one()
+        return Ledger(*map(int, row))
+
+
+def move(session: Session, source: int, target: int, cents: int) -> None:
+    """Move money as applications do: read both balances, compute, write both; and book it."""
+    giver, taker = session.get_one(Account, source), session.get_one(Account, target)
+    giver.abalance -= cents
+    taker.abalance += cents
+    lines = [{"aid": source, "delta": -cents}, {"aid": target, "delta": cents}]
+    session.execute(insert(JOURNAL), lines)
+
+
+def _pair(chance: Random, accounts: Sequence[int]) -> tuple[int, int]:
+    weights = _zipf(len(accounts))
+    one = other = chance.choices(accounts, cum_weights=weights)[0]
+    while other == one:
+        other = chance.choices(accounts, cum_weights=weights)[0]
+    return one, other
+
+
+def _zipf(count: int) -> list[float]:
+    return list(accumulate(1 / rank for rank in range(1, count + 1)))

@@ -1,0 +1,101 @@
+"""Where the acts are played: a server, the bank's tables, the processes, and the look into the ledger at the end of each.
+
+Promised: a schema of our own, which is gone at the end; nothing else in the database is touched. No process outlives this
+one. Every figure is measured: transfers and losses are read from the ledger, waits are the processes' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import text
+
+from pgfence.advisory import AdvisoryLock
+from pgfence.demo import load
+from pgfence.demo.act import Verdict
+from pgfence.demo.acts import ACTS
+from pgfence.demo.bank import NAMESPACE, Accounts
+from pgfence.demo.crew import Crew
+from pgfence.demo.performance import Performance
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence.demo.act import Act, Figures
+    from pgfence.demo.performance import Audience
+
+LEAST_PROCESSES = 3
+"""One may be killed, and then there must be another one to take over from a third."""
+_ACCOUNTS_APART = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of all acts.
+
+    Attributes:
+        server: e.g. "PostgreSQL 18.6".
+        loaded_by: pgbench with its version, or "SQL".
+        processes: how many moved money at a time.
+        acts: figures and verdict of each act.
+    """
+
+    server: str
+    loaded_by: str
+    processes: int
+    acts: tuple[tuple[Figures, Verdict], ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The gravest: a guard that failed before a control that did."""
+        verdicts = {verdict for _, verdict in self.acts} - {Verdict.OK}
+        return min(verdicts, default=Verdict.OK)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "server": self.server,
+            "loaded_by": self.loaded_by,
+            "processes": self.processes,
+            "acts": [figures.as_data(verdict) for figures, verdict in self.acts],
+            "verdict": self.verdict.name.lower(),
+        }
+
+
+def play(
+    engine: Engine, audience: Audience, *, seconds: float, processes: int, keep: bool, acts: Sequence[Act] = ACTS
+) -> Outcome:
+    """Play the acts in the database of an engine.
+
+    Args:
+        engine: for a database in which a schema may be made.
+        audience: is told how it goes.
+        seconds: that each act lasts.
+        processes: how many move money at a time, at least `LEAST_PROCESSES`.
+        keep: leave the schema there at the end.
+        acts: what is played.
+
+    Raises:
+        DemoError: the schema cannot be made, or a process failed.
+        LockTimeoutError: another demo is being played in this database.
+        PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
+    """
+    with AdvisoryLock(engine, "demo", namespace=NAMESPACE).hold(timeout=0), Crew(engine.url, processes) as crew:
+        with engine.connect() as connection:
+            server = f"PostgreSQL {connection.scalar(text('SHOW server_version')).split()[0]}"
+        audience.step(f"{server}: loading pgbench's tables, starting {processes} processes")
+        crew.start()
+        # The inner one ends the crew before the tables go.
+        with load.tables(engine, keep=keep) as loaded_by, crew:
+            audience.step(f"loaded by {loaded_by}")
+            played = []
+            for number, act in enumerate(acts):
+                crew.fill()
+                # Each act has accounts of its own, so that the traces of all stay visible.
+                figures = Performance(act, Accounts(1 + number * _ACCOUNTS_APART), crew, engine, seconds).play(audience)
+                played.append((figures, act.check(figures)))
+                audience.result(*played[-1])
+    return Outcome(server, loaded_by, processes, tuple(played))

@@ -1,0 +1,214 @@
+"""The async half: the same work through `run_sync`, on the calling task."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from pgfence._runtime import aio
+from pgfence.keys import resolve
+from pgfence.transaction._blocks import AsyncBlock, AsyncHold, kinds
+from pgfence.transaction._request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from sqlalchemy.ext.asyncio import (
+        AsyncConnection,
+        AsyncEngine,
+        AsyncSession,
+        async_scoped_session,
+        async_sessionmaker,
+    )
+
+    from pgfence.grants import Holder
+    from pgfence.keys import Name
+    from pgfence.timing import Seconds
+
+    AS = TypeVar("AS", bound=AsyncSession)
+
+_ASYNCIO = "sqlalchemy.ext.asyncio"
+
+
+class AsyncTransactionLock(Request):
+    """A lock that belongs to the caller's transaction and ends with it; the async twin of `TransactionLock`.
+
+        async with AsyncSessionLocal.begin() as session:
+            await AsyncTransactionLock(session, "account:1", "account:2").acquire(timeout=2)
+            one, two = await session.get_one(Account, 1), await session.get_one(Account, 2)
+            one.balance -= 10
+            two.balance += 10
+
+    Promised, and not promised, is the same. Load after the lock: instances loaded before it are expired, and to touch one
+    without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A task that is cancelled while a statement runs
+    loses its connection and so its transaction, as with every statement of an AsyncSession.
+
+    Args:
+        session: the AsyncSession, async_scoped_session or AsyncConnection whose transaction the lock shall belong to. A Session is asked for the connection on
+            which it writes, and so begins its transaction.
+        names: one or more names or ready keys. Several are one lock: all or none, always asked for in one order.
+        namespace: instead of the configured one, for names that are text.
+        shared: beside other shared holders, and not beside an exclusive one. What is held exclusively covers it; the
+            other way round is refused.
+        bind_arguments: for a Session that chooses among engines, as in `Session.connection()`.
+        expire: on an AsyncSession, expire what was loaded before the lock, so that it is read again; and refuse to ask while there
+            are unflushed changes, which may rest on it. False does neither.
+        stale_snapshot_ok: ask under REPEATABLE READ and SERIALIZABLE too.
+
+    Raises:
+        TypeError: for anything else, an engine or a session factory above all: those go to `begin`.
+        ValueError: there is no name, or an unusable one.
+    """
+
+    def __init__(
+        self,
+        session: AsyncSession | async_scoped_session[Any] | AsyncConnection,
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        bind_arguments: Mapping[str, Any] | None = None,
+        expire: bool = True,
+        stale_snapshot_ok: bool = False,
+    ) -> None:
+        if not isinstance(session, kinds(_ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
+            raise TypeError(_misfit(session))
+        self._session = session
+        super().__init__(
+            names, namespace, bind_arguments, shared=shared, expire=expire, stale_snapshot_ok=stale_snapshot_ok
+        )
+
+    async def try_acquire(self) -> bool:
+        """Try once, without waiting: True, it is held until the transaction ends; False, it is not, go no further.
+
+        Raises:
+            as `acquire`, but for LockTimeoutError and DeadlockError.
+        """
+        done: bool = await self._work().run_sync(self._try)
+        return done
+
+    async def acquire(self, *, timeout: Seconds | None = None) -> None:
+        """Wait until the lock is held; again in the same transaction it is held at once.
+
+        Args:
+            timeout: seconds, for all names together; None is the configured default (cut to 60 while this task holds a
+                session lock), `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
+            DeadlockError: PostgreSQL found a circle of waits, and has aborted the transaction.
+            TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
+                is held shared. Nothing was asked for or taken, and the transaction is as it was before.
+            StandbyError: the server is a standby.
+            UnsupportedServerError: it is no PostgreSQL, too old, or its driver is unknown.
+            CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
+                aborted the transaction.
+        """
+        await self._work().run_sync(self._acquire, timeout, aio.contender())
+
+    def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
+        """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
+
+        The block shows what the lock is for, no more. A block that ends together with its transaction is `begin`.
+
+        Args:
+            timeout: as in `acquire`.
+
+        Raises:
+            PgfenceError: on entering, as `acquire`.
+        """
+        return AsyncHold(lambda: self.acquire(timeout=timeout))
+
+    async def holders(self) -> list[Holder]:
+        """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
+
+        Transaction and session locks on the same key are told alike, for the server does not tell them apart.
+        """
+        found: list[Holder] = await self._work().run_sync(self._holders)
+        return found
+
+    async def is_held(self) -> bool:
+        """Return whether anybody, this transaction included, holds any of the names at this moment."""
+        found: bool = await self._work().run_sync(self._is_held)
+        return found
+
+    @overload
+    @staticmethod
+    def begin(
+        factory: async_sessionmaker[AS],
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        timeout: Seconds | None = None,
+        stale_snapshot_ok: bool = False,
+    ) -> AbstractAsyncContextManager[AS, None]: ...
+    @overload
+    @staticmethod
+    def begin(
+        factory: AsyncEngine,
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        timeout: Seconds | None = None,
+        stale_snapshot_ok: bool = False,
+    ) -> AbstractAsyncContextManager[AsyncConnection, None]: ...
+    @staticmethod
+    def begin(
+        factory: async_sessionmaker[Any] | AsyncEngine,
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        timeout: Seconds | None = None,
+        stale_snapshot_ok: bool = False,
+    ) -> AbstractAsyncContextManager[Any, None]:
+        """Open a transaction, take the lock first, yield the AsyncSession or AsyncConnection, and commit at the end.
+
+        Left by an exception, the transaction is rolled back, and that exception goes on whatever else fails. Lock first
+        and load afterwards is the order in which nothing stale is read.
+
+        Args:
+            factory: an async_sessionmaker, or an AsyncEngine for an AsyncConnection.
+            names: as for the class.
+            namespace: likewise.
+            shared: likewise.
+            timeout: as in `acquire`.
+            stale_snapshot_ok: as for the class.
+
+        Raises:
+            TypeError: the factory is something else.
+            ValueError: there is no name, or an unusable one.
+            PgfenceError: on entering, as `acquire`.
+        """
+        if not isinstance(factory, kinds(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+            raise TypeError(
+                f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
+                " sync ones go to TransactionLock.begin(), an AsyncSession that is open already to AsyncTransactionLock()"
+            )
+        resolve(names, namespace or "")
+
+        @asynccontextmanager
+        async def block() -> AsyncIterator[Any]:
+            async with factory.begin() as work:
+                lock = AsyncTransactionLock(
+                    work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
+                )
+                await lock.acquire(timeout=timeout)
+                yield work
+
+        return AsyncBlock(block())
+
+    def _work(self) -> AsyncSession | AsyncConnection:
+        work: Any = self._session
+        if isinstance(work, kinds(_ASYNCIO, "async_scoped_session")):
+            work = work.registry()
+        found: AsyncSession | AsyncConnection = work
+        return found
+
+
+def _misfit(given: object) -> str:
+    told = (
+        "AsyncTransactionLock needs the AsyncSession or AsyncConnection whose transaction it shall belong to, not"
+        f" {type(given).__name__}"
+    )
+    if isinstance(given, kinds(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+        return f"{told}: AsyncTransactionLock.begin() opens a transaction and takes the lock first"
+    return f"{told}; the sync ones go to TransactionLock, engines and session factories to AsyncTransactionLock.begin()"

@@ -1,0 +1,94 @@
+"""What `hold()` and `begin()` return: context managers, and nothing else.
+
+`contextlib.contextmanager` would make decorators of them as well, and a decorated coroutine function would run unguarded.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+T = TypeVar("T")
+
+
+class Hold(AbstractContextManager[None, None]):
+    """Acquire on entering, and do nothing on leaving."""
+
+    def __init__(self, acquire: Callable[[], None]) -> None:
+        self._acquire = acquire
+
+    def __enter__(self) -> None:
+        self._acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+
+class AsyncHold(AbstractAsyncContextManager[None, None]):
+    """Acquire on entering, and do nothing on leaving."""
+
+    def __init__(self, acquire: Callable[[], Awaitable[None]]) -> None:
+        self._acquire = acquire
+
+    async def __aenter__(self) -> None:
+        await self._acquire()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        pass
+
+
+class Block(AbstractContextManager[T, None]):
+    """A context manager whose end never puts an error of its own in the place of the caller's."""
+
+    def __init__(self, inner: AbstractContextManager[T]) -> None:
+        self._inner = inner
+
+    def __enter__(self) -> T:
+        return self._inner.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._inner.__exit__(kind, error, tb)
+        except Exception as failure:
+            if error is None:
+                raise
+            attach(error, failure)
+
+
+class AsyncBlock(AbstractAsyncContextManager[T, None]):
+    """A context manager whose end never puts an error of its own in the place of the caller's."""
+
+    def __init__(self, inner: AbstractAsyncContextManager[T]) -> None:
+        self._inner = inner
+
+    async def __aenter__(self) -> T:
+        return await self._inner.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            await self._inner.__aexit__(kind, error, tb)
+        except Exception as failure:
+            if error is None:
+                raise
+            attach(error, failure)
+
+
+def attach(error: BaseException, failure: BaseException) -> None:
+    """Note on the caller's error that the clean-up failed too."""
+    if failure is not error:
+        error.add_note(f"ending the transaction failed as well: {type(failure).__name__}: {failure}")
+
+
+def kinds(module: str, *names: str) -> tuple[type[Any], ...]:
+    """Return classes of a module that need not be there: if it was never imported, nobody has an instance."""
+    loaded = sys.modules.get(module)
+    return () if loaded is None else tuple(getattr(loaded, name) for name in names)

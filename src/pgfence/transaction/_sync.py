@@ -1,0 +1,208 @@
+"""The sync half."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from sqlalchemy import Connection, Engine
+
+from pgfence._runtime import sync
+from pgfence.keys import resolve
+from pgfence.transaction._blocks import Block, Hold, kinds
+from pgfence.transaction._request import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+    from pgfence.grants import Holder
+    from pgfence.keys import Name
+    from pgfence.timing import Seconds
+
+    S = TypeVar("S", bound=Session)
+
+
+class TransactionLock(Request):
+    """A lock that belongs to the caller's transaction and ends with it: with COMMIT or ROLLBACK, always.
+
+        with SessionLocal.begin() as session:
+            TransactionLock(session, "account:1", "account:2").acquire(timeout=2)
+            one, two = session.get_one(Account, 1), session.get_one(Account, 2)
+            one.balance -= 10
+            two.balance += 10
+
+    Load after the lock: what was read before it may be old. A free lock costs one round trip, the same lock again in one
+    transaction none. It waits in the server, within reach of its deadlock detector; a timeout leaves the transaction usable,
+    its earlier writes and its settings as they were.
+
+    Not promised: anything after COMMIT or ROLLBACK, or after a ROLLBACK TO a savepoint that is older than the lock (the next
+    `acquire` asks the server again); freshness of rows read before it; REPEATABLE READ and SERIALIZABLE, which are refused,
+    for their snapshot is always older than the lock. There is no release and no `wrap()`: it belongs to one transaction.
+
+    Args:
+        session: the Session, scoped_session or Connection whose transaction the lock shall belong to. A Session is asked for the connection on
+            which it writes, and so begins its transaction.
+        names: one or more names or ready keys. Several are one lock: all or none, always asked for in one order.
+        namespace: instead of the configured one, for names that are text.
+        shared: beside other shared holders, and not beside an exclusive one. What is held exclusively covers it; the
+            other way round is refused.
+        bind_arguments: for a Session that chooses among engines, as in `Session.connection()`.
+        expire: on a Session, expire what was loaded before the lock, so that it is read again; and refuse to ask while there
+            are unflushed changes, which may rest on it. False does neither.
+        stale_snapshot_ok: ask under REPEATABLE READ and SERIALIZABLE too.
+
+    Raises:
+        TypeError: for anything else, an engine or a session factory above all: those go to `begin`.
+        ValueError: there is no name, or an unusable one.
+    """
+
+    def __init__(
+        self,
+        session: Session | scoped_session[Any] | Connection,
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        bind_arguments: Mapping[str, Any] | None = None,
+        expire: bool = True,
+        stale_snapshot_ok: bool = False,
+    ) -> None:
+        if not isinstance(session, (Connection, *kinds("sqlalchemy.orm", "Session", "scoped_session"))):
+            raise TypeError(_misfit(session))
+        self._session = session
+        super().__init__(
+            names, namespace, bind_arguments, shared=shared, expire=expire, stale_snapshot_ok=stale_snapshot_ok
+        )
+
+    def try_acquire(self) -> bool:
+        """Try once, without waiting: True, it is held until the transaction ends; False, it is not, go no further.
+
+        Raises:
+            as `acquire`, but for LockTimeoutError and DeadlockError.
+        """
+        return self._try(self._work())
+
+    def acquire(self, *, timeout: Seconds | None = None) -> None:
+        """Wait until the lock is held; again in the same transaction it is held at once.
+
+        Args:
+            timeout: seconds, for all names together; None is the configured default (cut to 60 while this thread holds a
+                session lock), `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
+            DeadlockError: PostgreSQL found a circle of waits, and has aborted the transaction.
+            TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
+                is held shared. Nothing was asked for or taken, and the transaction is as it was before.
+            StandbyError: the server is a standby.
+            UnsupportedServerError: it is no PostgreSQL, too old, or its driver is unknown.
+            CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
+                aborted the transaction.
+        """
+        self._acquire(self._work(), timeout, sync.contender())
+
+    def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
+        """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
+
+        The block shows what the lock is for, no more. A block that ends together with its transaction is `begin`.
+
+        Args:
+            timeout: as in `acquire`.
+
+        Raises:
+            PgfenceError: on entering, as `acquire`.
+        """
+        return Hold(lambda: self.acquire(timeout=timeout))
+
+    def holders(self) -> list[Holder]:
+        """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
+
+        Transaction and session locks on the same key are told alike, for the server does not tell them apart.
+        """
+        return self._holders(self._work())
+
+    def is_held(self) -> bool:
+        """Return whether anybody, this transaction included, holds any of the names at this moment."""
+        return self._is_held(self._work())
+
+    @overload
+    @staticmethod
+    def begin(
+        factory: sessionmaker[S],
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        timeout: Seconds | None = None,
+        stale_snapshot_ok: bool = False,
+    ) -> AbstractContextManager[S, None]: ...
+    @overload
+    @staticmethod
+    def begin(
+        factory: Engine,
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        timeout: Seconds | None = None,
+        stale_snapshot_ok: bool = False,
+    ) -> AbstractContextManager[Connection, None]: ...
+    @staticmethod
+    def begin(
+        factory: sessionmaker[Any] | Engine,
+        *names: Name,
+        namespace: str | None = None,
+        shared: bool = False,
+        timeout: Seconds | None = None,
+        stale_snapshot_ok: bool = False,
+    ) -> AbstractContextManager[Any, None]:
+        """Open a transaction, take the lock first, yield the Session or Connection, and commit at the end.
+
+        Left by an exception, the transaction is rolled back, and that exception goes on whatever else fails. Lock first
+        and load afterwards is the order in which nothing stale is read.
+
+        Args:
+            factory: a sessionmaker, or an Engine for a Connection.
+            names: as for the class.
+            namespace: likewise.
+            shared: likewise.
+            timeout: as in `acquire`.
+            stale_snapshot_ok: as for the class.
+
+        Raises:
+            TypeError: the factory is something else.
+            ValueError: there is no name, or an unusable one.
+            PgfenceError: on entering, as `acquire`.
+        """
+        if not isinstance(factory, (Engine, *kinds("sqlalchemy.orm", "sessionmaker"))):
+            raise TypeError(
+                f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
+                " async ones go to AsyncTransactionLock.begin(), a Session that is open already to TransactionLock()"
+            )
+        resolve(names, namespace or "")
+
+        @contextmanager
+        def block() -> Iterator[Any]:
+            with factory.begin() as work:
+                lock = TransactionLock(
+                    work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
+                )
+                lock.acquire(timeout=timeout)
+                yield work
+
+        return Block(block())
+
+    def _work(self) -> Session | Connection:
+        work: Any = self._session
+        if isinstance(work, kinds("sqlalchemy.orm", "scoped_session")):
+            work = work.registry()
+        found: Session | Connection = work
+        return found
+
+
+def _misfit(given: object) -> str:
+    told = f"TransactionLock needs the Session or Connection whose transaction it shall belong to, not {type(given).__name__}"
+    if isinstance(given, (Engine, *kinds("sqlalchemy.orm", "sessionmaker"))):
+        return f"{told}: TransactionLock.begin() opens a transaction and takes the lock first"
+    return (
+        f"{told}; the async ones go to AsyncTransactionLock, engines and session factories to TransactionLock.begin()"
+    )

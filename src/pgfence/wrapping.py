@@ -1,0 +1,141 @@
+"""Functions under a lock: what `wrap()` returns, what it does when the lock is busy, and names from a call's arguments."""
+
+from __future__ import annotations
+
+import inspect
+import string
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, Protocol, TypeVar, overload
+
+from typing_extensions import deprecated
+
+from pgfence._runtime.state import log
+from pgfence.errors import LockTimeoutError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pgfence.keys import Name
+    from pgfence.timing import Seconds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
+Unreachable = Literal["raise", "skip", "run"]
+
+
+class Wrap(Protocol):
+    """What `wrap()` returns: a decorator that keeps the signature."""
+
+    @overload
+    @deprecated("a sync lock ends before an async function runs: use the Async twin")
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
+    @overload
+    @deprecated("a lock cannot be held over a generator: hold() inside it")
+    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+class WrapSkip(Protocol):
+    """What `wrap(busy="skip")` returns: the function's result, or None when it was skipped."""
+
+    @overload
+    @deprecated("a sync lock ends before an async function runs: use the Async twin")
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
+    @overload
+    @deprecated("a lock cannot be held over a generator: hold() inside it")
+    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+
+
+class AsyncWrap(Protocol):
+    """As `Wrap`, for coroutine functions."""
+
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+
+class AsyncWrapSkip(Protocol):
+    """As `WrapSkip`, for coroutine functions."""
+
+    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+
+
+class Policy:
+    """What a decorated call does when the lock is busy or the server is away."""
+
+    __slots__ = ("_busy", "_unreachable", "timeout", "tries")
+
+    def __init__(self, timeout: Seconds | None, busy: Busy, unreachable: Unreachable) -> None:
+        if not callable(busy):
+            choice("busy", busy, ("raise", "skip"))
+        choice("unreachable", unreachable, ("raise", "skip", "run"))
+        if unreachable == "skip" and busy != "skip":
+            raise ValueError('unreachable="skip" returns None, and so goes only with busy="skip"')
+        self.timeout = 0 if timeout is None and busy != "raise" else timeout
+        self.tries = busy == "skip" and self.timeout == 0
+        """Skipping needs no error that names the holder, which would cost a round trip."""
+        self._busy = busy
+        self._unreachable = unreachable
+
+    def refused(self, error: LockTimeoutError) -> None:
+        if callable(self._busy):
+            raise self._busy(error) from error
+        if self._busy == "raise":
+            raise error
+
+    def stop(self, error: UnreachableError) -> bool:
+        """Whether the call ends here; False: it runs without protection, as its author decided."""
+        if self._unreachable == "raise":
+            raise error
+        log.warning(
+            "no server: the call %s. %s", "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED", error
+        )
+        return self._unreachable == "skip"
+
+
+def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, Any], list[Name]] | None:
+    """Return a function from a call's arguments to its names; None when no name depends on them.
+
+    Raises:
+        ValueError: a field of a template is no argument of the function.
+    """
+    texts = {name for name in names if isinstance(name, str)}
+    fields = {field for text in texts for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    if not fields and not any("{" in text or "}" in text for text in texts):
+        return None
+    signature = inspect.signature(fn)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for field in fields:
+        root = field.replace("[", ".").split(".", 1)[0]
+        if root not in signature.parameters and not (takes_any and root.isidentifier()):
+            raise ValueError(
+                f"the lock name field {{{field}}} is no argument of {called(fn)}; it has ({', '.join(signature.parameters)})."
+                " Double a brace that is meant literally"
+            )
+
+    def names_for(args: Any, kwargs: Any) -> list[Name]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values: Mapping[str, Any] = {**kwargs, **bound.arguments}
+        return [name.format(**values) if isinstance(name, str) else name for name in names]
+
+    return names_for
+
+
+def called(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__qualname__', fn)}()"
+
+
+def no_generator(fn: Callable[..., Any]) -> None:
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"{called(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
+        )
+
+
+def choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")

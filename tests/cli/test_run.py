@@ -1,0 +1,488 @@
+"""`pgfence run` as processes on a real server: who runs, who does not, and how each end looks from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence.keys import LockKey
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+DEAF = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+SERVER_VARIABLES = ("DATABASE_URL", "PGDATABASE", "PGHOST", "PGPASSWORD", "PGPORT", "PGSERVICE", "PGUSER")
+
+
+class Cli:
+    """Starts `pgfence run` with a server in its environment."""
+
+    def __init__(self, dsn: str, folder: Path) -> None:
+        self.folder = folder
+        self.environment = {k: v for k, v in os.environ.items() if k not in SERVER_VARIABLES}
+        self.environment |= {"DATABASE_URL": dsn, "COLUMNS": "200"}
+
+    def run(self, *words: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run it to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "pgfence", "run", *words],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+            cwd=self.folder,
+            env=self.environment | environment,
+            start_new_session=True,
+        )
+
+    @contextmanager
+    def started(self, *words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+        """Start it and wait until its command has printed a line, which is kept in `first`."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "pgfence", "run", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=self.environment | environment,
+            start_new_session=True,
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.terminate()
+
+
+@pytest.fixture
+def cli(dsn: str, tmp_path: Path) -> Cli:
+    """A `pgfence run` that talks to the test's server."""
+    return Cli(dsn, tmp_path)
+
+
+@pytest.fixture
+def backend(admin: psycopg.Connection[Any], name: str) -> Callable[[], int | None]:
+    """A function that returns the backend that holds the lock, if one does."""
+    key = LockKey.of(name).value % 2**64
+
+    def pid() -> int | None:
+        row = admin.execute(
+            "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1"
+            " AND classid = %s::bigint::oid AND objid = %s::bigint::oid",
+            [key >> 32, key & 0xFFFFFFFF],
+        ).fetchone()
+        return row[0] if row else None
+
+    return pid
+
+
+@contextmanager
+def holding(dsn: str, name: str, application: str = "other-deploy") -> Iterator[int]:
+    """Hold a lock from another session, by hand; yield its backend."""
+    with psycopg.connect(dsn, autocommit=True, application_name=application) as connection:
+        connection.execute("SELECT pg_advisory_lock(%s)", [LockKey.of(name).value])
+        yield connection.info.backend_pid
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)])
+def test_the_code_of_the_command_is_passed_on(cli: Cli, name: str, script: str, code: int) -> None:
+    """The exit status of the command is ours, 128 + N when signal N ended it, and we say nothing."""
+    done = cli.run(name, "--", "sh", "-c", script)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_the_command_sees_its_lock_and_its_input(cli: Cli, name: str) -> None:
+    """PGFENCE_NAME is the name, stdin passes through, and the rest of the environment is as it was."""
+    before = {k: v for k, v in cli.environment.items() if k not in {"_", "SHLVL", "PWD", "OLDPWD"}}
+    program = "import json, os, sys; print(json.dumps([sys.stdin.read(), dict(os.environ)]))"
+    done = cli.run(name, "--", sys.executable, "-c", program, stdin="through")
+    text, environment = json.loads(done.stdout)
+    assert text == "through"
+    assert environment.pop("PGFENCE_NAME") == name
+    assert {k: v for k, v in environment.items() if k in before} == before
+    assert not set(environment) - set(before) - {"_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE"}
+
+
+def test_the_command_does_not_inherit_the_connection(cli: Cli, name: str) -> None:
+    """The command has no socket of ours, also where a standard stream was closed and a socket could take its number."""
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc")
+    closing = ["sh", "-c", 'exec "$@" 2>&- <&-', "sh"]
+    listing = ["sh", "-c", "readlink /proc/$$/fd/*; true"]
+    words = [*closing, sys.executable, "-m", "pgfence", "run", name, "--", *listing]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False, env=cli.environment)
+    assert done.returncode == 0
+    assert "socket" not in done.stdout
+    assert done.stdout.count("/dev/null") == 2
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 5), (signal.SIGINT, 6)])
+def test_a_signal_reaches_the_command_and_the_lock_is_freed(
+    cli: Cli, name: str, backend: Callable[[], int | None], signum: signal.Signals, code: int
+) -> None:
+    """SIGTERM and SIGINT are the command's to handle; its code is passed on and the lock given back."""
+    script = "trap 'exit 5' TERM; trap 'exit 6' INT; echo ready; while :; do sleep 0.05; done"
+    with cli.started(name, "--", "sh", "-c", script) as process:
+        assert first_line(process) == "ready"
+        assert backend() is not None
+        process.send_signal(signum)
+        _out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert "pgfence" not in err
+    assert backend() is None
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("no-such-program", 127, "command not found"),
+        ("./plain", 126, "Permission denied"),
+        ("./garbage", 126, "format"),
+    ],
+)
+def test_a_command_that_cannot_be_started(
+    cli: Cli, name: str, backend: Callable[[], int | None], program: str, code: int, said: str
+) -> None:
+    """127 and 126 as in a shell, and the lock is given back."""
+    (cli.folder / "plain").write_text("echo")
+    (cli.folder / "garbage").write_bytes(b"\x00\x01\x02")
+    (cli.folder / "garbage").chmod(0o755)
+    done = cli.run(name, "--", program)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert backend() is None
+
+
+# ---------------------------------------------------------------- busy
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 75), (("-n",), 75), (("-E", "9"), 9), (("--on-busy", "ok"), 0)])
+def test_busy_has_a_code_and_names_the_holder(
+    cli: Cli, dsn: str, name: str, options: tuple[str, ...], code: int
+) -> None:
+    """C040: whoever comes second is told by whom the lock is held, and the command does not run."""
+    with holding(dsn, name) as pid:
+        done = cli.run(*options, name, "--", "echo", "ran")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert name in done.stderr
+    assert "other-deploy" in done.stderr
+    assert f"backend {pid}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_quiet_does_not_mention_that_it_is_busy(cli: Cli, dsn: str, name: str) -> None:
+    """A crontab that mails every line stays silent."""
+    with holding(dsn, name):
+        done = cli.run("--quiet", name, "--", "true")
+    assert (done.returncode, done.stdout, done.stderr) == (75, "", "")
+
+
+def test_a_wait_ends_with_the_lock(cli: Cli, dsn: str, name: str) -> None:
+    """`--wait` takes the lock when it comes free, and says at the start for whom it waits."""
+    with holding(dsn, name), cli.started("-w", "30", name, "--", "echo", "ran") as process:
+        assert process.stderr is not None
+        waiting = process.stderr.readline()
+        assert "waiting" in waiting
+        assert "other-deploy" in waiting
+        assert process.poll() is None
+    assert process.wait(20) in {0, 143}
+
+
+def test_a_wait_that_is_too_short_is_busy(cli: Cli, dsn: str, name: str) -> None:
+    """C040: after the seconds of `--wait` the code is that of busy, with the holder's name and no password."""
+    start = time.monotonic()
+    with holding(dsn, name):
+        done = cli.run("--wait", "0.5", name, "--", "true")
+    assert time.monotonic() - start >= 0.5
+    assert done.returncode == 75
+    assert done.stderr.splitlines()[-1].startswith(f"pgfence: {name!r} is busy after 0.5 s: held by other-deploy")
+    password = psycopg.conninfo.conninfo_to_dict(dsn).get("password")
+    assert not password or str(password) not in done.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait(
+    cli: Cli, dsn: str, name: str, admin: psycopg.Connection[Any], signum: signal.Signals
+) -> None:
+    """While it waits a signal ends it with 128 + N; nobody waits on, and the command does not run."""
+    waiters = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    with holding(dsn, name), cli.started("-w", "inf", name, "--", "echo", "ran") as process:
+        eventually(lambda: admin.execute(waiters).fetchone()[0])
+        process.send_signal(signum)
+        out, err = process.communicate(timeout=20)
+        eventually(lambda: not admin.execute(waiters).fetchone()[0])
+    assert (process.returncode, out) == (128 + signum, "")
+    assert "Traceback" not in err
+
+
+def test_many_processes_exclude_each_other(cli: Cli, name: str) -> None:
+    """Of five at once, each in its turn: no two commands overlap."""
+    script = "mkdir busy && echo in >> log && sleep 0.05 && echo out >> log && rmdir busy"
+    words = [sys.executable, "-m", "pgfence", "run", "-w", "40", "-q", name, "--", "sh", "-c", script]
+    crowd = [subprocess.Popen(words, cwd=cli.folder, env=cli.environment, stderr=subprocess.DEVNULL) for _ in range(5)]
+    assert [process.wait(50) for process in crowd] == [0] * 5
+    assert (cli.folder / "log").read_text().split() == ["in", "out"] * 5
+
+
+def test_a_namespace_makes_it_another_lock(cli: Cli, dsn: str, name: str) -> None:
+    """The same name in another namespace is free, and its key is the one that the library uses."""
+    with holding(dsn, name):
+        done = cli.run("--namespace", "shop", "--json", name, "--", "true")
+    assert done.returncode == 0
+    assert json.loads(done.stderr)["key"] == LockKey.of(name, namespace="shop").value
+
+
+# ---------------------------------------------------------------- loss
+
+
+def terminate(admin: psycopg.Connection[Any], pid: int | None) -> None:
+    assert pid is not None
+    admin.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+
+def test_a_lost_lock_stops_the_command(
+    cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
+) -> None:
+    """C042: when the backend is gone the command gets SIGTERM at once, and the code says that the lock was lost."""
+    script = "trap 'echo stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
+    with cli.started(name, "--", "sh", "-c", script) as process:
+        assert first_line(process) == "ready"
+        start = time.monotonic()
+        terminate(admin, backend())
+        assert first_line(process) == "stopping"
+        assert time.monotonic() - start < 5
+        _out, err = process.communicate(timeout=20)
+    assert process.returncode == 76
+    assert f"the lock {name!r} is lost (killed)" in err
+
+
+def test_a_deaf_command_is_killed_after_the_grace(
+    cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
+) -> None:
+    """C042: a command that ignores SIGTERM does not outlive the lock by more than the grace."""
+    with cli.started("--grace", "0.3", "--json", name, "--", sys.executable, "-c", DEAF) as process:
+        pid = int(first_line(process))
+        terminate(admin, backend())
+        _out, err = process.communicate(timeout=20)
+        assert not alive(pid)
+    report = json.loads(err.splitlines()[-1])
+    assert (process.returncode, report["outcome"], report["exit_code"]) == (76, "lost", 76)
+    assert (report["command_code"], report["loss_reason"]) == (137, "killed")
+
+
+def test_the_command_may_outlive_its_lock(
+    cli: Cli, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None]
+) -> None:
+    """`--on-lost warn` says what it means, the command goes on, and its code is passed on."""
+    with cli.started("--on-lost", "warn", name, "--", "sh", "-c", "echo ready; read x; exit 4") as process:
+        assert first_line(process) == "ready"
+        terminate(admin, backend())
+        assert process.stderr is not None
+        assert "others may run the same command now" in process.stderr.readline()
+        process.communicate("\n", timeout=20)
+    assert process.returncode == 4
+
+
+def test_killed_the_lock_is_free_and_the_command_ends(cli: Cli, name: str, backend: Callable[[], int | None]) -> None:
+    """SIGKILL to pgfence: the server frees the lock, and the command does not go on without it."""
+    with cli.started("--grace", "0.3", name, "--", "sh", "-c", f"{sys.executable} -c '{DEAF}'; true") as process:
+        pid = int(first_line(process))
+        process.kill()
+        eventually(lambda: backend() is None)
+        eventually(lambda: not alive(pid))
+
+
+# ---------------------------------------------------------------- no server
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "ran", "said"),
+    [
+        ((), 69, False, "refused"),
+        (("--on-unreachable", "fail"), 69, False, "refused"),
+        (("--on-unreachable", "skip"), 0, False, "was not run"),
+        (("--on-unreachable", "run"), 7, True, "WITHOUT the lock"),
+    ],
+)
+def test_without_a_server_the_user_decides(
+    cli: Cli, name: str, options: tuple[str, ...], code: int, ran: bool, said: str
+) -> None:
+    """No server is neither free nor busy; only the user may choose to run, and is told the risk."""
+    url = f"postgresql://ann:s3cret@127.0.0.1:{unused_port()}/d"
+    done = cli.run(*options, name, "--", "sh", "-c", "echo ran; exit 7", DATABASE_URL=url)
+    assert (done.returncode, done.stdout) == (code, "ran\n" if ran else "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "s3cret" not in done.stderr
+
+
+def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> None:
+    """A driver gives no code for a login that was refused, so it counts as no server; the reason is told, no password."""
+    done = cli.run(name, "--", "echo", "ran", DATABASE_URL=f"{dsn.rpartition('/')[0]}/no_such_database")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert "no_such_database" in done.stderr
+    assert "Traceback" not in done.stderr
+    password = psycopg.conninfo.conninfo_to_dict(dsn).get("password")
+    assert not password or str(password) not in done.stderr
+
+
+def test_a_server_that_cannot_do_it_has_a_code_of_its_own(cli: Cli, dsn: str, name: str) -> None:
+    """A pooler in transaction mode is refused with 78, and the command does not run."""
+    (cli.folder / "pooled.py").write_text(
+        "from sqlalchemy import create_engine\n"
+        "from pgfence.config import configure\n"
+        f"engine = create_engine({dsn.replace('postgresql:', 'postgresql+psycopg:')!r})\n"
+        "configure(engine, pooler='transaction')\n"
+    )
+    done = cli.run("--engine", "pooled:engine", name, "--", "echo", "ran")
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "transaction mode" in done.stderr
+    again = cli.run("--engine", "pooled:engine", "--pooler", "session", name, "--", "true")
+    assert again.returncode == 64
+    assert "--pooler" in again.stderr
+
+
+# ---------------------------------------------------------------- which server
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_an_engine_of_the_application_is_used(
+    cli: Cli, dsn: str, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None], driver: str
+) -> None:
+    """`--engine` takes an Engine, or calls a function for one, with its connect arguments."""
+    url = dsn.replace("postgresql:", f"postgresql+{driver}:")
+    (cli.folder / "shop.py").write_text(
+        "from sqlalchemy import create_engine\n"
+        f"engine = create_engine({url!r}, connect_args={{'application_name': 'shop'}})\n"
+        "def get_engine(): return engine\n"
+    )
+    for attribute in ("engine", "get_engine"):
+        words = ("--engine", f"shop:{attribute}", name, "--", "sh", "-c", "echo ready; read x")
+        with cli.started(*words, DATABASE_URL="") as process:
+            assert first_line(process) == "ready"
+            row = admin.execute("SELECT application_name FROM pg_stat_activity WHERE pid = %s", [backend()]).fetchone()
+            process.communicate("\n", timeout=20)
+        assert (row, process.returncode) == (("shop",), 0)
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg2"])
+def test_a_url_picks_its_driver(cli: Cli, dsn: str, name: str, scheme: str) -> None:
+    """A URL as libpq and cloud providers write it works like one with a driver's name."""
+    url = scheme + dsn[dsn.index("://") :]
+    assert cli.run(name, "--", "true", DATABASE_URL=url).returncode == 0
+
+
+def test_the_option_comes_before_the_environment(cli: Cli, dsn: str, name: str) -> None:
+    """`--dsn` names the server, whatever DATABASE_URL says."""
+    done = cli.run("--dsn", dsn, name, "--", "true", DATABASE_URL="postgresql://127.0.0.1:1/d")
+    assert done.returncode == 0
+
+
+def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> None:
+    """PGHOST and its like, or PGSERVICE with a service file, name the server as they do for psql."""
+    known = {k: str(v) for k, v in psycopg.conninfo.conninfo_to_dict(dsn).items() if v is not None}
+    variables = {f"PG{ {'dbname': 'DATABASE'}.get(k, k.upper()) }": v for k, v in known.items()}
+    assert cli.run(name, "--", "true", DATABASE_URL="", **variables).returncode == 0
+    service = cli.folder / "services"
+    service.write_text("[shop]\n" + "".join(f"{k}={v}\n" for k, v in known.items()))
+    assert cli.run(name, "--", "true", DATABASE_URL="", PGSERVICE="shop", PGSERVICEFILE=str(service)).returncode == 0
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_the_report_for_programs_is_the_last_line(cli: Cli, dsn: str, name: str) -> None:
+    """`--json` ends stderr with one object that tells what happened, and replaces the message."""
+    done = cli.run("--json", name, "--", "sh", "-c", "echo noise >&2; exit 3")
+    noise, line = done.stderr.splitlines()
+    report = json.loads(line)
+    assert noise == "noise"
+    assert (report["outcome"], report["exit_code"], report["command_code"], report["locked"]) == ("ran", 3, 3, True)
+    assert (report["name"], report["key"]) == (name, LockKey.of(name).value)
+    with holding(dsn, name) as pid:
+        busy = json.loads(cli.run("--json", name, "--", "true").stderr)
+    assert (busy["outcome"], busy["exit_code"], busy["command_code"], busy["locked"]) == ("busy", 75, None, False)
+    assert [(h["backend_pid"], h["application_name"]) for h in busy["holders"]] == [(pid, "other-deploy")]
+
+
+def test_verbose_tells_each_step(cli: Cli, name: str) -> None:
+    """`--verbose` says when the lock is held, how the command ended, and that it is released."""
+    lines = cli.run("-v", name, "--", "true").stderr.splitlines()
+    assert [line.split()[1] for line in lines] == ["acquired", "the", "released"]
+
+
+def test_a_reader_that_has_gone_harms_nobody(cli: Cli, dsn: str, name: str) -> None:
+    """When nobody reads our stderr any more, the command still runs to its end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "pgfence", "run", "-v", name, "--", "sh", "-c", "exit 3"]
+    with os.fdopen(writer, "wb") as gone:
+        done = subprocess.run(words, stderr=gone, env=cli.environment, timeout=50, check=False)
+    assert done.returncode == 3
+
+
+def test_the_holder_is_called_by_its_process(cli: Cli, name: str) -> None:
+    """Others see the pid and the host of a `pgfence run` that keeps them out."""
+    with cli.started(name, "--", "sh", "-c", "echo ready; read x") as process:
+        assert first_line(process) == "ready"
+        done = cli.run(name, "--", "true")
+        process.communicate("\n", timeout=20)
+    assert f"pgfence (pid {process.pid} on {socket.gethostname()})" in done.stderr
+
+
+def test_as_pid_1_of_a_container_a_wait_can_be_ended(cli: Cli, dsn: str, name: str) -> None:
+    """PID 1 has no default action for SIGTERM; a wait ends all the same."""
+    inside = ["unshare", "-Ufpr", "--kill-child", "--mount-proc", "--"]
+    if not shutil.which("unshare") or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a PID namespace")
+    words = [*inside, sys.executable, "-m", "pgfence", "run", "-w", "inf", name, "--", "true"]
+    with (
+        holding(dsn, name),
+        subprocess.Popen(words, env=cli.environment, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            assert process.stderr is not None
+            assert "waiting" in process.stderr.readline()
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGTERM)
+            assert process.wait(20) == 143
+        finally:
+            process.kill()

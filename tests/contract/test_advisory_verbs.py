@@ -1,0 +1,525 @@
+"""AdvisoryLock, the verbs: try, acquire, hold, release, look."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import math
+import pickle
+import threading
+import time
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import pgfence
+from pgfence.config import configure
+from pgfence.errors import LockNotHeldError, LockTimeoutError, SelfDeadlockError
+from pgfence.keys import LockKey
+from support.locking import background, elsewhere, freed, give, is_free, labelled, lock, sessions, terminate, waits
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.worlds import World
+
+BAD_TIMES = [(-1, ValueError), (math.nan, ValueError), ("1", TypeError), (True, TypeError), ([], TypeError)]
+
+
+def kind(world: World) -> Any:
+    return world.pick(pgfence.Held, pgfence.AsyncHeld)
+
+
+async def test_a_free_lock_is_taken_and_given_back(
+    world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """try_acquire gives a handle, the server shows one exclusive row under the documented key, release removes it."""
+    held = await world.call(lock(world, world.engine(), name).try_acquire)
+    (row,) = advisory_rows()
+    key = LockKey.of(name)
+    assert isinstance(held, kind(world))
+    assert (held.names, held.keys, held.state, held.lost, held.loss_reason) == ((name,), (key,), "held", False, None)
+    assert ((row.classid << 32 | row.objid) & (2**64 - 1), row.objsubid, row.mode) == (
+        key.value & (2**64 - 1),
+        1,
+        "ExclusiveLock",
+    )
+    held.check()
+    assert not is_free(admin, name)
+    await world.call(held.release)
+    assert held.state == "released"
+    assert is_free(admin, name)
+
+
+async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, dsn: str) -> None:
+    """C018: what is not granted is None, not some object that looks true, and leaves nothing behind."""
+    one = lock(world, world.engine(), name)
+    with elsewhere(dsn, name) as holder:
+        assert await world.call(one.try_acquire) is None
+        assert give(holder, name)
+        assert is_free(holder, name)
+
+
+async def test_a_try_that_is_not_awaited_warns(world: World, name: str) -> None:
+    """C018: an async try without await is a coroutine that never ran: Python warns, nothing is held."""
+    if not world.is_async:
+        pytest.skip("nothing to await in the sync half")
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        bool(lock(world, world.engine(), name).try_acquire())
+        gc.collect()
+
+
+async def test_acquire_without_waiting_names_the_holder_at_once(world: World, name: str, dsn: str) -> None:
+    """timeout=0 does not wait; the error says who has it."""
+    engine = world.engine()
+    with elsewhere(dsn, name, label="other-deploy") as holder:
+        start = time.monotonic()
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(lock(world, engine, name).acquire, timeout=0)
+        assert time.monotonic() - start < 1
+        (seen,) = caught.value.holders
+        assert (seen.application_name, seen.backend_pid) == ("other-deploy", holder.info.backend_pid)
+        assert caught.value.timeout == 0
+
+
+async def test_a_timeout_says_what_by_whom_and_no_secret(
+    world: World, name: str, dsn: str, role: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """C040: name, key, holder's application and backend in the error; a "waiting" line before it; never the password."""
+    login = role()
+    password = login.split("@")[0].rsplit(":", 1)[1]
+    engine = world.engine(dsn=login)
+    with elsewhere(login, name, label="other-deploy") as holder, caplog.at_level(logging.INFO, "pgfence"):
+        with pytest.raises(TimeoutError) as caught:
+            await world.call(lock(world, engine, name).acquire, timeout=0.3)
+        pid = holder.info.backend_pid
+    error = caught.value
+    assert isinstance(error, LockTimeoutError)
+    assert (error.names, error.keys, error.timeout, error.held_here) == ((name,), (LockKey.of(name),), 0.3, ())
+    (seen,) = error.holders
+    assert (seen.name, seen.kind, seen.mode, seen.backend_pid) == (name, "advisory", "exclusive", pid)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("pgfence")]
+    assert any("waiting" in line for line in told)
+    for text in (str(error), *told):
+        assert name in text
+        assert "other-deploy" in text
+        assert str(pid) in text
+        assert password not in text
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.holders, again.keys) == (str(error), error.holders, error.keys)
+
+
+@pytest.mark.parametrize("timeout", [0.2, timedelta(milliseconds=200)], ids=["number", "timedelta"])
+async def test_a_wait_ends_at_its_timeout(world: World, name: str, dsn: str, timeout: Any) -> None:
+    """Seconds or timedelta; not before, and not much later."""
+    one = lock(world, world.engine(), name)
+    await world.call((await world.call(one.acquire)).release)  # a connection is there
+    with elsewhere(dsn, name):
+        start = time.monotonic()
+        with pytest.raises(LockTimeoutError):
+            await world.call(one.acquire, timeout=timeout)
+        assert 0.19 < time.monotonic() - start < 0.7
+
+
+async def test_the_configured_default_holds_where_a_call_says_nothing(world: World, name: str, dsn: str) -> None:
+    """timeout=None is the configured default, in acquire and hold alike."""
+    engine = world.engine()
+    configure(engine, default_timeout=timedelta(seconds=0.15))
+    with elsewhere(dsn, name):
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(lock(world, engine, name).acquire)
+        assert caught.value.timeout == 0.15
+        with pytest.raises(LockTimeoutError) as caught:
+            async with world.enter(lock(world, engine, name).hold()):
+                pass
+        assert caught.value.timeout == 0.15
+
+
+async def test_infinity_waits_until_it_is_free(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
+    """math.inf has no end of its own."""
+    with elsewhere(dsn, name) as holder:
+        async with background(world.other().call(lock(world, world.engine(), name).acquire, timeout=math.inf)) as task:
+            await eventually(waits(admin, name))
+            give(holder, name)
+            held = await asyncio.wait_for(task, 5)
+    await world.call(held.release)
+
+
+@pytest.mark.parametrize(("value", "error"), BAD_TIMES, ids=[str(value) for value, _ in BAD_TIMES])
+async def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
+    world: World, name: str, value: Any, error: type[Exception], admin: psycopg.Connection[Any]
+) -> None:
+    """Negative, NaN, text, bool: an error in every verb, and no connection is opened for it."""
+    one = lock(world, labelled(world, name), name)
+    with pytest.raises(error):
+        await world.call(one.acquire, timeout=value)
+    with pytest.raises(error):
+        async with world.enter(one.hold(timeout=value)):
+            pass
+    with pytest.raises(error):
+        async with world.enter(one.connect(timeout=value)):
+            pass
+    assert sessions(admin, name) == []
+
+
+async def test_on_loss_takes_two_words(world: World, name: str) -> None:
+    """Anything else is a ValueError where hold() is called, not where the block ends."""
+    with pytest.raises(ValueError, match="on_loss"):
+        lock(world, world.engine(), name).hold(on_loss="ignore")
+
+
+async def test_released_twice_is_an_error(world: World, name: str) -> None:
+    """C006: the second release has nothing to give back and says so; the first one stands."""
+    held = await world.call(lock(world, world.engine(), name).acquire)
+    await world.call(held.release)
+    with pytest.raises(LockNotHeldError, match="released already") as caught:
+        await world.call(held.release)
+    assert caught.value.names == (name,)
+    with pytest.raises(LockNotHeldError):
+        held.check()
+
+
+async def test_two_contenders_release_one_handle(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Exactly one of them succeeds, whoever comes first."""
+    one = lock(world, world.engine(), name)
+    others = [world.other() for _ in range(4)]
+    for _ in range(10):
+        held = await world.call(one.acquire)
+        results = await asyncio.gather(*(other.call(held.release) for other in others), return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["LockNotHeldError"] * 3 + ["NoneType"]
+        assert is_free(admin, name)
+
+
+async def test_a_handle_is_a_context_manager(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Leaving `with held:` releases it; after a release inside, leaving does nothing more."""
+    one = lock(world, world.engine(), name)
+    held = await world.call(one.acquire)
+    async with world.enter(held) as same:
+        assert same is held
+        assert not is_free(admin, name)
+    assert is_free(admin, name)
+    async with world.enter(await world.call(one.acquire)) as held:
+        await world.call(held.release)
+    assert held.state == "released"
+
+
+async def test_hold_releases_however_the_block_ends(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C003: normally, by an exception, which goes on as it is, or by an early release inside."""
+    one = lock(world, world.engine(), name)
+    async with world.enter(one.hold()) as held:
+        assert held.state == "held"
+    assert (held.state, is_free(admin, name)) == ("released", True)
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with world.enter(one.hold()):
+            1 / 0
+    assert getattr(caught.value, "__notes__", []) == []
+    assert is_free(admin, name)
+    async with world.enter(one.hold()) as held:
+        await world.call(held.release)
+        assert is_free(admin, name)
+
+
+async def test_hold_may_be_entered_again_after_it_was_left(world: World, name: str) -> None:
+    """The object is good for one block after another."""
+    block = lock(world, world.engine(), name).hold()
+    for _ in range(3):
+        async with world.enter(block) as held:
+            held.check()
+
+
+async def test_hold_and_connect_are_no_decorators(world: World, name: str) -> None:
+    """As decorators they would guard nothing on an async function or generator: TypeError, and wrap() is named."""
+    one = lock(world, world.engine(), name)
+
+    async def work() -> None:
+        raise AssertionError("unguarded")
+
+    with pytest.raises(TypeError, match="wrap"):
+        one.hold()(work)
+    with pytest.raises(TypeError, match="decorator|not callable"):
+        one.connect()(work)
+
+
+async def test_a_contender_that_holds_it_already_is_told_at_once(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C006: re-entry by the same thread or task is an error in every verb, never a second hold, and harms nothing."""
+    engine = world.engine()
+    one = lock(world, engine, name)
+    async with world.enter(one.hold()) as held:
+        for again in (one, lock(world, engine, name), lock(world, engine, "other", name)):
+            start = time.monotonic()
+            with pytest.raises(SelfDeadlockError) as caught:
+                await world.call(again.acquire, timeout=5)
+            with pytest.raises(SelfDeadlockError):
+                await world.call(again.try_acquire)
+            assert time.monotonic() - start < 1
+            assert name in caught.value.names
+        held.check()
+    assert is_free(admin, name)
+
+
+async def test_another_contender_of_the_same_process_waits(world: World, name: str) -> None:
+    """A second thread or task is no re-entry: refused by try, served after the release."""
+    one = lock(world, world.engine(), name)
+    other = world.other()
+    held = await world.call(one.acquire)
+    assert await other.call(one.try_acquire) is None
+    async with background(other.call(one.acquire, timeout=5)) as task:
+        await asyncio.sleep(0)
+        await world.call(held.release)
+        second = await task
+    await other.call(second.release)
+
+
+async def test_current_is_the_innermost_handle_of_this_contender(world: World, name: str) -> None:
+    """Nested holds are found innermost first, others' are not, and after the last one there is none."""
+    engine, other = world.engine(), world.other()
+    current = pgfence.current
+    with pytest.raises(LockNotHeldError):
+        await world.call(current, kind(world))
+    async with world.enter(lock(world, engine, name).hold()) as outer:
+        async with world.enter(lock(world, engine, name + "2").hold()) as inner:
+            assert await world.call(current, kind(world)) is inner
+            with pytest.raises(LockNotHeldError):
+                await other.call(current, kind(world))
+        assert await world.call(current, kind(world)) is outer
+    with pytest.raises(LockNotHeldError):
+        await world.call(current, kind(world))
+
+
+async def test_looking_shows_holders_and_takes_nothing(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """holders() and is_held() tell who has it, also ourselves; looking leaves no lock and needs none."""
+    one = lock(world, labelled(world, name), name)
+    assert await world.call(one.holders) == []
+    assert await world.call(one.is_held) is False
+    assert advisory_rows() == []
+    with elsewhere(dsn, name, label="other-deploy") as holder:
+        (seen,) = await world.call(one.holders)
+        assert (seen.application_name, seen.backend_pid) == ("other-deploy", holder.info.backend_pid)
+        assert (seen.name, seen.key, seen.mode, seen.token) == (name, LockKey.of(name), "exclusive", None)
+        assert await world.call(one.is_held) is True
+    async with world.enter(one.hold()):
+        (seen,) = await world.call(one.holders)
+        assert seen.application_name == name
+        assert seen.backend_pid in {row.pid for row in sessions(admin, name)}
+
+
+async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) -> None:
+    """C117: the same halves in the other key space, half a key, or another database are somebody else's."""
+    key = LockKey.raw(-5)
+    one = lock(world, world.engine(), key)
+    pair, half = LockKey.pair(-1, -5), LockKey.raw(0xFFFFFFFB)
+    with elsewhere(dsn, pair, half), elsewhere(dsn.rsplit("/", 1)[0] + "/postgres", key):
+        assert await world.call(one.holders) == []
+        async with world.enter(one.hold(timeout=1)):
+            (seen,) = await world.call(one.holders)
+            assert seen.key == key
+
+
+async def test_what_the_process_knows_costs_no_statement(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """check(), state, lost and names answer without the server: even while it is dead for us."""
+    seen: list[str] = []
+    engine = world.engine()
+    held = await world.call(lock(world, engine, name).acquire)
+    listen(engine, seen)
+    for _ in range(100):
+        held.check()
+        assert (held.state, held.lost, held.names, held.loss_reason) == ("held", False, (name,), None)
+    assert seen == []
+    await world.call(held.release)
+    assert len(seen) == 1
+
+
+def listen(engine: Any, seen: list[str]) -> None:
+    from sqlalchemy import event
+
+    @event.listens_for(getattr(engine, "sync_engine", engine), "before_cursor_execute")
+    def before(*args: Any) -> None:
+        seen.append(args[2])
+
+
+async def test_handles_and_locks_say_what_they_are(world: World, name: str) -> None:
+    """A repr names the lock and its state, and no URL."""
+    one = lock(world, world.engine(), name, "second")
+    held = await world.call(one.acquire)
+    assert name in repr(one)
+    assert "second" in repr(one)
+    assert name in repr(held)
+    assert "held" in repr(held)
+    await world.call(held.release)
+    assert "released" in repr(held)
+
+
+async def test_a_namespace_keeps_names_apart_and_ready_keys_stay(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C026: configured or given, it moves names that are text; a ready key is taken as it is."""
+    engine = world.engine()
+    configure(engine, namespace="configured")
+    for one, key in (
+        (lock(world, engine, name), LockKey.of(name, namespace="configured")),
+        (lock(world, engine, name, namespace="given"), LockKey.of(name, namespace="given")),
+        (lock(world, engine, name, namespace=""), LockKey.of(name)),
+        (lock(world, engine, LockKey.of(name), namespace="given"), LockKey.of(name)),
+    ):
+        async with world.enter(one.hold()) as held:
+            assert held.keys == (key,)
+            assert not is_free(admin, key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [LockKey.raw(n) for n in (0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63))] + [LockKey.pair(-1, 2**31 - 1)],
+    ids=repr,
+)
+async def test_every_key_works_on_every_driver(
+    world: World, key: LockKey, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C025: edges of 64 bits and pairs of both signs: taken, refused to others, waited for in both kinds of slice, freed."""
+    one = lock(world, world.engine(), key)
+    async with world.enter(one.hold(timeout=5)):
+        assert not is_free(admin, key)
+    with elsewhere(dsn, key):
+        assert await world.call(one.try_acquire) is None
+        with pytest.raises(LockTimeoutError, match=str(key.value) if key.space == "bigint" else "key"):
+            await world.call(one.acquire, timeout=0.25)
+    async with world.enter(one.hold(timeout=5)):
+        pass
+
+
+async def test_names_that_are_no_names_are_refused_at_once(world: World) -> None:
+    """No name at all, an empty one, NUL, numbers: ValueError or TypeError before any connection."""
+    engine = world.engine()
+    for names, error in (((), ValueError), (("",), ValueError), (("a\x00",), ValueError), ((5,), TypeError)):
+        with pytest.raises(error):
+            lock(world, engine, *names)
+
+
+async def test_only_engines_and_connections_carry_a_lock(world: World, name: str) -> None:
+    """C001: a Session is refused with the three ways out, the other half's things with the right half's name."""
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+    engine = world.engine()
+    makers = world.pick(
+        (lambda: Session(engine), lambda: scoped_session(sessionmaker(engine))),
+        (
+            lambda: AsyncSession(engine),
+            lambda: async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task),
+        ),
+    )
+    for make in makers:
+        with pytest.raises(TypeError, match=r"(?s)TransactionLock.*connect\(\).*engine"):
+            lock(world, make(), name)
+    wrong = world.pick(pgfence.AsyncAdvisoryLock, pgfence.AdvisoryLock)
+    with pytest.raises(TypeError, match=world.pick("use AdvisoryLock", "use AsyncAdvisoryLock")):
+        wrong(engine, name)
+    for thing in ("postgresql://", None, 5):
+        with pytest.raises(TypeError):
+            lock(world, thing, name)
+
+
+async def test_an_engine_may_be_found_when_it_is_needed(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """A function that returns an engine is called at use, not before."""
+    made: list[Any] = []
+
+    def engine() -> Any:
+        made.append(world.engine())
+        return made[0] if len(made) == 1 else made[-1]
+
+    one = lock(world, engine, name)
+    assert made == []
+    async with world.enter(one.hold()):
+        assert not is_free(admin, name)
+    assert len(made) == 1
+
+
+async def test_a_dropped_handle_warns_and_frees_the_lock(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Nobody can release what nobody has: a ResourceWarning, and the lock is free soon; waiting neighbours go on."""
+    one = lock(world, world.engine(), name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held = await world.call(one.acquire)
+        del held
+        await freed_after_collecting(admin, name)
+    assert [str(w.message) for w in caught if w.category is ResourceWarning and name in str(w.message)]
+    async with world.enter(one.hold(timeout=5)):
+        pass
+
+
+async def freed_after_collecting(admin: psycopg.Connection[Any], name: str) -> None:
+    def collected() -> bool:
+        gc.collect()
+        return is_free(admin, name)
+
+    await eventually(collected)
+
+
+async def test_a_handle_that_was_lost_is_dropped_in_silence(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """There is nothing left to release: no warning, which would be an error here."""
+    held = await world.call(lock(world, labelled(world, name), name).acquire)
+    (session,) = sessions(admin, name)
+    terminate(admin, session.pid)
+    await eventually(lambda: held.lost)
+    del held
+    gc.collect()
+
+
+async def test_threads_and_tasks_share_a_lock_object(world: World, name: str) -> None:
+    """One object, many contenders: never two of them inside."""
+    one = lock(world, world.engine(), name)
+    inside: list[int] = []
+    most: list[int] = []
+    guard = threading.Lock()
+
+    async def contend() -> None:
+        other = world.other()
+        for _ in range(10):
+            async with other.enter(one.hold(timeout=20)):
+                with guard:
+                    inside.append(1)
+                    most.append(len(inside))
+                await asyncio.sleep(0)
+                with guard:
+                    inside.pop()
+
+    await asyncio.gather(*(contend() for _ in range(6)))
+    assert max(most) == 1
+    assert len(most) == 60
+
+
+async def test_events_are_told(world: World, name: str, dsn: str) -> None:
+    """configure(on_event=...) hears of grants, releases and timeouts, with the name."""
+    seen: list[tuple[str, str | None]] = []
+    engine = world.engine()
+    configure(engine, on_event=lambda event: seen.append((event.event, event.name)))
+    async with world.enter(lock(world, engine, name).hold()):
+        pass
+    with elsewhere(dsn, name), pytest.raises(LockTimeoutError):
+        await world.call(lock(world, engine, name).acquire, timeout=0.1)
+    assert seen == [("acquired", name), ("released", name), ("timeout", name)]
+
+
+async def test_a_name_frees_up_for_others_at_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C001: after the block another session gets the lock without any wait, fifty times."""
+    one = lock(world, world.engine(), name)
+    for _ in range(50):
+        async with world.enter(one.hold()):
+            assert not is_free(admin, name)
+        assert is_free(admin, name)
+    await freed(admin, name, within=0.1)
+
+

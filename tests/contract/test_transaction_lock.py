@@ -1,0 +1,429 @@
+"""What a transaction lock does for every driver: it excludes, it costs little, and it ends with its transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+
+from pgfence.config import configure
+from pgfence.errors import LockTimeoutError, TransactionStateError
+from pgfence.keys import LockKey
+from support.transactions import connection, factory, lock, run, scoped, session, statements, value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.worlds import World
+
+Rows = "Callable[[], list[Any]]"
+FREE_WAYS = pytest.mark.parametrize(
+    "way",
+    [("try_acquire", {}), *(("acquire", {"timeout": t}) for t in (None, 0, 5, float("inf")))],
+    ids=lambda way: f"{way[0]}-{way[1].get('timeout', '')}",
+)
+
+
+# ---------------------------------------------------------------- cost
+
+
+@FREE_WAYS
+async def test_a_free_lock_costs_one_statement(world: World, name: str, way: tuple[str, dict[str, Any]]) -> None:
+    """With or without a timeout, first in its transaction or not, a free lock is one statement."""
+    engine = world.engine()
+    method, kwargs = way
+    async with session(world, engine) as work:
+        for extra in (name, name + ":later"):
+            with statements(engine) as sent:
+                assert await world.call(getattr(lock(work, extra), method), **kwargs) in (True, None)
+            assert len(sent) == 1
+
+
+@FREE_WAYS
+async def test_several_free_names_cost_one_statement_when_the_lock_comes_first(
+    world: World, name: str, way: tuple[str, dict[str, Any]]
+) -> None:
+    """Several names are one statement as the first thing of a transaction, and three with a savepoint later on."""
+    engine = world.engine()
+    method, kwargs = way
+    names = [f"{name}:{n}" for n in range(4)]
+    async with session(world, engine) as work:
+        with statements(engine) as sent:
+            await world.call(getattr(lock(work, *names[:2], LockKey.pair(-7, -8)), method), **kwargs)
+        assert len(sent) == 1
+        with statements(engine) as sent:
+            await world.call(getattr(lock(work, *names), method), **kwargs)
+        assert [statement.split()[0] for statement in sent] == ["SAVEPOINT", "SELECT", "RELEASE"]
+
+
+async def test_the_same_lock_again_in_one_transaction_costs_nothing(world: World, name: str) -> None:
+    """Nested services take the same key again for free, also in the weaker mode, and one more name asks for that alone."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(lock(work, name).acquire)
+        with statements(engine) as sent:
+            await world.call(lock(work, name).acquire, timeout=0)
+            assert await world.call(lock(work, name, name).try_acquire)
+            assert await world.call(lock(work, name, shared=True).try_acquire)
+        assert sent == []
+        with statements(engine) as sent:
+            await world.call(lock(work, name, name + ":more").acquire)
+        assert len(sent) == 1
+
+
+async def test_a_new_transaction_asks_again(world: World, name: str) -> None:
+    """What one transaction held says nothing about the next one on the same session and connection."""
+    engine = world.engine(pool_size=1, max_overflow=0)
+    async with session(world, engine) as work:
+        for end in (work.commit, work.rollback, work.commit):
+            with statements(engine) as sent:
+                await world.call(lock(work, name).acquire)
+            assert len(sent) == 1
+            await world.call(end)
+
+
+# ---------------------------------------------------------------- exclusion
+
+
+@pytest.mark.parametrize("kind", ["session", "scoped", "connection"])
+async def test_a_second_transaction_is_kept_out_until_the_first_ends(
+    world: World, name: str, kind: str, advisory_rows: Any
+) -> None:
+    """Whatever carries the transaction, a second one is refused while it lasts, and let in at once afterwards."""
+    engine = world.engine()
+    async with connection(world, engine) as other, connection(world, engine) as plain, session(world, engine) as orm:
+        work = {"session": orm, "scoped": scoped(world, engine), "connection": plain}[kind]
+        await world.call(lock(work, name).acquire)
+        assert await world.call(lock(other, name).try_acquire) is False
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(other, name).acquire, timeout=0)
+        assert len(advisory_rows()) == 1
+        await world.call(work.commit)
+        assert advisory_rows() == []
+        assert await world.call(lock(other, name).try_acquire) is True
+        await world.call(other.rollback)
+        assert advisory_rows() == []
+        if kind == "scoped":
+            await world.call(work.remove)
+
+
+async def test_a_waiter_goes_on_when_the_holder_commits(
+    world: World, name: str, advisory_rows: Any, eventually: Any
+) -> None:
+    """The wait is in the server, as a waiter that its detector sees, and ends with the holder's commit."""
+    engine = world.engine()
+    holder, waiter = world.other(), world.other()
+    async with connection(world, engine, holder) as first, connection(world, engine, waiter) as second:
+        await holder.call(lock(first, name).acquire)
+        waiting = asyncio.create_task(waiter.call(lock(second, name).acquire, timeout=10))
+        await eventually(lambda: [row for row in advisory_rows() if not row.granted])
+        assert not waiting.done()
+        await holder.call(first.commit)
+        await waiting
+        assert [row.granted for row in advisory_rows()] == [True]
+
+
+async def test_a_transaction_lock_excludes_a_session_lock(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Both live in PostgreSQL's one space of keys, so other programs on the same key are kept out and respected."""
+    key = LockKey.of(name).value
+    async with session(world, world.engine()) as work:
+        await world.call(lock(work, name).acquire)
+        assert admin.execute("SELECT pg_try_advisory_lock(%s)", [key]).fetchone() == (False,)
+        await world.call(work.commit)
+        assert admin.execute("SELECT pg_try_advisory_lock(%s)", [key]).fetchone() == (True,)
+        assert await world.call(lock(work, name).try_acquire) is False
+        admin.execute("SELECT pg_advisory_unlock(%s)", [key])
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_a_granted_lock_is_gone_right_after_the_end_of_its_transaction(
+    world: World, name: str, end: str, advisory_rows: Any
+) -> None:
+    """C014: one row while the transaction lasts, none after commit, none after rollback."""
+    async with connection(world, world.engine()) as work:
+        await world.call(lock(work, name, name + ":2").acquire)
+        assert len(advisory_rows()) == 2
+        await world.call(getattr(work, end))
+        assert advisory_rows() == []
+
+
+@pytest.mark.parametrize("kind", ["engine", "connection", "session"])
+async def test_autocommit_is_refused_before_anything_is_asked(world: World, name: str, kind: str) -> None:
+    """C014: in autocommit the lock would end with its own statement, so asking is an error and no statement goes out."""
+    engine = world.engine(isolation_level="AUTOCOMMIT") if kind == "engine" else world.engine()
+    async with connection(world, engine) as plain, session(world, engine) as orm:
+        if kind == "connection":
+            await world.call(plain.execution_options, isolation_level="AUTOCOMMIT")
+        if kind == "session":
+            await world.call(orm.connection, execution_options={"isolation_level": "AUTOCOMMIT"})
+        work = orm if kind == "session" else plain
+        with statements(engine) as sent:
+            for call in (lock(work, name).try_acquire, lock(work, name).acquire):
+                with pytest.raises(TransactionStateError, match="autocommit"):
+                    await world.call(call)
+        assert sent == []
+
+
+async def test_hold_does_not_release_at_the_end_of_its_block(world: World, name: str, advisory_rows: Any) -> None:
+    """C013: the block shows what the lock is for; the lock goes on until the transaction ends, without any warning."""
+    async with session(world, world.engine()) as work:
+        async with world.enter(lock(work, name).hold(timeout=1)):
+            assert len(advisory_rows()) == 1
+        assert len(advisory_rows()) == 1
+        await world.call(work.commit)
+        assert advisory_rows() == []
+
+
+def test_hold_says_so_in_its_first_line() -> None:
+    """C013: the first line of its docstring says that it does not release."""
+    for kind in (lock_class() for lock_class in _both()):
+        assert "NOT release" in (kind.hold.__doc__ or "").splitlines()[0]
+
+
+def _both() -> list[Callable[[], Any]]:
+    from pgfence.transaction import AsyncTransactionLock, TransactionLock
+
+    return [lambda: TransactionLock, lambda: AsyncTransactionLock]
+
+
+async def test_a_refused_try_is_false_and_runs_no_block(world: World, name: str) -> None:
+    """C018: the answer is a plain bool, and entering hold() without the lock raises before the body."""
+    engine = world.engine()
+    async with connection(world, engine) as first, connection(world, engine) as second:
+        await world.call(lock(first, name).acquire)
+        answer = await world.call(lock(second, name).try_acquire)
+        assert answer is False
+        with pytest.raises(LockTimeoutError):
+            async with world.enter(lock(second, name).hold(timeout=0)):
+                pytest.fail("the body ran without the lock")
+
+
+async def test_an_unawaited_try_is_noticed(dsn: str, name: str) -> None:
+    """C018: an async try that nobody awaits warns, as Python does for every such coroutine."""
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    with pytest.warns(RuntimeWarning, match="never awaited"):
+        lock(AsyncSession(), name).try_acquire()
+        import gc
+
+        gc.collect()
+
+
+# ---------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize("number", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
+async def test_a_key_is_the_same_row_as_with_plain_sql(
+    world: World, number: int, admin: psycopg.Connection[Any], advisory_rows: Any
+) -> None:
+    """C025: every signed 64-bit number is one key for every driver, whether it is tried or waited for."""
+    async with connection(world, world.engine()) as work, connection(world, world.engine()) as other:
+        await world.call(lock(work, LockKey.raw(number)).acquire)
+        assert admin.execute(f"SELECT pg_try_advisory_lock('{number}'::bigint)").fetchone() == (False,)
+        (mine,) = advisory_rows()
+        assert (mine.classid, mine.objid, mine.objsubid) == (number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF, 1)
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(lock(other, LockKey.raw(number)).acquire, timeout=0.02)
+        assert [holder.key for holder in caught.value.holders] == [LockKey.raw(number)]
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (1, 2), (-1, -5), (2**31 - 1, -(2**31)), (-(2**31), 2**31 - 1)])
+async def test_a_pair_is_the_same_row_as_with_plain_sql(
+    world: World, pair: tuple[int, int], advisory_rows: Any
+) -> None:
+    """C025: a pair lives in the other key space, whether it is tried or waited for."""
+    async with connection(world, world.engine()) as work, connection(world, world.engine()) as other:
+        await world.call(lock(work, LockKey.pair(*pair)).acquire)
+        (row,) = advisory_rows()
+        assert (row.classid, row.objid, row.objsubid) == (pair[0] & 0xFFFFFFFF, pair[1] & 0xFFFFFFFF, 2)
+        assert await world.call(lock(other, LockKey.raw(LockKey.pair(*pair).value)).try_acquire)
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(lock(other, LockKey.pair(*pair)).acquire, timeout=0.02)
+        assert [holder.key for holder in caught.value.holders] == [LockKey.pair(*pair)]
+
+
+async def test_a_wrong_name_is_refused_when_the_lock_is_made(world: World) -> None:
+    """C025: keys out of range and names that are none never reach the server."""
+    async with session(world, world.engine()) as work:
+        for bad, error in (
+            ((2**63,), ValueError),
+            ((-(2**63) - 1,), ValueError),
+            ((True,), TypeError),
+            ((1.0,), TypeError),
+        ):
+            with pytest.raises(error):
+                lock(work, *(LockKey.raw(part) for part in bad))
+        for names, error in (((), ValueError), (("",), ValueError), (("a\x00",), ValueError), ((5,), TypeError)):
+            with pytest.raises(error):
+                lock(work, *names)
+
+
+async def test_a_name_lives_in_the_configured_namespace(world: World, name: str) -> None:
+    """The engine's namespace goes into names, an argument overrides it, and a ready key keeps its own."""
+    engine = world.engine()
+    configure(engine, namespace="shop")
+    ways = (({}, "shop"), ({"namespace": "other"}, "other"), ({"namespace": ""}, ""))
+    async with session(world, engine) as work:
+        for kwargs, namespace in ways:
+            await world.call(lock(work, name, **kwargs).acquire)
+            (holder,) = await world.call(lock(work, LockKey.of(name, namespace=namespace)).holders)
+            assert holder.key == LockKey.of(name, namespace=namespace)
+
+
+# ---------------------------------------------------------------- modes
+
+
+async def test_shared_holders_stand_beside_each_other_and_keep_writers_out(world: World, name: str) -> None:
+    """Many may hold it shared; none may take it alone while they do."""
+    engine = world.engine()
+    async with connection(world, engine) as one, connection(world, engine) as two, connection(world, engine) as three:
+        await world.call(lock(one, name, name + ":2", shared=True).acquire)
+        await world.call(lock(two, name, shared=True).acquire, timeout=0)
+        assert await world.call(lock(three, name).try_acquire) is False
+        assert {holder.mode for holder in await world.call(lock(three, name).holders)} == {"shared"}
+        await world.call(one.rollback)
+        await world.call(two.rollback)
+        assert await world.call(lock(three, name).try_acquire) is True
+        assert await world.call(lock(one, name, shared=True).try_acquire) is False
+
+
+async def test_asking_for_more_than_shared_is_refused_at_once(world: World, name: str, advisory_rows: Any) -> None:
+    """C037: two readers that both want to write would wait for each other; both are told, and both still read."""
+    engine = world.engine()
+    async with connection(world, engine) as one, connection(world, engine) as two:
+        for reader in (one, two):
+            await world.call(lock(reader, name, shared=True).acquire)
+        with statements(engine) as sent:
+            for reader in (one, two):
+                with pytest.raises(TransactionStateError, match="exclusive lock first"):
+                    await world.call(lock(reader, name).acquire)
+        assert sent == []
+        assert [row.mode for row in advisory_rows()] == ["ShareLock", "ShareLock"]
+
+
+async def test_a_new_reader_stands_behind_a_waiting_writer(
+    world: World, name: str, advisory_rows: Any, eventually: Any
+) -> None:
+    """C037: while a writer waits, a shared try says False and is no error."""
+    engine = world.engine()
+    writer = world.other()
+    async with (
+        connection(world, engine) as reads,
+        connection(world, engine, writer) as writes,
+        connection(world, engine) as late,
+    ):
+        await world.call(lock(reads, name, shared=True).acquire)
+        waiting = asyncio.create_task(writer.call(lock(writes, name).acquire, timeout=10))
+        await eventually(lambda: [row for row in advisory_rows() if not row.granted])
+        assert await world.call(lock(late, name, shared=True).try_acquire) is False
+        await world.call(reads.commit)
+        await waiting
+
+
+# ---------------------------------------------------------------- several names
+
+
+async def test_random_subsets_in_random_order_never_deadlock(world: World, name: str, advisory_rows: Any) -> None:
+    """C032: 4 contenders, 200 rounds each over random subsets of 10 names with duplicates: no deadlock, nothing left."""
+    engine = world.engine()
+    owners: dict[str, int] = {}
+
+    async def contend(number: int) -> None:
+        who, dice = world.other(), random.Random(number)
+        async with connection(world, engine, who) as work:
+            for _ in range(200):
+                names = [f"{name}:{dice.randrange(10)}" for _ in range(dice.randint(1, 5))]
+                if dice.random() < 0.5:
+                    await who.call(work.execute, text("SELECT 1"))
+                await who.call(lock(work, *names).acquire, timeout=30)
+                for one in set(names):
+                    assert owners.setdefault(one, number) == number
+                for one in set(names):
+                    del owners[one]
+                await who.call(work.commit)
+
+    await asyncio.gather(*(contend(number) for number in range(4)))
+    assert advisory_rows() == []
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize("busy", range(3))
+async def test_a_refused_request_for_several_leaves_none_behind(
+    world: World, busy: int, first: bool, advisory_rows: Any
+) -> None:
+    """C032: with one of three held elsewhere, try and timed wait fail, the other two are free, the transaction goes on."""
+    engine = world.engine()
+    keys = [LockKey.raw(11), LockKey.raw(12), LockKey.pair(13, 13)]
+    async with connection(world, engine) as holder, connection(world, engine) as work:
+        await world.call(lock(holder, keys[busy]).acquire)
+        for timeout in (None, 0, 0.2):
+            if not first:
+                await run(world, work, "SET LOCAL application_name = 'kept'")
+            if timeout is None:
+                assert await world.call(lock(work, *keys).try_acquire) is False
+            else:
+                with pytest.raises(LockTimeoutError) as caught:
+                    await world.call(lock(work, *keys).acquire, timeout=timeout)
+                assert [found.key for found in caught.value.holders] == [keys[busy]]
+            assert len(advisory_rows()) == 1
+            if not first:
+                assert await value(world, work, "SHOW application_name") == "kept"
+            await world.call(work.rollback)
+        await world.call(holder.rollback)
+        assert await world.call(lock(work, *keys).try_acquire) is True
+        assert len(advisory_rows()) == 3
+
+
+async def test_a_name_that_was_held_before_survives_a_refused_request(
+    world: World, name: str, advisory_rows: Any
+) -> None:
+    """Giving back takes only what the refused request itself took."""
+    engine = world.engine()
+    names = [f"{name}:{n}" for n in range(3)]
+    async with connection(world, engine) as holder, connection(world, engine) as work:
+        await world.call(lock(holder, names[2]).acquire)
+        await world.call(lock(work, names[0]).acquire)
+        assert await world.call(lock(work, *names).try_acquire) is False
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(work, *names).acquire, timeout=0.02)
+        assert sorted(row.granted for row in advisory_rows()) == [True, True]
+        with statements(engine) as sent:
+            await world.call(lock(work, names[0]).acquire)
+        assert sent == []
+
+
+# ---------------------------------------------------------------- no lost update
+
+
+async def test_eight_writers_lose_no_update(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C015: 8 contenders read, add one and commit under the lock; every addition is there at the end."""
+    admin.execute("CREATE TABLE tally (n int); INSERT INTO tally VALUES (0)")
+    engine = world.engine(pool_size=8)
+    make = factory(world, engine)
+
+    async def add(number: int) -> None:
+        who = world.other()
+        begin = lock_begin(world)
+        for _ in range(10):
+            async with who.enter(begin(make, name, timeout=30)) as work:
+                seen = await value(who, work, "SELECT n FROM tally")
+                await run(who, work, "UPDATE tally SET n = :n", n=seen + 1)
+
+    try:
+        await asyncio.gather(*(add(number) for number in range(8)))
+        assert admin.execute("SELECT n FROM tally").fetchone() == (80,)
+    finally:
+        admin.execute("DROP TABLE tally")
+
+
+def lock_begin(world: World) -> Any:
+    from pgfence.transaction import AsyncTransactionLock, TransactionLock
+
+    return world.pick(TransactionLock, AsyncTransactionLock).begin

@@ -1,0 +1,221 @@
+"""A rolled back savepoint takes the locks with it that are younger; the next request notices, and asks for nothing else."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.event import registry
+
+from pgfence.errors import LockTimeoutError, TransactionStateError
+from support.transactions import connection, lock, run, session, statements, value
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from support.worlds import World
+
+
+@pytest.fixture
+async def engine(world: World) -> AsyncIterator[Any]:
+    yield world.engine()
+
+
+async def begin_nested(world: World, work: Any) -> Any:
+    nested = work.begin_nested()
+    return await world.call(nested.start) if world.is_async else nested
+
+
+async def cost(world: World, engine: Any, work: Any, *names: str) -> int:
+    """Acquire and return how many statements went out."""
+    with statements(engine) as sent:
+        await world.call(lock(work, *names).acquire, timeout=0)
+    return len(sent)
+
+
+@pytest.mark.parametrize("kind", ["connection", "session"])
+async def test_a_rolled_back_savepoint_that_took_the_lock_is_noticed(
+    world: World, engine: Any, name: str, kind: str
+) -> None:
+    """C017: after the nested block is rolled back another transaction gets the lock, and asking again excludes us."""
+    opener = connection if kind == "connection" else session
+    async with opener(world, engine) as work, connection(world, engine) as other:
+        await run(world, work, "SELECT 1")
+        nested = await begin_nested(world, work)
+        await world.call(lock(work, name).acquire)
+        await world.call(nested.rollback)
+        assert await world.call(lock(other, name).try_acquire) is True
+        assert await world.call(lock(work, name).try_acquire) is False
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(work, name).acquire, timeout=0.02)
+        await world.call(other.rollback)
+        assert await cost(world, engine, work, name) == 1
+        assert await world.call(lock(other, name).try_acquire) is False
+
+
+@pytest.mark.parametrize("kind", ["connection", "session"])
+async def test_a_lock_that_the_savepoint_did_not_take_stays_free_of_cost(
+    world: World, engine: Any, name: str, kind: str
+) -> None:
+    """C017: what is older than the savepoint survives its rollback, what a released one took survives too."""
+    opener = connection if kind == "connection" else session
+    async with opener(world, engine) as work, connection(world, engine) as other:
+        await world.call(lock(work, name).acquire)
+        for end in ("rollback", "commit"):
+            nested = await begin_nested(world, work)
+            await world.call(lock(work, f"{name}:{end}").acquire)
+            await world.call(getattr(nested, end))
+        assert await cost(world, engine, work, name) == 0
+        assert await cost(world, engine, work, f"{name}:commit") == 0
+        assert await cost(world, engine, work, f"{name}:rollback") == 1
+        for one in (name, f"{name}:commit", f"{name}:rollback"):
+            assert await world.call(lock(other, one).try_acquire) is False
+
+
+async def test_a_wait_inside_a_savepoint_falls_with_it(world: World, engine: Any, name: str) -> None:
+    """C017: the savepoints of our own wait do not confuse the record of the user's."""
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await run(world, work, "SELECT 1")
+        nested = await begin_nested(world, work)
+        await world.call(lock(work, name, name + ":2").acquire)
+        await world.call(lock(other, name + ":3").acquire)
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(work, name + ":3").acquire, timeout=0.02)
+        assert await cost(world, engine, work, name, name + ":2") == 0
+        await world.call(nested.rollback)
+        assert await world.call(lock(other, name, name + ":2").try_acquire) is True
+        assert await world.call(lock(work, name).try_acquire) is False
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "asked"),
+    [
+        (["SAVEPOINT a"], ["ROLLBACK TO a"], 1),
+        (["savepoint a"], ["rollback work to savepoint A"], 1),
+        (['SAVEPOINT "a"'], ['ROLLBACK TO SAVEPOINT "a"'], 1),
+        (["SAVEPOINT a"], ["RELEASE a"], 0),
+        (["SAVEPOINT a"], ["SAVEPOINT b", "ROLLBACK TO b"], 0),
+        (["SAVEPOINT a"], ["SAVEPOINT a", "ROLLBACK TO a"], 0),
+        (["SAVEPOINT a"], ["SAVEPOINT a", "RELEASE a", "ROLLBACK TO a"], 1),
+        (["SAVEPOINT a"], ["SAVEPOINT b", "ROLLBACK TO a"], 1),
+        (["SAVEPOINT a"], ["/* why */ ROLLBACK TO a"], 1),
+        (["SAVEPOINT a"], ["ROLLBACK TO a -- why"], 1),
+        ([], ["ROLLBACK"], 1),
+        ([], ["COMMIT"], 1),
+        ([], ["END"], 1),
+        ([], ["ABORT"], 1),
+        ([], ["SELECT 'a'"], 0),
+    ],
+    ids=lambda value: "; ".join(value) if isinstance(value, list) else "",
+)
+async def test_savepoints_in_plain_text_are_noticed(
+    world: World, engine: Any, name: str, before: list[str], after: list[str], asked: int
+) -> None:
+    """C017: the record follows what the server does, also for savepoints that SQLAlchemy knows nothing of."""
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await run(world, work, "SELECT 1")
+        for statement in before:
+            await run(world, work, statement)
+        await world.call(lock(work, name).acquire)
+        for statement in after:
+            await run(world, work, statement)
+        assert await cost(world, engine, work, name) == asked
+        assert await world.call(lock(other, name).try_acquire) is False
+
+
+async def test_a_savepoint_older_than_the_first_lock_is_noticed(world: World, engine: Any, name: str) -> None:
+    """C017: the record begins with the first lock, and a savepoint set before it takes that lock away."""
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await run(world, work, "SAVEPOINT old")
+        await world.call(lock(work, name).acquire)
+        await run(world, work, "ROLLBACK TO old")
+        assert await world.call(lock(other, name).try_acquire) is True
+
+
+async def test_sessions_isolated_by_rollback_keep_their_locks(world: World, engine: Any, name: str) -> None:
+    """A test suite that wraps sessions in one outer transaction: the lock is one transaction's, and free to take again."""
+    async with connection(world, engine) as outer, connection(world, engine) as other:
+        await world.call(outer.begin)
+        async with session(world, outer, join_transaction_mode="create_savepoint") as work:
+            await world.call(lock(work, name).acquire)
+            await world.call(work.commit)
+        async with session(world, outer, join_transaction_mode="create_savepoint") as work:
+            await world.call(work.connection)
+            assert await cost(world, engine, work, name) == 0
+            await world.call(lock(work, name + ":2").acquire)
+            await world.call(work.rollback)
+        assert await world.call(lock(other, name).try_acquire) is False
+        assert await world.call(lock(other, name + ":2").try_acquire) is True
+        await world.call(outer.rollback)
+        assert await world.call(lock(other, name).try_acquire) is True
+
+
+async def test_a_failed_block_does_not_leave_a_forbidden_upgrade(world: World, engine: Any, name: str) -> None:
+    """A shared lock that a savepoint took away no longer forbids the exclusive one."""
+    async with connection(world, engine) as work:
+        await run(world, work, "SELECT 1")
+        nested = await begin_nested(world, work)
+        await world.call(lock(work, name, shared=True).acquire)
+        with pytest.raises(TransactionStateError):
+            await world.call(lock(work, name).acquire)
+        await world.call(nested.rollback)
+        await world.call(lock(work, name).acquire)
+
+
+# ---------------------------------------------------------------- hooks of the user
+
+
+@pytest.mark.parametrize("when", ["begin", "first statement"])
+async def test_what_a_hook_has_set_survives_a_refused_request(world: World, name: str, when: str) -> None:
+    """A hook that sends SET LOCAL at the begin or before the first statement loses nothing when several are given back."""
+    engine = world.engine()
+    sync = getattr(engine, "sync_engine", engine)
+
+    def set_tenant(connection: Any, *_: Any) -> Any:
+        if "tenant" not in connection.info:
+            connection.info["tenant"] = "set"
+            connection.exec_driver_sql("SET LOCAL application_name = 'tenant'")
+
+    async with connection(world, engine) as holder, connection(world, engine) as work:
+        await world.call(lock(holder, name).acquire)
+        event.listen(sync, "begin" if when == "begin" else "before_cursor_execute", set_tenant)
+        for timeout in (0, 0.02):
+            with pytest.raises(LockTimeoutError):
+                await world.call(lock(work, name, "a" + name, "b" + name, "c" + name).acquire, timeout=timeout)
+        assert await value(world, work, "SHOW application_name") == "tenant"
+        assert len(await world.call(lock(holder, name, "a" + name, "b" + name, "c" + name).holders)) == 1
+        event.remove(sync, "begin" if when == "begin" else "before_cursor_execute", set_tenant)
+
+
+async def test_a_hook_that_speaks_first_does_not_keep_the_lock_away(world: World, name: str) -> None:
+    """With such a hook several free names are held as well, and are one statement more expensive."""
+    engine = world.engine()
+    sync = getattr(engine, "sync_engine", engine)
+
+    def speak(connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement != "SELECT 'hook'":
+            connection.exec_driver_sql("SELECT 'hook'")
+
+    event.listen(sync, "before_cursor_execute", speak)
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await world.call(lock(work, name, name + ":2").acquire)
+        assert await world.call(lock(other, name).try_acquire) is False
+        assert await world.call(lock(other, name + ":2").try_acquire) is False
+    event.remove(sync, "before_cursor_execute", speak)
+
+
+async def test_a_thousand_transactions_leave_no_trace(world: World, name: str) -> None:
+    """What is remembered of a transaction goes with its Connection; nothing grows."""
+    engine = world.engine()
+
+    async def some(count: int) -> int:
+        for _ in range(count):
+            async with connection(world, engine) as work:
+                await world.call(lock(work, name, name + ":2").acquire)
+        gc.collect()
+        return len(registry._key_to_collection)
+
+    before = await some(5)
+    assert await some(300) <= before

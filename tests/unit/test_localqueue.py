@@ -1,0 +1,257 @@
+"""The lines of one process: first come first served, nobody forgotten, circles found."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pgfence._runtime.localqueue import Contender, Lines, Ticket, closes_circle
+from pgfence.keys import LockKey
+
+KEYS = tuple(sorted([*(LockKey.raw(n) for n in range(3)), LockKey.pair(0, 1)]))
+key_sets = st.sets(st.sampled_from(KEYS), min_size=1, max_size=3).map(lambda keys: tuple(sorted(keys)))
+A, B, C = (LockKey.raw(n) for n in (10, 11, 12))
+
+
+class Queue(RuleBasedStateMachine):
+    """Lines beside a plain list of tickets in the order of arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = Lines()
+        self.order: list[Ticket] = []
+        self.woken: list[Ticket] = []
+
+    def before(self, ticket: Ticket, key: LockKey) -> list[Ticket]:
+        return [other for other in self.order[: self.order.index(ticket)] if key in other.keys]
+
+    def blocked(self, ticket: Ticket) -> int:
+        return sum(bool(self.before(ticket, key)) for key in ticket.keys)
+
+    @rule(keys=key_sets)
+    def arrive(self, keys: tuple[LockKey, ...]) -> None:
+        ticket = Ticket(keys, Contender("thread"), self.lines)
+        first = self.lines.arrive(ticket)
+        self.order.append(ticket)
+        assert first == (self.blocked(ticket) == 0)
+        if not first:
+            ticket.wake = lambda: self.woken.append(ticket)
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def leave(self, data: Any) -> None:
+        ticket = data.draw(st.sampled_from(self.order))
+        stuck = [other for other in self.order if self.blocked(other)]
+        self.woken.clear()
+        self.lines.leave(ticket)
+        self.order.remove(ticket)
+        freed = [other for other in stuck if other is not ticket and not self.blocked(other)]
+        assert sorted(map(id, self.woken)) == sorted(map(id, freed))
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def heir(self, data: Any) -> None:
+        ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
+        behind = [t for t in self.order if t is not ticket and set(t.keys) & set(ticket.keys)]
+        heir = self.lines.next_for(ticket)
+        if heir is None:
+            return
+        assert heir.keys == ticket.keys
+        assert all(self.before(heir, key) == [ticket] for key in heir.keys)
+        assert heir is behind[0]
+
+    @precondition(lambda self: self.order)
+    @rule(data=st.data())
+    def no_heir_is_overlooked(self, data: Any) -> None:
+        ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
+        heirs = [t for t in self.order if t.keys == ticket.keys and t is not ticket]
+        if heirs and all(self.before(heirs[0], key) == [ticket] for key in ticket.keys):
+            assert self.lines.next_for(ticket) is heirs[0]
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert [ticket.ahead for ticket in self.order] == [self.blocked(ticket) for ticket in self.order]
+        assert all(ticket in self.lines for ticket in self.order)
+        assert len(self.lines) == len({key for ticket in self.order for key in ticket.keys})
+
+    @invariant()
+    def somebody_can_go_on(self) -> None:
+        assert not self.order or any(not ticket.ahead for ticket in self.order)
+
+    @invariant()
+    def owners_at_the_front_are_known(self) -> None:
+        for ticket in self.order:
+            for key in ticket.keys:
+                assert self.lines.held_by(ticket.owner, [key]) == (not self.before(ticket, key))
+
+
+class Circles(RuleBasedStateMachine):
+    """Contenders that hold and wait over two engines, beside a plain graph search."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines = [Lines(), Lines()]
+        self.owners = [Contender("task") for _ in range(4)]
+        self.tickets: list[Ticket] = []
+
+    def blockers(self, ticket: Ticket) -> set[Contender]:
+        found: set[Contender] = set()
+        for key in ticket.keys:
+            for other in self.tickets:
+                if other is ticket:
+                    break
+                if other.lines is ticket.lines and key in other.keys:
+                    found.add(other.owner)
+        return found
+
+    def reaches(self, ticket: Ticket, goal: Contender) -> bool:
+        seen: set[Contender] = set()
+        todo = self.blockers(ticket)
+        while todo:
+            owner = todo.pop()
+            if owner is goal:
+                return True
+            if owner not in seen and owner.waits is not None:
+                todo |= self.blockers(owner.waits)
+            seen.add(owner)
+        return False
+
+    def granted(self, ticket: Ticket) -> None:
+        ticket.owner.waits = None
+        ticket.owner.holds.append(ticket)  # type: ignore[arg-type]
+
+    @rule(who=st.integers(0, 3), where=st.integers(0, 1), keys=key_sets)
+    def take(self, who: int, where: int, keys: tuple[LockKey, ...]) -> None:
+        owner, lines = self.owners[who], self.engines[where]
+        if owner.waits is not None or lines.held_by(owner, keys):
+            return
+        ticket = Ticket(keys, owner, lines)
+        first = lines.arrive(ticket)
+        self.tickets.append(ticket)
+        if first:
+            self.granted(ticket)
+            return
+        circle = closes_circle(ticket)
+        assert circle == self.reaches(ticket, owner)
+        if circle:
+            self.tickets.remove(ticket)
+            lines.leave(ticket)
+            return
+        owner.waits = ticket
+        ticket.wake = lambda: self.granted(ticket)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def end(self, data: Any) -> None:
+        """A release, or a wait that is given up."""
+        ticket = data.draw(st.sampled_from(self.tickets))
+        self.tickets.remove(ticket)
+        if ticket.owner.waits is ticket:
+            ticket.owner.waits = None
+        else:
+            ticket.owner.holds.remove(ticket)  # type: ignore[arg-type]
+        ticket.lines.leave(ticket)
+
+    @invariant()
+    def nobody_waits_for_ever(self) -> None:
+        """While somebody waits, somebody else holds and does not wait."""
+        waiting = [owner for owner in self.owners if owner.waits is not None]
+        assert not waiting or any(owner.holds and owner.waits is None for owner in self.owners)
+
+
+calm = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("machine", [Queue, Circles], ids=lambda machine: machine.__name__)
+def test_lines_agree_with_a_plain_model(machine: type[RuleBasedStateMachine]) -> None:
+    """Whatever comes, goes and gives up in whatever order: order of arrival, one wake-up each, no circle missed or invented."""
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(machine, settings=calm)
+
+
+def stand(lines: Lines, *keys: LockKey, owner: Contender | None = None) -> Ticket:
+    ticket = Ticket(keys, owner or Contender("thread"), lines)
+    lines.arrive(ticket)
+    return ticket
+
+
+def test_a_ticket_for_several_keys_goes_on_only_when_it_is_first_for_all() -> None:
+    """The last of its lines to come free wakes it, once."""
+    lines, told = Lines(), []
+    one, two = stand(lines, A), stand(lines, B)
+    both = stand(lines, A, B)
+    both.wake = lambda: told.append("woken")
+    lines.leave(one)
+    assert (both.ahead, told) == (1, [])
+    lines.leave(two)
+    assert (both.ahead, told) == (0, ["woken"])
+
+
+def test_the_heir_wants_exactly_the_same_keys() -> None:
+    """A lock goes on without the server only to somebody who wants all of its keys and no other."""
+    lines = Lines()
+    holder = stand(lines, A, B)
+    assert lines.next_for(holder) is None
+    stand(lines, A)
+    stand(lines, A, B)
+    assert lines.next_for(holder) is None
+
+
+def test_whoever_gives_up_in_the_middle_lets_those_behind_wait_on() -> None:
+    """Leaving from the middle of a line wakes nobody and keeps the order."""
+    lines, told = Lines(), []
+    holder, quitter, last = stand(lines, A), stand(lines, A), stand(lines, A)
+    last.wake = lambda: told.append("last")
+    lines.leave(quitter)
+    assert told == []
+    assert quitter not in lines
+    lines.leave(holder)
+    assert told == ["last"]
+
+
+def test_a_circle_over_two_engines_is_seen() -> None:
+    """C032: one holds A here and wants B there, the other holds B there and wants A here."""
+    here, there = Lines(), Lines()
+    one, two = Contender("task"), Contender("thread")
+    one.holds.append(stand(here, A, owner=one))  # type: ignore[arg-type]
+    two.holds.append(stand(there, B, owner=two))  # type: ignore[arg-type]
+    one.waits = stand(there, B, owner=one)
+    assert not closes_circle(one.waits)
+    assert closes_circle(stand(here, A, owner=two))
+
+
+def test_looking_for_circles_stays_cheap_in_a_crowd() -> None:
+    """A thousand contenders, each with a hold of its own, join one line in well under a second in all."""
+    lines = Lines()
+    stand(lines, A)
+    start = time.perf_counter()
+    for number in range(1000):
+        owner = Contender("task")
+        owner.holds.append(stand(lines, LockKey.raw(1000 + number), owner=owner))  # type: ignore[arg-type]
+        owner.waits = stand(lines, A, owner=owner)
+        assert not closes_circle(owner.waits)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_chain_of_waits_is_walked_once() -> None:
+    """Many ways through the same contenders do not multiply: each place is passed once."""
+    lines = Lines()
+    layers = [[Contender("task") for _ in range(2)] for _ in range(24)]
+    keys = [(LockKey.raw(2 * n), LockKey.raw(2 * n + 1)) for n in range(len(layers))]
+    for layer, pair in zip(layers, keys, strict=True):
+        for owner, key in zip(layer, pair, strict=True):
+            owner.holds.append(stand(lines, key, owner=owner))  # type: ignore[arg-type]
+    for layer, pair in zip(layers[1:], keys, strict=False):
+        for owner in layer:
+            owner.waits = stand(lines, *pair, owner=owner)
+    goal = Contender("task")
+    goal.holds.append(stand(lines, LockKey.raw(-1), owner=goal))  # type: ignore[arg-type]
+    start = time.perf_counter()
+    assert not closes_circle(stand(lines, *keys[-1], owner=goal))
+    assert time.perf_counter() - start < 1

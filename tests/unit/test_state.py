@@ -1,0 +1,188 @@
+"""The record of one grant: four states, one change, told once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from pgfence._runtime.localqueue import MUTEX, Contender, Lines, Ticket
+from pgfence._runtime.state import Hold, emit, named
+from pgfence.config import Config
+from pgfence.errors import LockLostError, LockNotHeldError
+from pgfence.keys import LockKey
+
+
+def make(*names: str) -> Hold[Any]:
+    names = names or ("job",)
+    keys = sorted(LockKey.of(name) for name in names)
+    return Hold(names, Ticket(keys, Contender("thread"), Lines()), object())
+
+
+def released(hold: Hold[Any]) -> bool:
+    with MUTEX:
+        return hold.begin_release()
+
+
+def test_a_new_hold_is_held() -> None:
+    """Held, with the sorted keys of its ticket, and check() is silent."""
+    hold = make("b", "a")
+    assert (hold.state, hold.names, hold.keys) == ("held", ("b", "a"), tuple(sorted(map(LockKey.of, "ab"))))
+    hold.check()
+
+
+def test_unknown_is_neither_held_nor_lost() -> None:
+    """Asked, no answer yet: check() does not raise, the state says so, and both ends are open."""
+    hold = make()
+    hold.unsure = True
+    assert hold.state == "unknown"
+    hold.check()
+    hold.unsure = False
+    assert hold.state == "held"
+    hold.unsure = True
+    hold.lose("cut off")
+    assert hold.state == "lost"
+
+
+def test_a_loss_is_for_ever_and_told_once() -> None:
+    """The first reason stands, each listener hears of it once, a late one at once."""
+    hold, told = make(), []
+    hold.subscribe(lambda: told.append("early"))
+    assert hold.lose("cut off")
+    assert not hold.lose("killed")
+    assert (hold.reason, hold.state, told) == ("cut off", "lost", ["early"])
+    hold.subscribe(lambda: told.append("late"))
+    assert told == ["early", "late"]
+
+
+def test_what_is_released_cannot_be_lost() -> None:
+    """After a release nobody is told of anything, and check() says that it is not held."""
+    hold, told = make(), []
+    hold.subscribe(lambda: told.append("lost"))
+    assert released(hold)
+    assert not hold.lose("killed")
+    assert (hold.state, hold.reason, told) == ("released", None, [])
+    with pytest.raises(LockNotHeldError, match="'job'.*released"):
+        hold.check()
+
+
+def test_a_lost_hold_stays_lost_after_its_release() -> None:
+    """Its release is begun once, and the state does not pretend that all was well."""
+    hold = make()
+    hold.lose("killed")
+    assert released(hold)
+    assert not released(hold)
+    assert hold.state == "lost"
+    with pytest.raises(LockLostError):
+        hold.check()
+
+
+def test_a_listener_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are told, and the loss stands."""
+    hold, told = make(), []
+
+    def fail() -> None:
+        raise RuntimeError("listener")
+
+    hold.subscribe(fail)
+    hold.subscribe(lambda: told.append("second"))
+    with caplog.at_level(logging.ERROR, "pgfence.advisory"):
+        assert hold.lose("killed")
+    assert told == ["second"]
+    assert "listener" in caplog.text
+
+
+def test_listeners_run_with_no_lock_of_ours_held() -> None:
+    """A listener may use the machinery itself: the mutex is free while it runs."""
+    hold, free = make(), []
+    hold.subscribe(lambda: free.append(MUTEX.acquire(blocking=False)))
+    hold.lose("killed")
+    if free == [True]:
+        MUTEX.release()
+    assert free == [True]
+
+
+def test_an_unsubscribed_listener_hears_nothing() -> None:
+    """Taken out once or twice, it is not called; one that was never in is no error."""
+    hold, told = make(), []
+
+    def listener() -> None:
+        told.append("lost")
+
+    hold.subscribe(listener)
+    hold.unsubscribe(listener)
+    hold.unsubscribe(listener)
+    hold.lose("killed")
+    assert told == []
+
+
+def test_the_lost_error_names_lock_and_reason() -> None:
+    """It carries names and reason, and says what that means for the work done."""
+    hold = make("a", "b")
+    hold.lose("cut off")
+    with pytest.raises(LockLostError, match=r"'a', 'b' was lost.*cannot be reached") as caught:
+        hold.check()
+    assert (caught.value.names, caught.value.reason) == (("a", "b"), "cut off")
+
+
+def test_in_a_forked_child_nothing_is_held_and_nothing_can_be_lost_or_released() -> None:
+    """C012: a record of another process is released from the start, whatever happened to it there."""
+    hold = make()
+    hold.pid = os.getpid() + 1
+    assert hold.state == "released"
+    assert not hold.lose("killed")
+    assert not released(hold)
+    with pytest.raises(LockNotHeldError, match="forked child"):
+        hold.check()
+    lost = make()
+    lost.lose("killed")
+    lost.pid = os.getpid() + 1
+    assert lost.state == "released"
+    with pytest.raises(LockNotHeldError):
+        lost.check()
+
+
+def test_of_many_threads_exactly_one_may_release_or_lose() -> None:
+    """Loss and release meet many times: one of them wins, and a listener is told if and only if the loss does."""
+    for _ in range(200):
+        hold, told, wins = make(), [], []
+        hold.subscribe(lambda told=told: told.append("lost"))
+        start = threading.Barrier(3)
+
+        def lose(hold: Hold[Any] = hold, wins: list[str] = wins, start: threading.Barrier = start) -> None:
+            start.wait()
+            if hold.lose("killed"):
+                wins.append("lost")
+
+        def release(hold: Hold[Any] = hold, wins: list[str] = wins, start: threading.Barrier = start) -> None:
+            start.wait()
+            if released(hold):
+                wins.append("released")
+
+        threads = [threading.Thread(target=target) for target in (lose, release, release)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wins.count("released") == 1
+        assert told == ["lost"] * wins.count("lost")
+        assert hold.state == ("lost" if told else "released")
+
+
+def test_events_reach_the_hook_and_its_failure_stays_there(caplog: pytest.LogCaptureFixture) -> None:
+    """on_event gets a value with name and time; an exception in it is logged."""
+    seen: list[Any] = []
+    emit(Config(on_event=seen.append), "acquired", ("a", "b"))
+    assert (seen[0].event, seen[0].name, seen[0].at.tzinfo is not None) == ("acquired", "a, b", True)
+    emit(Config(), "acquired", ("a",))
+    with caplog.at_level(logging.ERROR, "pgfence.advisory"):
+        emit(Config(on_event=lambda _: 1 / 0), "acquired", ("a",))
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_names_are_quoted_in_messages() -> None:
+    """So that spaces, commas and emptiness show."""
+    assert named(("a b", "c,d")) == "'a b', 'c,d'"
