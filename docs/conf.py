@@ -25,7 +25,7 @@ html_theme = "furo"
 html_title = "pgfence"
 html_copy_source = False
 
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 # Overloads and defaults stand in the signature, words in the text.

@@ -60,7 +60,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     modules = re.findall(r"automodule:: (\S+)", reference)
     for name in pgfence.__all__:
         home = getattr(getattr(pgfence, name), "__module__", f"pgfence.{name}")
-        there = re.search(rf"::\s+{name}\b", reference) or home in modules or f"pgfence.{name}" in modules
+        there = re.search(rf"::\s+(pgfence\.)?{name}\b", reference) or home in modules or f"pgfence.{name}" in modules
         assert there or name == "__version__", name
 
 

@@ -18,6 +18,8 @@ Sources: PostgreSQL manual, "Explicit Locking" (advisory locks) and "Advisory Lo
 
 from __future__ import annotations
 
+import asyncio
+import os
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -26,6 +28,7 @@ from typing_extensions import deprecated
 
 from pgfence._runtime import aio, sync
 from pgfence._sql import activity
+from pgfence._sql.advisory import LockSql
 from pgfence.config import config_of
 from pgfence.handles import AsyncHeld, Held, lent
 from pgfence.keys import Name, resolve
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 
     from pgfence._runtime.aio import AsyncDomain
     from pgfence._runtime.sync import SyncDomain
+    from pgfence._sql.advisory import Style
+    from pgfence.config import Config
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
     from pgfence.timing import Seconds
@@ -54,26 +59,36 @@ class _Named:
     _engine: Any
     _names: Sequence[Name]
     _namespace: str | None
+    _labels: tuple[str, ...]
+    _sql: LockSql
+    _in: str
+    """The namespace that `_sql` was made with."""
+    _home: Any = None
+    """The domain that was found last, for an engine that is its own lock engine."""
 
     def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None) -> None:
         self._engine = engine
-        self._names = names
+        self._names = tuple(names)
         self._namespace = namespace
-        resolve(names, namespace or "")
+        self._in = namespace or ""
+        self._sql = LockSql(resolve(names, self._in), "format")
+        self._labels = tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in names))
 
     def _named(self, names: Sequence[Name]) -> Self:
         other = object.__new__(type(self))
         _Named.__init__(other, self._engine, names, self._namespace)
         return other
 
-    def _keys(self, config: Any) -> tuple[LockKey, ...]:
-        return resolve(self._names, config.namespace if self._namespace is None else self._namespace)
-
-    def _labels(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in self._names))
+    def _in_terms_of(self, config: Config, style: Style) -> LockSql:
+        """The statements for this engine's namespace and driver, made once."""
+        namespace = config.namespace if self._namespace is None else self._namespace
+        if namespace != self._in or style != self._sql.style:
+            self._in = namespace
+            self._sql = LockSql(resolve(self._names, namespace), style)
+        return self._sql
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {', '.join(map(repr, self._labels()))}>"
+        return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"
 
 
 _THREE_WAYS = (
@@ -120,13 +135,16 @@ class AdvisoryLock(_Named, Verbs[H]):
         self: AdvisoryLock[Held], engine: EngineSource | Connection, *names: Name, namespace: str | None = None
     ) -> None: ...
     def __init__(self, engine: Any, *names: Name, namespace: str | None = None) -> None:
+        if isinstance(engine, (Engine, Connection)):
+            super().__init__(engine, names, namespace)
+            return
         if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
             raise TypeError(_THREE_WAYS.format(""))
         if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
             raise TypeError(
                 f"AdvisoryLock needs an Engine or a Connection, not {type(engine).__name__}: use AsyncAdvisoryLock"
             )
-        if not isinstance(engine, (Engine, Connection)) and not callable(engine):
+        if not callable(engine):
             raise TypeError(
                 f"AdvisoryLock needs an Engine, a function that returns one, or a Connection, not {type(engine).__name__}"
             )
@@ -138,8 +156,8 @@ class AdvisoryLock(_Named, Verbs[H]):
         Raises:
             as `acquire`, but for LockTimeoutError.
         """
-        domain, keys, on = self._place()
-        hold = domain.acquire(self._labels(), keys, 0.0, on=on)
+        domain, sql, on = self._place()
+        hold = domain.acquire(self._labels, sql, 0.0, on=on)
         return None if hold is None else Held(domain, hold)  # type: ignore[return-value]
 
     def acquire(self, *, timeout: Seconds | None = None) -> H:
@@ -157,11 +175,11 @@ class AdvisoryLock(_Named, Verbs[H]):
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
         """
-        domain, keys, on = self._place()
+        domain, sql, on = self._place()
         limit = domain.timeout(timeout, sync.contender())
-        hold = domain.acquire(self._labels(), keys, limit, on=on)
+        hold = domain.acquire(self._labels, sql, limit, on=on)
         if hold is None:
-            raise domain.timed_out(domain.request(self._labels(), keys, sync.contender(), 0.0), self.holders())
+            raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self.holders())
         return Held(domain, hold)  # type: ignore[return-value]
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
@@ -203,18 +221,24 @@ class AdvisoryLock(_Named, Verbs[H]):
         Raises:
             UnreachableError: there is no server.
         """
-        domain, keys, on = self._place()
-        return domain.holders(keys) if on is None else _look(on, keys)
+        domain, sql, on = self._place()
+        return domain.holders(sql.keys) if on is None else _look(on, sql.keys)
 
-    def _place(self) -> tuple[SyncDomain, tuple[LockKey, ...], Connection | None]:
+    def _place(self) -> tuple[SyncDomain, LockSql, Connection | None]:
         engine = self._engine
+        home = self._home
+        if home is not None and home.engine is engine and home.pid == os.getpid():
+            return home, self._sql, None
         if isinstance(engine, Connection):
             config = config_of(engine)
-            return sync.domain_of(engine.engine, config), self._keys(config), engine
+            domain = sync.domain_of(engine.engine, config)
+            return domain, self._in_terms_of(config, domain.style), engine
         if not isinstance(engine, Engine):
             engine = engine()
         config = config_of(engine)
-        return sync.domain_of(_lock_engine(engine, config), config), self._keys(config), None
+        domain = sync.domain_of(_lock_engine(engine, config), config)
+        self._home = domain
+        return domain, self._in_terms_of(config, domain.style), None
 
 
 def _look(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
@@ -293,8 +317,8 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
         Raises:
             as `acquire`, but for LockTimeoutError.
         """
-        domain, keys, on = self._place()
-        hold = await domain.acquire(self._labels(), keys, 0.0, on=on)
+        domain, sql, on = self._place()
+        hold = await domain.acquire(self._labels, sql, 0.0, on=on)
         return None if hold is None else AsyncHeld(domain, hold)  # type: ignore[return-value]
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
@@ -312,11 +336,11 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
         """
-        domain, keys, on = self._place()
+        domain, sql, on = self._place()
         limit = domain.timeout(timeout, aio.contender())
-        hold = await domain.acquire(self._labels(), keys, limit, on=on)
+        hold = await domain.acquire(self._labels, sql, limit, on=on)
         if hold is None:
-            raise domain.timed_out(domain.request(self._labels(), keys, aio.contender(), 0.0), await self.holders())
+            raise domain.timed_out(domain.request(self._labels, sql, aio.contender(), 0.0), await self.holders())
         return AsyncHeld(domain, hold)  # type: ignore[return-value]
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
@@ -353,15 +377,26 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
         Raises:
             UnreachableError: there is no server.
         """
-        domain, keys, on = self._place()
-        return await domain.holders(keys) if on is None else await on.run_sync(_look, keys)
+        domain, sql, on = self._place()
+        return await domain.holders(sql.keys) if on is None else await on.run_sync(_look, sql.keys)
 
-    def _place(self) -> tuple[AsyncDomain, tuple[LockKey, ...], AsyncConnection | None]:
+    def _place(self) -> tuple[AsyncDomain, LockSql, AsyncConnection | None]:
         engine = self._engine
+        home = self._home
+        if (
+            home is not None
+            and home.async_engine is engine
+            and home.loop is asyncio.get_running_loop()
+            and home.pid == os.getpid()
+        ):
+            return home, self._sql, None
         if hasattr(engine, "sync_connection"):
             config = config_of(engine)
-            return aio.domain_of(engine.engine, config), self._keys(config), engine
+            domain = aio.domain_of(engine.engine, config)
+            return domain, self._in_terms_of(config, domain.style), engine
         if not hasattr(engine, "sync_engine"):
             engine = engine()
         config = config_of(engine)
-        return aio.domain_of(_lock_engine(engine, config), config), self._keys(config), None
+        domain = aio.domain_of(_lock_engine(engine, config), config)
+        self._home = domain
+        return domain, self._in_terms_of(config, domain.style), None

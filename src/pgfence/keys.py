@@ -11,7 +11,7 @@ PostgreSQL has two spaces of advisory keys that never meet: one bigint, and pair
 from __future__ import annotations
 
 import hashlib
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from sqlalchemy import BigInteger, cast, func, literal
@@ -92,9 +92,7 @@ class LockKey:
         name = _text(name, "a lock name")
         if not name:
             raise ValueError("a lock name must not be empty")
-        hashed = _text(namespace, "a namespace") + SEPARATOR + name
-        value = int.from_bytes(hashlib.sha256(hashed.encode()).digest()[:8], "big", signed=True)
-        return cls._make(value, "bigint", name, hashed)
+        return _key_of(name, _text(namespace, "a namespace"))
 
     @classmethod
     def raw(cls, value: int) -> LockKey:
@@ -202,6 +200,13 @@ class LockKey:
         return f"<LockKey {self.label!r}, {self._space} {self._value}>"
 
 
+@lru_cache(maxsize=1024)
+def _key_of(name: str, namespace: str) -> LockKey:
+    hashed = namespace + SEPARATOR + name
+    value = int.from_bytes(hashlib.sha256(hashed.encode()).digest()[:8], "big", signed=True)
+    return LockKey._make(value, "bigint", name, hashed)  # noqa: SLF001
+
+
 Name: TypeAlias = str | LockKey
 
 
@@ -212,7 +217,7 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
         ValueError: no name was given, or one is not usable.
         TypeError: one is neither a str nor a LockKey.
     """
-    keys = {n if isinstance(n, LockKey) else LockKey.of(n, namespace=namespace) for n in names}
+    keys = [n if isinstance(n, LockKey) else LockKey.of(n, namespace=namespace) for n in names]
     if not keys:
         raise ValueError("a lock needs at least one name")
-    return tuple(sorted(keys))
+    return tuple(sorted(set(keys)) if len(keys) > 1 else keys)

@@ -172,7 +172,7 @@ def test_a_signal_reaches_the_command_and_the_lock_is_freed(
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
-        ("no-such-program", 127, "command not found"),
+        ("no-such-program", 127, "No such file"),
         ("./plain", 126, "Permission denied"),
         ("./garbage", 126, "format"),
     ],
@@ -319,6 +319,29 @@ def test_the_command_may_outlive_its_lock(
         assert "others may run the same command now" in process.stderr.readline()
         process.communicate("\n", timeout=20)
     assert process.returncode == 4
+
+
+def test_a_loss_at_the_very_end_is_no_success(cli: Cli, dsn: str, name: str, backend: Callable[[], int | None]) -> None:
+    """C005: lost before it was given back, the lock may have been another's already: 76, whatever the command says."""
+    program = (
+        "import os, psycopg, signal; signal.signal(15, signal.SIG_IGN)\n"
+        f"with psycopg.connect({dsn!r}, autocommit=True) as c:\n"
+        "    c.execute('SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = %s AND granted', ['advisory'])\n"
+        "os._exit(0)"
+    )
+    done = cli.run(name, "--", sys.executable, "-c", program)
+    assert done.returncode == 76
+    assert name in done.stderr
+    assert backend() is None
+
+
+def test_a_signal_ends_what_an_engine_is_waiting_for(cli: Cli, name: str) -> None:
+    """A module that hangs while it is imported can be interrupted."""
+    (cli.folder / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    with cli.started("--engine", "slow:engine", name, "--", "true") as process:
+        assert first_line(process) == "importing"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
 
 
 def test_killed_the_lock_is_free_and_the_command_ends(cli: Cli, name: str, backend: Callable[[], int | None]) -> None:

@@ -13,14 +13,12 @@ from pgfence.errors import LockTimeoutError, TransactionStateError
 from support.transactions import connection, lock, run, session, statements, value
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from support.worlds import World
 
 
 @pytest.fixture
-async def engine(world: World) -> AsyncIterator[Any]:
-    yield world.engine()
+async def engine(world: World) -> Any:
+    return world.engine()
 
 
 async def begin_nested(world: World, work: Any) -> Any:
@@ -102,10 +100,6 @@ async def test_a_wait_inside_a_savepoint_falls_with_it(world: World, engine: Any
         (["SAVEPOINT a"], ["SAVEPOINT b", "ROLLBACK TO a"], 1),
         (["SAVEPOINT a"], ["/* why */ ROLLBACK TO a"], 1),
         (["SAVEPOINT a"], ["ROLLBACK TO a -- why"], 1),
-        ([], ["ROLLBACK"], 1),
-        ([], ["COMMIT"], 1),
-        ([], ["END"], 1),
-        ([], ["ABORT"], 1),
         ([], ["SELECT 'a'"], 0),
     ],
     ids=lambda value: "; ".join(value) if isinstance(value, list) else "",
@@ -123,6 +117,21 @@ async def test_savepoints_in_plain_text_are_noticed(
             await run(world, work, statement)
         assert await cost(world, engine, work, name) == asked
         assert await world.call(lock(other, name).try_acquire) is False
+
+
+@pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT", "end", "/* why */ abort"])
+async def test_an_end_in_plain_text_is_noticed(world: World, engine: Any, name: str, end: str) -> None:
+    """C014: the lock is asked for anew; where the driver goes on without a transaction, that is an error and no grant."""
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await run(world, work, "SELECT 1")
+        await world.call(lock(work, name).acquire)
+        await run(world, work, end)
+        if world.name in ("psycopg", "psycopg_async"):
+            assert await cost(world, engine, work, name) == 1
+            assert await world.call(lock(other, name).try_acquire) is False
+        else:
+            with pytest.raises(TransactionStateError, match="autocommit"):
+                await world.call(lock(work, name).acquire)
 
 
 async def test_a_savepoint_older_than_the_first_lock_is_noticed(world: World, engine: Any, name: str) -> None:
@@ -189,21 +198,21 @@ async def test_what_a_hook_has_set_survives_a_refused_request(world: World, name
         event.remove(sync, "begin" if when == "begin" else "before_cursor_execute", set_tenant)
 
 
-async def test_a_hook_that_speaks_first_does_not_keep_the_lock_away(world: World, name: str) -> None:
-    """With such a hook several free names are held as well, and are one statement more expensive."""
-    engine = world.engine()
+async def test_hooks_cost_several_names_a_savepoint(world: World, engine: Any, name: str) -> None:
+    """A hook might have spoken first, so the transaction is not ours to begin anew: three statements for several names."""
     sync = getattr(engine, "sync_engine", engine)
 
-    def speak(connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement != "SELECT 'hook'":
-            connection.exec_driver_sql("SELECT 'hook'")
+    def hook(*_: Any) -> None:
+        pass
 
-    event.listen(sync, "before_cursor_execute", speak)
-    async with connection(world, engine) as work, connection(world, engine) as other:
-        await world.call(lock(work, name, name + ":2").acquire)
-        assert await world.call(lock(other, name).try_acquire) is False
-        assert await world.call(lock(other, name + ":2").try_acquire) is False
-    event.remove(sync, "before_cursor_execute", speak)
+    async with connection(world, engine) as work:
+        for kind, kinds in (("after", ["SELECT"]), ("before", ["SAVEPOINT", "SELECT", "RELEASE"])):
+            event.listen(sync, f"{kind}_cursor_execute", hook)
+            with statements(engine) as sent:
+                await world.call(lock(work, name, name + ":2").acquire)
+            assert [statement.split()[0] for statement in sent] == kinds
+            event.remove(sync, f"{kind}_cursor_execute", hook)
+            await world.call(work.rollback)
 
 
 async def test_a_thousand_transactions_leave_no_trace(world: World, name: str) -> None:

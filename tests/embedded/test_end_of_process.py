@@ -30,7 +30,8 @@ server = Server(fsync=False)
 server.start()
 say(server.pid)
 say(server.folder)
-say(_process.stranger() is not None)
+say("nobody" if _process.stranger() else "ourselves")
+say("ready")
 park()
 server.close()
 """
@@ -60,7 +61,7 @@ def test_the_server_ends_when_its_process_is_killed(
     assert alive(pid)
     running.kill(number)
     eventually(lambda: not alive(pid), deadline=10)
-    script(SERVER).wait_for("False")
+    script(SERVER).wait_for("ready")
     assert not folder.exists(), "the next start removes what a killed process left"
 
 
@@ -111,7 +112,7 @@ def test_root_without_namespaces_runs_it_as_nobody(
     without("unshare")
     running = script(SERVER)
     pid, folder = int(running.read_line()), Path(running.read_line())
-    running.wait_for("True")
+    running.wait_for("nobody")
     assert Path(f"/proc/{pid}").owner() == "nobody"
     assert running.go_on() == 0
     assert not alive(pid)

@@ -96,16 +96,15 @@ def test_other_users_are_kept_out(make_server: Callable[..., OwnServer]) -> None
     assert ask(server.url, "SHOW listen_addresses") == "127.0.0.1"
     with pytest.raises(psycopg.OperationalError, match="password"):
         psycopg.connect(f"host=127.0.0.1 port={server.port} user=postgres dbname=postgres passfile=/dev/null")
-    assert server.sockets.stat().st_mode & 0o777 == 0o700
-    with psycopg.connect(f"host={server.sockets} port={server.port} user=postgres dbname=postgres") as connection:
-        assert connection.info.host == str(server.sockets)
+    assert server.folder.stat().st_mode & 0o777 == 0o700
+    with psycopg.connect(f"host={server.folder} port={server.port} user=postgres dbname=postgres") as connection:
+        assert connection.info.host == str(server.folder)
 
 
 def test_a_data_dir_keeps_the_data(kept: Path) -> None:
     """The second server on a folder finds what the first one left."""
-    with embedded.server(data_dir=kept) as url:
-        with psycopg.connect(without_driver(url)) as connection:
-            connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
+    with embedded.server(data_dir=kept) as url, psycopg.connect(without_driver(url)) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 42 AS answer")
     with embedded.server(data_dir=kept) as url:
         assert ask(url, "SELECT answer FROM kept") == 42
 
@@ -189,7 +188,7 @@ def test_a_wrong_variable_is_an_error_that_names_it(tmp_path: Path, monkeypatch:
 
 
 def test_a_long_temporary_folder_does_not_break_the_socket(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a socket has at most 107 bytes; with a longer folder the socket is elsewhere, and goes as well."""
+    """The path of a socket has little more than 100 bytes; with a longer folder everything is elsewhere, and goes as well."""
     deep = temporary / ("deep" * 40)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))

@@ -31,7 +31,7 @@ def standby(primary: OwnServer, **kwargs: Any) -> Iterator[Standby]:
     words, options = _process.command(
         [
             primary.bindir / "pg_basebackup",
-            *("-h", primary.sockets, "-p", str(primary.port), "-U", "postgres"),
+            *("-h", primary.folder, "-p", str(primary.port), "-U", "postgres"),
             *("-D", data, "-R", "-X", "stream", "-c", "fast", "--no-sync"),
         ]
     )

@@ -130,7 +130,7 @@ def test_a_cut_cable_is_silent_and_can_be_mended(far_server: FarServer) -> None:
         assert answers(connection)
         far_server.network.cut()
         assert not answers(connection)
-        near = f"host={far_server.sockets} port={far_server.port} user=postgres dbname=postgres"
+        near = f"host={far_server.folder} port={far_server.port} user=postgres dbname=postgres"
         with connect(near) as socket:
             assert answers(socket), "the server itself is well"
         far_server.network.heal()

@@ -77,15 +77,24 @@ async def value(who: Contender, work: Any, sql: str, **parameters: Any) -> Any:
 
 @contextmanager
 def statements(engine: Any) -> Iterator[list[str]]:
-    """Collect the statements that go out on an engine, whoever sends them."""
+    """Collect the statements that go out on an engine, whoever sends them and however they end.
+
+    By the hooks after a statement: hooks before it make some requests choose another way.
+    """
     sent: list[str] = []
 
-    def note(_c: Any, _cursor: Any, statement: str, _p: Any, _context: Any, _many: Any) -> None:
+    def done(_c: Any, _cursor: Any, statement: str, _p: Any, _context: Any, _many: Any) -> None:
         sent.append(statement)
 
+    def failed(context: Any) -> None:
+        if context.statement is not None:
+            sent.append(context.statement)
+
     sync = getattr(engine, "sync_engine", engine)
-    event.listen(sync, "before_cursor_execute", note)
+    event.listen(sync, "after_cursor_execute", done)
+    event.listen(sync, "handle_error", failed)
     try:
         yield sent
     finally:
-        event.remove(sync, "before_cursor_execute", note)
+        event.remove(sync, "after_cursor_execute", done)
+        event.remove(sync, "handle_error", failed)

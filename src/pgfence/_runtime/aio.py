@@ -23,7 +23,6 @@ from pgfence._runtime.roster import MANY_KEYS
 from pgfence._runtime.sessions import Gone
 from pgfence._runtime.state import log
 from pgfence._sql import activity, server
-from pgfence._sql.advisory import LockSql
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from pgfence._runtime.domain import Request
     from pgfence._runtime.state import Hold
+    from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
@@ -74,13 +74,13 @@ class AsyncDomain(Domain[AsyncSession]):
         self.keeper = AsyncKeeper(engine.sync_engine, config, weak_method(self.session_died))
 
     async def acquire(
-        self, names: tuple[str, ...], keys: Sequence[LockKey], timeout: float, *, on: AsyncConnection | None = None
+        self, names: tuple[str, ...], sql: LockSql, timeout: float, *, on: AsyncConnection | None = None
     ) -> Hold[AsyncSession] | None:
         """Return a hold, or None when somebody else has it and `timeout` is 0.
 
         Args:
             names: for messages.
-            keys: sorted, each once.
+            sql: the keys to take.
             timeout: in seconds.
             on: the caller's own connection; None takes one of ours.
 
@@ -88,7 +88,7 @@ class AsyncDomain(Domain[AsyncSession]):
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
         """
-        request = self.request(names, keys, contender(), timeout)
+        request = self.request(names, sql, contender(), timeout)
         ticket = await self._first_in_line(request)
         if ticket is None:
             return None
@@ -101,7 +101,7 @@ class AsyncDomain(Domain[AsyncSession]):
             if session is None:
                 session = await self._at_server(request, on)
             if session is not None:
-                return self.held(names, ticket, session)
+                return self.held(request, ticket, session)
         except BaseException:
             self._give_up(ticket)
             raise
@@ -233,7 +233,7 @@ class AsyncDomain(Domain[AsyncSession]):
         try:
             if session.lent:
                 await session.take_back(self.engine)
-            done = await session.unlock(self.engine, LockSql(hold.keys, self.style))
+            done = await session.unlock(self.engine, hold.sql)
         except Exception as error:
             if not lost_connection(self.engine, session, error):
                 raise

@@ -81,9 +81,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 turn.wake = bell.ring
         if not turn.served and not await self._in_turn(turn, bell, left):
             return None
-        if turn.given is not None:
-            return turn.given
-        return await self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
+        return turn.given or await self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
 
     async def visitor(self) -> AsyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""

@@ -23,7 +23,6 @@ from pgfence._runtime.roster import S
 from pgfence._runtime.sessions import Gone, Session
 from pgfence._runtime.state import Hold, emit, log, named
 from pgfence._sql import server
-from pgfence._sql.advisory import LockSql
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
 from pgfence.errors import (
     CapacityError,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._runtime.roster import Keeper
+    from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.keys import LockKey
     from pgfence.timing import Seconds
@@ -51,15 +51,21 @@ RETRY_AFTER = 1.0
 LAST = 1
 
 
+_NOW = Deadline(0.0, 0.0)
+
+
 @dataclass(slots=True)
 class Request:
     """One call: who wants what until when."""
 
     names: tuple[str, ...]
-    keys: Sequence[LockKey]
+    sql: LockSql
     owner: Contender
     deadline: Deadline
-    sql: LockSql
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return self.sql.keys
 
     @property
     def left(self) -> float:
@@ -90,8 +96,8 @@ class Domain(Generic[S]):
             return seconds(timeout)
         return min(self.config.default_timeout, NESTED_LIMIT) if owner.holds else self.config.default_timeout
 
-    def request(self, names: tuple[str, ...], keys: Sequence[LockKey], owner: Contender, timeout: float) -> Request:
-        return Request(names, keys, owner, Deadline.after(timeout, clock()), LockSql(keys, self.style))
+    def request(self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float) -> Request:
+        return Request(names, sql, owner, Deadline.after(timeout, clock()) if timeout else _NOW)
 
     def line_up(self, request: Request) -> Ticket | None:
         """Enter the lines, under the mutex. None: somebody is before us, and we do not wait.
@@ -100,13 +106,13 @@ class Domain(Generic[S]):
             SelfDeadlockError: the wait would never end inside this process.
         """
         owner, names = request.owner, request.names
-        if self.lines.held_by(owner, request.keys):
+        if self.lines.held_by(owner, request.sql.places):
             raise SelfDeadlockError(
                 f"this {owner.kind} holds {named(names)} already: a session lock is not re-entrant. Pass the handle on,"
                 " or use one lock with many names",
                 names=names,
             )
-        ticket = Ticket(request.keys, owner, self.lines)
+        ticket = Ticket(request.sql.places, owner, self.lines)
         if self.lines.arrive(ticket):
             return ticket
         circle = request.waits and closes_circle(ticket)
@@ -130,21 +136,20 @@ class Domain(Generic[S]):
     def _leave(self, ticket: Ticket) -> None:
         if ticket.owner.waits is ticket:
             ticket.owner.waits = None
-        if ticket.lines is self.lines and ticket in self.lines:
-            self.lines.leave(ticket)
+        ticket.lines.leave(ticket)
 
     # ------------------------------------------------------------ holds
 
-    def held(self, names: tuple[str, ...], ticket: Ticket, session: S) -> Hold[S]:
+    def held(self, request: Request, ticket: Ticket, session: S) -> Hold[S]:
         """Record a grant."""
-        hold = Hold(names, ticket, session)
+        hold = Hold(request.names, request.sql, ticket, session)
         with MUTEX:
             ticket.owner.waits = None
             ticket.owner.holds.append(hold)
             session.hold = ticket.hold = hold
         if session.dead is not None:  # it died between the answer and this line
             session.died(session.dead)
-        emit(self.config, "acquired", names)
+        emit(self.config, "acquired", request.names)
         return hold
 
     def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
@@ -214,7 +219,10 @@ class Domain(Generic[S]):
     def holders_here(self, request: Request) -> list[Holder]:
         """Return the holders in this process that a contender stands in line behind."""
         with MUTEX:
-            first = [(key, next(iter(self.lines.line(key)), None)) for key in request.keys]
+            first = [
+                (key, next(iter(self.lines.line(place)), None))
+                for key, place in zip(request.keys, request.sql.places, strict=True)
+            ]
         return [here(key, ticket.hold) for key, ticket in first if ticket is not None and ticket.hold is not None]
 
     def again(self, request: Request, gone: Gone, began: float, failures: int) -> int:

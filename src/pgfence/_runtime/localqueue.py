@@ -20,10 +20,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from pgfence._runtime.state import Hold
-    from pgfence.keys import LockKey
 
 MUTEX = threading.Lock()
 if hasattr(os, "register_at_fork"):
@@ -48,16 +47,19 @@ class Contender:
 class Ticket:
     """A place in the lines of some keys."""
 
-    __slots__ = ("ahead", "gift", "hold", "keys", "lines", "owner", "wake")
+    __slots__ = ("ahead", "gift", "gone", "hold", "lines", "owner", "places", "wake")
 
-    def __init__(self, keys: Sequence[LockKey], owner: Contender, lines: Lines) -> None:
-        self.keys = keys
+    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines) -> None:
+        self.places = places
+        """The keys it is for, sorted."""
         self.owner = owner
         self.lines = lines
         self.ahead = 0
         """In how many lines somebody stands before it."""
         self.gift: Any = None
         """The session on which these very keys are held already: handed over by the ticket before."""
+        self.gone = False
+        """Whether it has left its lines."""
         self.hold: Hold[Any] | None = None
         """What it was granted."""
         self.wake: Callable[[], object] | None = None
@@ -69,29 +71,32 @@ class Lines:
     __slots__ = ("_lines",)
 
     def __init__(self) -> None:
-        self._lines: dict[LockKey, deque[Ticket]] = {}
+        self._lines: dict[Hashable, deque[Ticket]] = {}
 
     def arrive(self, ticket: Ticket) -> bool:
         """Put a ticket at the end of its lines and say whether it stands first in all of them."""
-        for key in ticket.keys:
-            line = self._lines.get(key)
+        for place in ticket.places:
+            line = self._lines.get(place)
             if line is None:
-                self._lines[key] = deque((ticket,))
+                self._lines[place] = deque((ticket,))
             else:
                 line.append(ticket)
                 ticket.ahead += 1
         return not ticket.ahead
 
     def leave(self, ticket: Ticket) -> None:
-        """Take a ticket out, first or not, and wake those who stand first in all their lines now."""
-        for key in ticket.keys:
-            line = self._lines[key]
+        """Take a ticket out, first or not, and wake those who stand first in all their lines now; once."""
+        if ticket.gone:
+            return
+        ticket.gone = True
+        for place in ticket.places:
+            line = self._lines[place]
             if line[0] is not ticket:
                 line.remove(ticket)
                 continue
             line.popleft()
             if not line:
-                del self._lines[key]
+                del self._lines[place]
                 continue
             line[0].ahead -= 1
             if not line[0].ahead and line[0].wake is not None:
@@ -99,25 +104,25 @@ class Lines:
 
     def next_for(self, ticket: Ticket) -> Ticket | None:
         """Return who would come first by this ticket's leaving, if it wants exactly the same keys."""
-        line = self._lines[ticket.keys[0]]
-        if len(line) < 2 or line[1].keys != ticket.keys:
+        line = self._lines[ticket.places[0]]
+        if len(line) < 2 or line[1].places != ticket.places:
             return None
         heir = line[1]
-        if len(ticket.keys) > 1 and any(self._lines[key][1] is not heir for key in ticket.keys):
+        if len(ticket.places) > 1 and any(self._lines[place][1] is not heir for place in ticket.places):
             return None
         return heir
 
-    def held_by(self, owner: Contender, keys: Sequence[LockKey]) -> bool:
+    def held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
         """Say whether this contender stands first for one of the keys already, by a hold or a wait of its own."""
-        return any((line := self._lines.get(key)) is not None and line[0].owner is owner for key in keys)
+        for place in places:
+            line = self._lines.get(place)
+            if line is not None and line[0].owner is owner:
+                return True
+        return False
 
-    def line(self, key: LockKey) -> Iterable[Ticket]:
+    def line(self, place: Hashable) -> Iterable[Ticket]:
         """Everybody in one line, first to last."""
-        return self._lines.get(key, ())
-
-    def __contains__(self, ticket: Ticket) -> bool:
-        line = self._lines.get(ticket.keys[0])
-        return line is not None and (line[0] is ticket or ticket in line)
+        return self._lines.get(place, ())
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -127,19 +132,19 @@ def closes_circle(ticket: Ticket) -> bool:
     """Say whether waiting with this ticket would never end: its owner holds what somebody before it waits for."""
     if not ticket.owner.holds:
         return False
-    passed: set[tuple[LockKey, int]] = set()
+    passed: set[tuple[Hashable, int]] = set()
     todo = [ticket]
     while todo:
         current = todo.pop()
-        for key in current.keys:
-            if (key, id(current)) in passed:
+        for place in current.places:
+            if (place, id(current)) in passed:
                 continue
-            for other in current.lines.line(key):
+            for other in current.lines.line(place):
                 if other is current:
                     break
                 if other.owner is ticket.owner:
                     return True
-                passed.add((key, id(other)))
+                passed.add((place, id(other)))
                 if other.owner.waits is not None:
                     todo.append(other.owner.waits)
     return False

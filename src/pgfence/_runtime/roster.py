@@ -65,7 +65,7 @@ class Roster(Generic[S]):
         self._line: deque[Turn[S]] = deque()
 
     def take(self) -> Turn[S]:
-        """Return a turn: with a warm session, with the right to open one, or to wait for."""
+        """Return a turn: with a warm session, with the right to open one, or to wait for one."""
         turn: Turn[S] = Turn()
         turn.given = self.warm()
         if turn.given is not None:

@@ -19,6 +19,7 @@ from pgfence.grants import Event
 
 if TYPE_CHECKING:
     from pgfence._runtime.localqueue import Contender, Ticket
+    from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.errors import LossReason
     from pgfence.grants import State
@@ -35,20 +36,20 @@ class Hold(Generic[SessionT]):
     __slots__ = (
         "_listeners",
         "handle",
-        "keys",
         "names",
         "owner",
         "pid",
         "reason",
         "released",
         "session",
+        "sql",
         "ticket",
         "unsure",
     )
 
-    def __init__(self, names: tuple[str, ...], ticket: Ticket, session: SessionT) -> None:
+    def __init__(self, names: tuple[str, ...], sql: LockSql, ticket: Ticket, session: SessionT) -> None:
         self.names = names
-        self.keys: tuple[LockKey, ...] = tuple(ticket.keys)
+        self.sql = sql
         self.ticket = ticket
         self.owner: Contender = ticket.owner
         self.session = session
@@ -59,6 +60,10 @@ class Hold(Generic[SessionT]):
         self.released = False
         self.unsure = False
         self._listeners: list[Callable[[], object]] = []
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return self.sql.keys
 
     @property
     def ours(self) -> bool:

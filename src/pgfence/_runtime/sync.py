@@ -19,7 +19,6 @@ from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import activity, server
-from pgfence._sql.advisory import LockSql
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from pgfence._runtime.domain import Request
     from pgfence._runtime.state import Hold
+    from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
@@ -56,13 +56,13 @@ class SyncDomain(Domain[SyncSession]):
         self.keeper = SyncKeeper(engine, config, weak_method(self.session_died))
 
     def acquire(
-        self, names: tuple[str, ...], keys: Sequence[LockKey], timeout: float, *, on: Connection | None = None
+        self, names: tuple[str, ...], sql: LockSql, timeout: float, *, on: Connection | None = None
     ) -> Hold[SyncSession] | None:
         """Return a hold, or None when somebody else has it and `timeout` is 0.
 
         Args:
             names: for messages.
-            keys: sorted, each once.
+            sql: the keys to take.
             timeout: in seconds.
             on: the caller's own connection; None takes one of ours.
 
@@ -70,7 +70,7 @@ class SyncDomain(Domain[SyncSession]):
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
         """
-        request = self.request(names, keys, contender(), timeout)
+        request = self.request(names, sql, contender(), timeout)
         ticket = self._first_in_line(request)
         if ticket is None:
             return None
@@ -83,7 +83,7 @@ class SyncDomain(Domain[SyncSession]):
             if session is None:
                 session = self._at_server(request, on)
             if session is not None:
-                return self.held(names, ticket, session)
+                return self.held(request, ticket, session)
         except BaseException:
             self._give_up(ticket)
             raise
@@ -211,7 +211,7 @@ class SyncDomain(Domain[SyncSession]):
         try:
             if session.lent:
                 session.take_back(self.engine)
-            done = session.unlock(self.engine, LockSql(hold.keys, self.style))
+            done = session.unlock(self.engine, hold.sql)
         except Exception as error:
             if not lost_connection(self.engine, session, error):
                 raise

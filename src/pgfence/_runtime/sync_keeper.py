@@ -82,9 +82,7 @@ class SyncKeeper(Keeper[SyncSession]):
                 turn.wake = gate.open
         if not turn.served and not self._in_turn(turn, gate, left):
             return None
-        if turn.given is not None:
-            return turn.given
-        return self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
+        return turn.given or self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
 
     def visitor(self) -> SyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""

@@ -35,13 +35,15 @@ _MATCH = (
 )
 _HELD = "SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE " + _MATCH + ")"
 
-# A prepared transaction has no process; its lock bears the number of the transaction.
+# A prepared transaction has no process. It is found by the lock that it holds on its own number.
 _HOLDERS = (
     f"SELECT {_VALUE}, l.objsubid, l.mode, l.pid, a.application_name, pg_catalog.host(a.client_addr),"
     " COALESCE(a.xact_start, a.state_change, p.prepared), p.gid"
     " FROM pg_catalog.pg_locks AS l"
     " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
-    " LEFT JOIN pg_catalog.pg_prepared_xacts AS p ON l.pid IS NULL AND l.virtualtransaction = '-1/' || p.transaction::text"
+    " LEFT JOIN LATERAL (SELECT x.gid, x.prepared FROM pg_catalog.pg_locks AS t"
+    " JOIN pg_catalog.pg_prepared_xacts AS x ON x.transaction = t.transactionid"
+    " WHERE l.pid IS NULL AND t.pid IS NULL AND t.virtualtransaction = l.virtualtransaction) AS p ON true"
     " WHERE " + _MATCH + " ORDER BY l.objsubid, 1, l.mode, l.pid"
 )
 _TABLE_USE = (

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable
 
     from pgfence.keys import LockKey
 
@@ -29,13 +29,13 @@ Style: TypeAlias = Literal["format", "numeric"]
 
 _TRY_ONE = (
     "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
-    " THEN pg_catalog.pg_try_advisory_lock({2}::bigint) END"
+    " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
-    " pg_catalog.pg_advisory_xact_lock({2}::bigint), pg_catalog.pg_advisory_lock({3}::bigint)"
+    " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
 )
-_UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock({1}::bigint)"
+_UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock(CAST({1} AS bigint))"
 
 
 def _call(function: str, value: str = "v", pair: str = "p") -> str:
@@ -64,7 +64,8 @@ _WAIT_MANY = (
     " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + " ORDER BY i),"
     f" x AS MATERIALIZED (SELECT {_call('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
     " n AS MATERIALIZED (SELECT count(*) AS taken FROM x)"
-    f" SELECT {_call('pg_advisory_lock')} FROM n, k WHERE n.taken > 0"
+    # One row: a driver that reads only the first would leave the rest of the locks untaken.
+    f" SELECT count({_call('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
 )
 _UNLOCK_MANY = f"SELECT bool_and({_call('pg_advisory_unlock')}) FROM " + _KEYS.format("{1}", "{2}")
 
@@ -103,10 +104,13 @@ _TEXTS: dict[Style, Texts] = {"format": _texts("format"), "numeric": _texts("num
 class LockSql:
     """The statements for one set of keys, sorted and each once, in the style of one driver."""
 
-    __slots__ = ("_one", "_texts", "_values", "keys", "unlock_args", "unlock_text")
+    __slots__ = ("_one", "_texts", "_values", "keys", "places", "style", "unlock_args", "unlock_text")
 
-    def __init__(self, keys: Sequence[LockKey], style: Style) -> None:
+    def __init__(self, keys: tuple[LockKey, ...], style: Style) -> None:
         self.keys = keys
+        self.style = style
+        self.places: tuple[Hashable, ...] = tuple(k.value if k.space == "bigint" else (k.value,) for k in keys)
+        """The keys again, as plain values: cheap to look up."""
         self._texts = _TEXTS[style]
         self._one = len(keys) == 1 and keys[0].space == "bigint"
         self._values: tuple[Any, ...]

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import re
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable
     from weakref import ref
 
     from sqlalchemy import Connection
@@ -42,10 +41,9 @@ _ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNO
 class Record:
     """The keys that one transaction took, each with its mode, and its open savepoints."""
 
-    __slots__ = ("_keys", "_root", "_savepoints", "_unless")
+    __slots__ = ("_keys", "_root", "_savepoints")
 
     def __init__(self) -> None:
-        self._unless: tuple[Callable[[], bool], str] | None = None
         self._root: ref[RootTransaction] | None = None
         self._keys: dict[LockKey, bool] = {}
         self._savepoints: list[tuple[str, dict[LockKey, bool]]] = []
@@ -56,7 +54,7 @@ class Record:
         record: Record | None = vars(connection).get(_ATTRIBUTE)
         if record is None:
             record = vars(connection)[_ATTRIBUTE] = cls()
-            event.listen(connection, "before_cursor_execute", record._before, retval=True)
+            event.listen(connection, "before_cursor_execute", record._read)
         record._belong_to(connection.get_transaction())
         return record
 
@@ -78,27 +76,7 @@ class Record:
         self._keys.clear()
         self._savepoints.clear()
 
-    @contextmanager
-    def unless(self, spoilt: Callable[[], bool], instead: str) -> Iterator[None]:
-        """Send `instead` for the next statement if `spoilt()` is true when it goes out.
-
-        Hooks of the user run between a statement's start and that moment, and may speak to the server themselves.
-        """
-        self._unless = spoilt, instead
-        try:
-            yield
-        finally:
-            self._unless = None
-
-    def _before(
-        self, _connection: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: Any
-    ) -> tuple[str, Any]:
-        if self._unless is not None and self._unless[0]():
-            return self._unless[1], ()
-        self._read(statement)
-        return statement, parameters
-
-    def _read(self, statement: str) -> None:
+    def _read(self, _connection: Any, _cursor: Any, statement: str, _values: Any, _context: Any, _many: Any) -> None:
         if statement.startswith(_HARMLESS) and ";" not in statement:
             return
         if found := _SAVEPOINT.fullmatch(statement):

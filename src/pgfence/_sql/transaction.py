@@ -5,7 +5,7 @@ anything is taken; then each key is tried in its order until one is refused.
 
 A transaction lock cannot be unlocked. What a refused request has taken so far goes back in one of two ways. If the request
 was the first statement of its transaction, there is nothing else in it, and the server's transaction is begun anew.
-Otherwise a savepoint of ours stands before it.
+Otherwise, and wherever hooks of the user might have sent something before it unseen, a savepoint of ours stands before it.
 
 Waiting is one statement as well. `lock_timeout` counts per lock, so before each key it is set to what is left of the time;
 afterwards it is what it was, and so is `statement_timeout`, which has to be lifted by a statement of its own: one cannot
@@ -33,10 +33,6 @@ _PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False})
 
 STANDBY = -1
 OLD_SNAPSHOT = -2
-NOT_ASKED = -3
-
-NOTHING_ASKED = f"SELECT '{NOT_ASKED} - -'"
-"""Answers as a request does, and takes nothing."""
 
 # One column: a driver and SQLAlchemy need as long for each as the server needs for a key.
 _ANSWER = (
@@ -164,13 +160,18 @@ def begin_anew(connection: Connection) -> None:
     connection.dialect.do_rollback(connection.connection)
 
 
+def hooked(connection: Connection) -> bool:
+    """Return whether anybody but our own record is called before a statement goes out, and may send another one first."""
+    return len(connection.dispatch.before_cursor_execute) > 1
+
+
 class DriverState(NamedTuple):
     """What the driver knows of its connection without asking."""
 
     autocommit: bool
     pipeline: bool
     idle: bool
-    """No statement of a transaction has gone out yet."""
+    """The server is in no transaction."""
 
 
 def driver_state(connection: Connection) -> DriverState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after `pgfence`; None takes those of this process.
     """
+    # The library's warnings go where an application sends them. Here they would say a second time what we say ourselves.
+    logging.getLogger("pgfence").addHandler(logging.NullHandler())
     try:
         app(args=None if argv is None else list(argv), prog_name="pgfence")
     except Finish as end:

@@ -12,15 +12,15 @@ class Code(IntEnum):
     MISUSE = 64
     """The command line, a name or the database URL cannot be used."""
     UNAVAILABLE = 69
-    """The server gave no answer, or has no room for another lock."""
+    """No session with the server could be had, or it has no room for another lock."""
     BUG = 70
     """An error that nobody foresaw; a traceback tells more."""
     BUSY = 75
     """Somebody else holds the lock. Trying again later may succeed."""
     LOST = 76
-    """The lock was lost while the command ran, and the command was stopped."""
+    """The lock was lost before it was given back; a command that was still running was stopped."""
     REFUSED = 78
-    """The server answered and cannot do it as it is set up: a pooler, a standby, no such database."""
+    """The server answered and session locks are not safe there: a pooler, a standby, no PostgreSQL."""
     NOT_EXECUTABLE = 126
     NOT_FOUND = 127
     SIGNAL = 128

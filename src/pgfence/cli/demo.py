@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,6 +17,7 @@ from pgfence.cli.screen import Screen, show
 from pgfence.cli.server import engine_from
 from pgfence.demo.bank import SCHEMA
 from pgfence.demo.errors import DemoError
+from pgfence.demo.load import program
 from pgfence.demo.stage import LEAST_PROCESSES, play
 from pgfence.embedded import server
 from pgfence.errors import CapacityError, LockTimeoutError, PgfenceError, UnreachableError
@@ -54,8 +55,8 @@ class Options:
     as_json: bool
 
 
-class Interrupted(Exception):  # noqa: N818  not an error: the user has seen enough
-    """A signal asks for the end."""
+class Interrupted(KeyboardInterrupt):
+    """A signal asks for the end. As its base class, no `except Exception` on the way takes it for an error."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -94,12 +95,12 @@ def demo(options: Options, speaker: Speaker) -> int:
 def _played(options: Options, speaker: Speaker) -> int:
     begin = clock()
     with ExitStack() as stack:
-        engine = engine_from(dsn=options.dsn or stack.enter_context(server()), path=None, environ={})
+        # Without the driver's name: whichever is installed will do.
+        dsn = options.dsn or stack.enter_context(server()).replace("+psycopg", "", 1)
+        engine = engine_from(dsn=dsn, path=None, environ={})
         stack.callback(engine.dispose)
         with Screen() as screen:
-            outcome = play(
-                engine, screen, seconds=options.seconds, processes=options.processes, keep=options.keep
-            )
+            outcome = play(engine, screen, seconds=options.seconds, processes=options.processes, keep=options.keep)
         _show(outcome, options, clock() - begin)
         if options.keep:
             _keep(engine, options, speaker)
@@ -117,15 +118,18 @@ def _show(outcome: Outcome, options: Options, seconds: float) -> None:
 
 def _keep(engine: Engine, options: Options, speaker: Speaker) -> None:
     if options.dsn is not None:
-        speaker.tell(f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them")
+        speaker.tell(
+            f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them"
+        )
         return
     with engine.connect() as connection:
         folder = connection.scalar(text("SHOW unix_socket_directories"))
     speaker.write(
-        f"The server runs until Ctrl-C. On this machine:\n\n    psql 'host={folder} port={engine.url.port}"
+        f"The server runs until Ctrl-C. To look at it:\n\n    {program('psql') or 'psql'} 'host={folder} port={engine.url.port}"
         f" user={engine.url.username} dbname={engine.url.database} options=-csearch_path={SCHEMA}'\n"
     )
-    threading.Event().wait()
+    with suppress(Interrupted):
+        threading.Event().wait()
 
 
 @contextmanager

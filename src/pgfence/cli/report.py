@@ -22,7 +22,7 @@ class Report:
 
     Attributes:
         name: of the lock.
-        key: its 64-bit number.
+        key: its 64-bit number, once the namespace is known.
         outcome: what became of it.
         exit_code: of pgfence.
         locked: the command ran under the lock.
@@ -35,7 +35,7 @@ class Report:
     """
 
     name: str
-    key: int
+    key: int | None = None
     outcome: Outcome = "ran"
     exit_code: int = 0
     locked: bool = False

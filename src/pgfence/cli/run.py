@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pgfence.grants import Holder
     from pgfence.handles import Held
 
-# Kept by the command while it runs, so that a script can tell that it is guarded, and by which lock.
+# By it a script can tell that it is guarded, and by which lock.
 NAME_VARIABLE = "PGFENCE_NAME"
 
 
@@ -76,12 +76,11 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
     Raises:
         MisuseError: the name, the engine or the URL cannot be used.
     """
+    report = Report(options.name)
     with Supervisor(grace=options.grace) as supervisor:
-        engine = _engine(options, environ)
-        lock, report = _lock(options, engine)
         try:
             with supervisor.interruptible():
-                held = _acquire(lock, options, speaker, report)
+                held = _acquire(options, speaker, environ, report)
         except Interrupted as stop:
             return _interrupted(report, stop)
         except LockTimeoutError as error:
@@ -112,16 +111,19 @@ def _engine(options: Options, environ: Mapping[str, str]) -> Engine:
     return engine
 
 
-def _lock(options: Options, engine: Engine) -> tuple[AdvisoryLock[Held], Report]:
+def _key(options: Options, engine: Engine) -> LockKey:
     namespace = config_of(engine).namespace if options.namespace is None else options.namespace
     try:
-        key = LockKey.of(options.name, namespace=namespace)
+        return LockKey.of(options.name, namespace=namespace)
     except ValueError as error:
         raise MisuseError(str(error)) from None
-    return AdvisoryLock(engine, key), Report(options.name, key.value)
 
 
-def _acquire(lock: AdvisoryLock[Held], options: Options, speaker: Speaker, report: Report) -> Held:
+def _acquire(options: Options, speaker: Speaker, environ: Mapping[str, str], report: Report) -> Held:
+    engine = _engine(options, environ)
+    key = _key(options, engine)
+    report.key = key.value
+    lock = AdvisoryLock(engine, key)
     start = clock()
     try:
         held = lock.try_acquire()
@@ -185,8 +187,9 @@ class _Guarded:
             return self._report.end("ran", code)
         if self._options.on_lost is OnLost.WARN:
             return self._report.end("lost", code)
-        late = None if stopped else f"the lock {self._options.name!r} was lost before the command had ended"
-        return self._report.end("lost", Code.LOST, late)
+        name, why = self._options.name, self._report.loss_reason
+        late = f"the lock {name!r} was lost ({why}) before it was given back: the command may have ended without it"
+        return self._report.end("lost", Code.LOST, None if stopped else late)
 
     def _on_loss(self) -> bool:
         assert self._held is not None
@@ -211,6 +214,5 @@ class _Guarded:
 
     def _not_started(self, error: OSError) -> Report:
         program = self._options.command[0]
-        if isinstance(error, FileNotFoundError):
-            return self._report.end("not started", Code.NOT_FOUND, f"{program}: command not found")
-        return self._report.end("not started", Code.NOT_EXECUTABLE, f"{program}: {error.strerror}")
+        code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.NOT_EXECUTABLE
+        return self._report.end("not started", code, f"{program}: {error.strerror}")

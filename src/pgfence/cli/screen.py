@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich import box
 from rich.console import Console
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pgfence.demo.act import Act, Figures
     from pgfence.demo.stage import Outcome
 
-_COLUMNS = ("transfers", "per s", "cents lost", "wait p50", "wait p99", "longest", "taken over after")
+_COLUMNS = ("transfers", "per s", "cents lost", "in accounts", "wait p50", "wait p99", "longest", "take-over")
 _WIDTH_OF_A_FILE = 120
 _NONE = "-"
 
@@ -33,7 +33,7 @@ class Screen:
         animated = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, transient=True) if animated else None
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
@@ -61,7 +61,7 @@ class Screen:
         if self._live is not None:
             self._live.update(_table(self._rows))
         else:
-            self.step(f"    {figures.transfers:,} transfers, {_cents(figures)} cents lost")
+            self.step(f"    {figures.transfers:,} transfers, {_lost(figures)}")
 
 
 def show(outcome: Outcome) -> None:
@@ -79,7 +79,7 @@ def show(outcome: Outcome) -> None:
 
 def _table(rows: Iterable[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"{'act':<36}")
+    table.add_column("act")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     for row in rows:
@@ -89,20 +89,22 @@ def _table(rows: Iterable[tuple[str, ...]]) -> Table:
 
 def _row(figures: Figures, verdict: Verdict) -> tuple[str, ...]:
     waits = (_duration(figures.wait(percent)) for percent in (50, 99, 100))
-    takeovers = ", ".join(_duration(each.seconds) for each in figures.takeovers)
+    takeovers = [each.seconds for each in figures.takeovers]
+    longest = max((seconds for seconds in takeovers if seconds is not None), default=None)
     title = figures.title if verdict is Verdict.OK else f"{figures.title}: FAILED"
     return (
         title,
         f"{figures.transfers:,}",
         f"{figures.per_second:,.0f}",
-        _cents(figures),
+        f"{figures.cents_lost:,}",
+        f"{figures.accounts_off}",
         *waits,
-        takeovers or _NONE,
+        _duration(None if None in takeovers else longest),
     )
 
 
-def _cents(figures: Figures) -> str:
-    return f"{figures.cents_lost:,} in {figures.accounts_off} accounts" if figures.accounts_off else "0"
+def _lost(figures: Figures) -> str:
+    return f"{figures.cents_lost:,} cents lost in {figures.accounts_off} accounts"
 
 
 def _duration(seconds: float | None) -> str:
@@ -123,6 +125,9 @@ def _said(figures: Figures, verdict: Verdict) -> list[str]:
         else f"{each.blow} of a holder: nobody had its lock afterwards."
         for each in figures.takeovers
     ]
+    if figures.retries:
+        told = ", ".join(f"{number} by {name}" for name, number in figures.retries.items())
+        lines.append(f"Told of a loss and began anew: {told}.")
     if verdict is Verdict.GUARD_FAILED:
-        lines.append(f"{figures.title}: THE GUARD FAILED, {_cents(figures)} cents lost.")
+        lines.append(f"{figures.title}: THE GUARD FAILED, {_lost(figures)}.")
     return lines

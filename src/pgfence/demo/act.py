@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,10 +70,8 @@ class Figures:
         return self.transfers / self.seconds if self.seconds else 0.0
 
     def wait(self, percent: float) -> float | None:
-        """Return the wait that this percentage of the waits did not exceed; None if there was no wait."""
-        if not self.waits:
-            return None
-        return self.waits[min(len(self.waits) - 1, int(len(self.waits) * percent / 100))]
+        """Return the wait that this percentage of the waits did not exceed (nearest rank); None if there was no wait."""
+        return self.waits[max(0, math.ceil(len(self.waits) * percent / 100) - 1)] if self.waits else None
 
     def as_data(self, verdict: Verdict) -> dict[str, Any]:
         """Return it for JSON."""

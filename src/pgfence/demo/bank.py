@@ -28,7 +28,7 @@ ACCOUNT = LockKey.family("account", namespace=NAMESPACE)
 TILL = LockKey.family("till", namespace=NAMESPACE)
 
 TILLS = 4
-ACCOUNTS_OF_A_TILL = 10
+ACCOUNTS_OF_A_TILL = 25
 HIGHEST_AMOUNT = 100_00
 
 

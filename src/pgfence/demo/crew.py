@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pgfence.demo.errors import DemoError
 from pgfence.timing import clock
@@ -72,7 +72,7 @@ class Crew:
         self._selector = selectors.DefaultSelector()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed with the crew
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

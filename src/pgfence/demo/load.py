@@ -51,19 +51,31 @@ def tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
     _create_schema(engine)
     try:
         yield _fill(engine)
+        if not keep:
+            _drop_schema(engine)
     except BaseException:
         # Why it ends says more than that a server which is gone cannot drop anything.
         with suppress(DBAPIError):
             _drop_schema(engine)
         raise
-    if not keep:
-        _drop_schema(engine)
+
+
+def program(name: str) -> Path | None:
+    """Return where a client program of PostgreSQL is: beside the server's, or on PATH."""
+    try:
+        beside = _binaries.find() / name
+    except UnreachableError:
+        beside = None
+    if beside is not None and os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which(name)
+    return Path(found) if found else None
 
 
 def _fill(engine: Engine) -> str:
-    program = _pgbench()
-    if program is not None and _lands_in_schema(engine.url) and _run_pgbench(program, engine.url):
-        told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    pgbench = program("pgbench")
+    if pgbench is not None and _lands_in_schema(engine.url) and _run_pgbench(pgbench, engine.url):
+        told = subprocess.run([pgbench, "--version"], capture_output=True, text=True, check=True)
         return f"pgbench {told.stdout.split()[2]}"
     _drop_schema(engine)
     _create_schema(engine)
@@ -74,7 +86,7 @@ def _fill(engine: Engine) -> str:
 
 def _drop_schema(engine: Engine) -> None:
     with engine.begin() as connection:
-        connection.exec_driver_sql(f"DROP SCHEMA {SCHEMA} CASCADE")
+        connection.exec_driver_sql(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")
 
 
 def _create_schema(engine: Engine) -> None:
@@ -88,17 +100,6 @@ def _create_schema(engine: Engine) -> None:
             connection.exec_driver_sql(f"CREATE SCHEMA {SCHEMA}")
     except DBAPIError as error:
         raise DemoError(f"the schema {SCHEMA} cannot be made in this database: {error.orig}") from error
-
-
-def _pgbench() -> Path | None:
-    try:
-        beside = _binaries.find() / "pgbench"
-    except UnreachableError:
-        beside = None
-    if beside is not None and os.access(beside, os.X_OK):
-        return beside
-    found = shutil.which("pgbench")
-    return Path(found) if found else None
 
 
 def _into_schema(url: URL) -> URL:
@@ -115,14 +116,14 @@ def _lands_in_schema(url: URL) -> bool:
     engine = create_engine(_into_schema(url))
     try:
         with engine.connect() as connection:
-            return connection.scalar(text("SELECT current_schema()")) == SCHEMA
+            return bool(connection.scalar(text("SELECT current_schema()")) == SCHEMA)
     except DBAPIError:
         return False
     finally:
         engine.dispose()
 
 
-def _run_pgbench(program: Path, url: URL) -> bool:
+def _run_pgbench(pgbench: Path, url: URL) -> bool:
     """Let pgbench make the tables (t), generate the rows (g), vacuum (v), add the keys (p); it drops nothing.
 
     Everybody on this machine can read its arguments, so a password goes by the environment or not at all.
@@ -131,7 +132,7 @@ def _run_pgbench(program: Path, url: URL) -> bool:
         return False
     asked = _into_schema(url).set(drivername="postgresql", password=None)
     environment = os.environ | ({"PGPASSWORD": str(url.password)} if url.password else {})
-    words = [program, "-i", "-q", "-s", "1", "-I", "tgvp", asked.render_as_string(hide_password=False)]
+    words = [str(pgbench), "-i", "-q", "-s", "1", "-I", "tgvp", asked.render_as_string(hide_password=False)]
     try:
         done = subprocess.run(words, env=environment, capture_output=True, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired):

@@ -126,9 +126,9 @@ class Orders:
 
 def lost(error: Exception) -> bool:
     """Say whether an error means: lock or connection are lost, begin anew with others."""
-    if isinstance(error, DBAPIError):
-        return error.connection_invalidated or isinstance(error, OperationalError)
-    return isinstance(error, PgfenceError) and error.retryable
+    if isinstance(error, PgfenceError):
+        return error.retryable
+    return isinstance(error, OperationalError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
 
 
 def perform(act: Act, desk: Desk, orders: Orders) -> None:

@@ -22,6 +22,7 @@ from pgfence.errors import UnreachableError
 PASSWORD_FILE = "pgfence_password"  # noqa: S105  the name of a file
 _INITDB = ("-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions")
 _PREFIX = "pgfence-pg-"
+_LONGEST_SOCKET = 103
 _PARTIAL = "partial-"
 _ENTRIES = "pgfence_entries"
 _UNUSED = 30 * 86400
@@ -32,7 +33,7 @@ def make_run_folder() -> tuple[Path, int]:
 
     Folders of runs that ended without cleaning up are removed first.
     """
-    base = Path(tempfile.gettempdir())
+    base = _base()
     for left in base.glob(f"{_PREFIX}*"):
         _remove_if_abandoned(left)
     while True:
@@ -44,6 +45,13 @@ def make_run_folder() -> tuple[Path, int]:
             give(folder)
             return folder, lock
         os.close(lock)
+
+
+def _base() -> Path:
+    """Return the temporary folder; where the path of a socket in it would be too long for the kernel, /tmp."""
+    base = tempfile.gettempdir()
+    longest = f"{base}/{_PREFIX}12345678/.s.PGSQL.65535"
+    return Path(base if len(os.fsencode(longest)) <= _LONGEST_SOCKET else "/tmp")
 
 
 def _remove_if_abandoned(folder: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 _HBA = "local all all trust\nlocal replication all trust\nhost all all all scram-sha-256\nhost replication all all scram-sha-256\n"
 _OURS = ("data_directory", "hba_file", "listen_addresses", "port", "unix_socket_directories")
-_LONGEST_FOLDER = 107 - len("/.s.PGSQL.65535")
 _ATTEMPTS = 5
 _PATIENCE = 60.0
 _LOG_LINES = 20
@@ -34,11 +32,10 @@ class Server:
 
     Attributes:
         host: the address it listens on.
-        folder: what is there for this run: the log, the socket, the data unless they are kept.
+        folder: what is there for this run: the log, the unix socket, which needs no password, the data unless they are kept.
         bindir: the folder of its programs.
         version: e.g. "18.6".
         data: its data folder.
-        sockets: the folder of its unix socket, which needs no password.
         log: the file that it logs to.
         port: of both the socket and 127.0.0.1; 0 before the first start.
         password: of its superuser `postgres` over TCP.
@@ -63,10 +60,8 @@ class Server:
         self._process: Process | None = None
         self.folder, self._lock = _cluster.make_run_folder()
         self.log = self.folder / "log"
-        self.sockets = self.folder
         try:
             self.data = self.folder / "data" if data_dir is None else Path(data_dir).absolute()
-            self.sockets = self._socket_folder()
             self._prepare(durable=fsync and data_dir is not None)
         except BaseException:
             self.close()
@@ -83,13 +78,6 @@ class Server:
         if self._process is None:
             raise RuntimeError("the server is not running")
         return self._process.pid
-
-    def _socket_folder(self) -> Path:
-        if len(os.fsencode(self.folder)) <= _LONGEST_FOLDER:
-            return self.folder
-        folder = Path(tempfile.mkdtemp(prefix="pgfence-", dir="/tmp"))
-        _cluster.give(folder)
-        return folder
 
     def _prepare(self, *, durable: bool) -> None:
         found = sorted(self.data.iterdir()) if self.data.is_dir() else []
@@ -147,15 +135,14 @@ class Server:
             return
         self.stop()
         os.close(self._lock)
-        for folder in {self.folder, self.sockets}:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _command(self) -> list[str | Path]:
         settings = self._settings | {
             "listen_addresses": self.host,
             "port": str(self.port),
             # A list, in which a comma or a blank of a folder's name has to be quoted.
-            "unix_socket_directories": '"{}"'.format(str(self.sockets).replace('"', '""')),
+            "unix_socket_directories": '"{}"'.format(str(self.folder).replace('"', '""')),
             "hba_file": str(self.folder / "pg_hba.conf"),
         }
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]

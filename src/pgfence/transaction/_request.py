@@ -57,7 +57,7 @@ class Call(NamedTuple):
     record: Record
     keys: tuple[LockKey, ...]
     first: bool
-    """Nothing has been sent in the server's transaction yet."""
+    """The next statement of ours is certain to be the first of the server's transaction."""
 
 
 class Request:
@@ -129,19 +129,22 @@ class Request:
         keys = self._missing(record, self._keys(config))
         if keys and self._expire and not isinstance(work, Connection):
             self._refuse_unflushed(work)
-        return Call(connection, config, record, keys, state.idle)
+        return Call(connection, config, record, keys, state.idle and not sql.hooked(connection))
 
     def _refuse_mode(self, state: sql.DriverState) -> None:
         if state.autocommit:
-            raise TransactionStateError(
-                f"the connection is in autocommit: the lock {named(self._labels())} would end with its own statement."
-                " Use a connection without AUTOCOMMIT, or AdvisoryLock"
-            )
+            raise self._no_transaction()
         if state.pipeline:
             raise TransactionStateError(
                 "the connection is in psycopg's pipeline mode, where an answer may belong to another statement: leave the"
                 " pipeline before asking for a lock"
             )
+
+    def _no_transaction(self) -> TransactionStateError:
+        return TransactionStateError(
+            f"the connection is in autocommit: the lock {named(self._labels())} would end with its own statement. Use a"
+            " connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy; or use AdvisoryLock"
+        )
 
     def _missing(self, record: Record, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
         held = {key: record.shared(key) for key in keys}
@@ -201,12 +204,13 @@ class Request:
     def _granted(self, call: Call, deadline: Deadline) -> bool:
         """Ask, and wait if there is time. What was refused leaves nothing behind."""
         connection, keys = call.connection, call.keys
-        answer = self._asked_first(call) if call.first and len(keys) > 1 else None
-        guarded = answer is None and len(keys) > 1
-        if answer is None:
-            if guarded:
-                sql.set_savepoint(connection)
-            answer = self._asked(call)
+        guarded = len(keys) > 1 and not call.first
+        if guarded:
+            sql.set_savepoint(connection)
+        answer = sql.ask(connection, keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
+        if sql.driver_state(connection).idle:
+            # The driver believed in a transaction that the server knows nothing of, after a COMMIT in plain text for one.
+            raise self._no_transaction()
         if answer.taken == len(keys):
             if guarded:
                 sql.keep(connection)
@@ -223,16 +227,6 @@ class Request:
         if not guarded:
             sql.set_savepoint(connection)
         return self._waited(call, answer, left)
-
-    def _asked(self, call: Call) -> sql.Answer:
-        return sql.ask(call.connection, call.keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
-
-    def _asked_first(self, call: Call) -> sql.Answer | None:
-        """Ask with the very first statement of the transaction; None: a hook of the user was faster, nothing was asked."""
-        connection = call.connection
-        with call.record.unless(lambda: not sql.driver_state(connection).idle, sql.NOTHING_ASKED):
-            answer = self._asked(call)
-        return None if answer.taken == sql.NOT_ASKED else answer
 
     def _waited(self, call: Call, answer: sql.Answer, left: float) -> bool:
         limit = 0 if math.isinf(left) else milliseconds(left)

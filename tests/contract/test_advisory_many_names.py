@@ -1,0 +1,249 @@
+"""AdvisoryLock over several names: one lock, all or nothing, in one order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgfence.errors import LockTimeoutError
+from pgfence.keys import LockKey
+from support.locking import background, elsewhere, give, is_free, labelled, lock, sessions, take, waits
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.worlds import World
+
+
+async def test_all_names_are_one_lock_on_one_session(
+    world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """One row for each key, all in one session, in sorted order; all go at once."""
+    names = [f"{name}:{n}" for n in range(5)]
+    async with world.enter(lock(world, world.engine(), *names).hold()) as held:
+        rows = advisory_rows()
+        assert len(rows) == 5
+        assert len({row.pid for row in rows}) == 1
+        assert held.names == tuple(names)
+        assert held.keys == tuple(sorted(map(LockKey.of, names)))
+    assert advisory_rows() == []
+
+
+async def test_the_same_key_counts_once(
+    world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """C006: a name twice, or a name and its own number, is one key: taken once, given back once, nothing left."""
+    key = LockKey.of(name)
+    one = lock(world, world.engine(), name, LockKey.raw(key.value), name, LockKey.raw(5))
+    for _ in range(2):
+        async with world.enter(one.hold()) as held:
+            assert held.keys == tuple(sorted([key, LockKey.raw(5)]))
+            assert len(advisory_rows()) == 2
+        assert advisory_rows() == []
+    assert is_free(admin, name)
+
+
+async def test_both_key_spaces_go_together(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """Names, raw numbers and pairs of any sign in one lock: taken by a try and by both kinds of wait."""
+    keys = [LockKey.of(name), LockKey.raw(-(2**63)), LockKey.pair(-1, -5), LockKey.pair(2**31 - 1, -(2**31))]
+    one = lock(world, world.engine(), *keys)
+    async with world.enter(one.hold()):
+        assert [row.objsubid for row in sorted(advisory_rows(), key=lambda row: row.objsubid)] == [1, 1, 2, 2]
+        assert not any(is_free(admin, key) for key in keys)
+    with elsewhere(dsn, keys[2]) as holder:
+        assert await world.call(one.try_acquire) is None
+        async with background(world.call(one.acquire, timeout=5)) as task:
+            await eventually(waits(admin, keys[2]))
+            await asyncio.sleep(0.7)
+            await eventually(waits(admin, keys[2]))  # a later, quiet slice
+            give(holder, keys[2])
+            held = await task
+        assert len(advisory_rows()) == 4
+        await world.call(held.release)
+
+
+@pytest.mark.parametrize("busy", [0, 1, 2], ids=["first", "middle", "last"])
+async def test_a_refused_try_gives_back_what_it_took(
+    world: World, name: str, dsn: str, busy: int, advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """C032: whichever of three is busy, the other two are free afterwards."""
+    keys = sorted(LockKey.of(f"{name}:{n}") for n in range(3))
+    with elsewhere(dsn, keys[busy]) as holder:
+        one = lock(world, world.engine(), *keys)
+        assert await world.call(one.try_acquire) is None
+        assert [row.pid for row in advisory_rows()] == [holder.info.backend_pid]
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(one.acquire, timeout=0)
+        assert [seen.key for seen in caught.value.holders] == [keys[busy]]
+
+
+@pytest.mark.parametrize("timeout", [0.2, 1.2], ids=["first-slice", "quiet-slices"])
+async def test_a_timeout_leaves_none_of_them(
+    world: World, name: str, dsn: str, timeout: float, advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """C032: with one of three held elsewhere the wait ends in time, and the other two are free."""
+    keys = sorted(LockKey.of(f"{name}:{n}") for n in range(3))
+    with elsewhere(dsn, keys[1]) as holder:
+        start = time.monotonic()
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(lock(world, world.engine(), *keys).acquire, timeout=timeout)
+        assert timeout - 0.05 < time.monotonic() - start < timeout + 1
+        assert [row.pid for row in advisory_rows()] == [holder.info.backend_pid]
+        assert is_free(holder, keys[0])
+        assert is_free(holder, keys[2])
+        assert caught.value.keys == tuple(keys)
+
+
+async def test_keys_that_come_free_one_after_the_other_are_all_taken(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Each of three is freed in its own time; the lock is had after the last, within one wait."""
+    keys = sorted(LockKey.of(f"{name}:{n}") for n in range(3))
+    with elsewhere(dsn, *keys) as holder:
+        async with background(world.call(lock(world, world.engine(), *keys).acquire, timeout=10)) as task:
+            for key in keys:
+                await eventually(waits(admin, key))
+                assert not task.done()
+                give(holder, key)
+            held = await task
+        await world.call(held.release)
+
+
+async def test_order_of_asking_does_not_matter(world: World, name: str) -> None:
+    """C032: 4 contenders on two engines, random subsets of 10 names in random order with duplicates: all served."""
+    rounds = 25
+    engines = [world.engine(), world.engine()]
+    busy: set[str] = set()
+
+    async def contend(number: int) -> None:
+        other, dice = world.other(), random.Random(number)
+        for _ in range(rounds):
+            some = dice.choices([f"{name}:{n}" for n in range(10)], k=dice.randint(1, 5))
+            async with other.enter(lock(world, engines[number % 2], *some).hold(timeout=20)):
+                mine = set(some)
+                assert not busy & mine
+                busy.update(mine)
+                await asyncio.sleep(0)
+                busy.difference_update(mine)
+
+    await asyncio.gather(*(contend(number) for number in range(4)))
+
+
+async def test_hundreds_of_names_are_one_lock(
+    world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """300 names: a try, a refused try that leaves none, a wait, and a release that frees all."""
+    names = [f"{name}:{n}" for n in range(300)]
+    one = lock(world, world.engine(), *names)
+    async with world.enter(one.hold()) as held:
+        assert len(advisory_rows()) == 300
+        assert len(held.keys) == 300
+    with elsewhere(dsn, held.keys[-1]) as holder:
+        assert await world.call(one.try_acquire) is None
+        assert len(advisory_rows()) == 1
+        async with background(world.call(one.acquire, timeout=10)) as task:
+            await eventually(waits(holder, held.keys[-1]))
+            give(holder, held.keys[-1])
+            again = await task
+        assert len(advisory_rows()) == 300
+        await world.call(again.release)
+        assert advisory_rows() == []
+
+
+async def test_overlapping_sets_stand_in_one_line(world: World, name: str) -> None:
+    """In one process {A, B} waits behind {A} and before {B, C}: served in the order of arrival."""
+    engine, served = world.engine(), []
+    a, b, c = (f"{name}:{letter}" for letter in "abc")
+    held = await world.call(lock(world, engine, a).acquire)
+
+    async def contend(label: str, *names: str) -> None:
+        other = world.other()
+        async with other.enter(lock(world, engine, *names).hold(timeout=10)):
+            served.append(label)
+
+    tasks = []
+    for label, names in (("ab", (a, b)), ("bc", (b, c)), ("c", (c,))):
+        tasks.append(asyncio.create_task(contend(label, *names)))
+        await eventually(lambda expected=len(tasks): in_line(engine) == expected)
+    await world.call(held.release)
+    await asyncio.gather(*tasks)
+    assert served == ["ab", "bc", "c"]
+
+
+def in_line(engine: Any) -> int:
+    """How many contenders of this process stand behind somebody."""
+    from pgfence._runtime.domain import Homes
+
+    (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
+    tickets = {id(ticket): ticket for line in domain.lines._lines.values() for ticket in line}
+    return sum(ticket.ahead > 0 for ticket in tickets.values())
+
+
+async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: str, dsn: str) -> None:
+    """One engine holds {A, B}; another is refused A alone, B alone and {B, C}, and gets C."""
+    a, b, c = (f"{name}:{letter}" for letter in "abc")
+    ours, theirs = world.engine(), world.engine()
+    async with world.enter(lock(world, ours, a, b).hold()):
+        for names in ((a,), (b,), (b, c)):
+            assert await world.call(lock(world, theirs, *names).try_acquire) is None
+        async with world.enter(lock(world, theirs, c).hold(timeout=0)):
+            pass
+
+
+async def test_a_wait_for_many_keys_is_sliced_as_a_whole(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """`lock_timeout` counts per lock: freed one by one, even so no slice pins a snapshot for longer than one slice."""
+    keys = sorted(LockKey.of(f"{name}:{n}") for n in range(4))
+    oldest = 0.0
+    with elsewhere(dsn, *keys) as holder:
+        one = lock(world, labelled(world, name), *keys)
+        async with background(world.call(one.acquire, timeout=10)) as task:
+            await eventually(waits(admin, keys[0]))
+            for key in keys:
+                until = time.monotonic() + 0.3
+                while time.monotonic() < until:
+                    oldest = max(oldest, age(admin, name))
+                    await asyncio.sleep(0.02)
+                give(holder, key)
+            held = await task
+        await world.call(held.release)
+    assert 0 < oldest < 0.7
+
+
+def age(admin: psycopg.Connection[Any], label: str) -> float:
+    """Seconds that the oldest transaction of a labelled session has lasted."""
+    query = (
+        "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float FROM pg_stat_activity"
+        " WHERE application_name = %s AND state = 'active'"
+    )
+    return admin.execute(query, [label]).fetchone()[0]
+
+
+async def test_a_set_of_names_is_handed_over_like_one(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The next contender for exactly the same names goes on with the same session, whatever order it wrote them in."""
+    engine = labelled(world, name)
+    a, b = f"{name}:a", f"{name}:b"
+    held = await world.call(lock(world, engine, a, b).acquire)
+    other = world.other()
+    async with background(other.call(lock(world, engine, b, a).acquire, timeout=5)) as task:
+        await eventually(lambda: in_line(engine) == 1)
+        await world.call(held.release)
+        second = await task
+    assert len(sessions(admin, name)) == 1
+    assert not is_free(admin, a)
+    assert not is_free(admin, b)
+    await other.call(second.release)
+    take(admin, a)
+    assert give(admin, a)

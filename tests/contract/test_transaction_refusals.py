@@ -1,0 +1,288 @@
+"""What a transaction lock refuses: wrong arguments, servers, modes, and requests that would harm everybody."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, event
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from pgfence._runtime import aio, sync
+from pgfence.config import configure
+from pgfence.errors import (
+    CapacityError,
+    LockTimeoutError,
+    StandbyError,
+    TransactionStateError,
+    UnsupportedServerError,
+)
+from pgfence.keys import LockKey
+from pgfence.transaction import AsyncTransactionLock, TransactionLock
+from support.transactions import connection, factory, lock, run, session, statements, value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.worlds import World
+
+# ---------------------------------------------------------------- arguments
+
+
+async def test_an_engine_or_a_factory_is_pointed_to_begin(world: World, name: str) -> None:
+    """A lock needs a transaction to belong to; what could open one is told where that is done."""
+    for source in (world.engine(), factory(world, world.engine())):
+        with pytest.raises(TypeError, match=r"TransactionLock\.begin\(\) opens"):
+            world.pick(TransactionLock, AsyncTransactionLock)(source, name)
+
+
+async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
+    """A sync lock refuses async sessions and connections, an async lock sync ones, and each names the other."""
+    engine = world.engine()
+    twin = world.pick(AsyncTransactionLock, TransactionLock)
+    async with session(world, engine) as orm, connection(world, engine) as plain:
+        for work in (orm, plain, engine):
+            with pytest.raises(TypeError, match=f"go to {'Async' if world.is_async else ''}TransactionLock"):
+                twin(work, name)
+
+
+@pytest.mark.parametrize("wrong", [None, "session", object(), 5])
+@pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])
+def test_anything_else_is_refused_and_says_what_to_pass(kind: Any, wrong: Any) -> None:
+    """The message names what is needed and where the rest goes."""
+    with pytest.raises(TypeError, match=r"begin\(\)"):
+        kind(wrong, "a")
+
+
+async def test_a_lock_shows_its_names(world: World, name: str) -> None:
+    """Its repr is for logs and debuggers."""
+    async with connection(world, world.engine()) as work:
+        kind = world.pick("TransactionLock", "AsyncTransactionLock")
+        assert repr(lock(work, name, LockKey.raw(5))) == f"<{kind} {name!r}, 'key 5'>"
+
+
+# ---------------------------------------------------------------- servers
+
+
+async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> None:
+    """C046: a lock on a standby excludes nobody; one name or several, first or later, nothing is taken there."""
+    engine = world.engine(dsn=standby.dsn)
+    async with session(world, engine) as work:
+        for _ in range(2):
+            for names in ((name,), (name, name + ":2")):
+                for call in (lock(work, *names).acquire, lock(work, *names).try_acquire):
+                    with pytest.raises(StandbyError, match="primary"):
+                        await world.call(call)
+                    assert await world.call(lock(work, *names).holders) == []
+        assert await value(world, work, "SELECT 1") == 1
+
+
+def test_another_dialect_is_named() -> None:
+    """SQLite in somebody's tests is an error that says so, not a lock that holds nothing."""
+    with create_engine("sqlite://").connect() as work, pytest.raises(UnsupportedServerError, match="sqlite"):
+        TransactionLock(work, "a").acquire()
+
+
+async def test_another_driver_is_named(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver whose ways are unknown is refused by name."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(work.connection)
+        monkeypatch.setattr(engine.dialect, "driver", "pg8000")
+        with statements(engine) as sent, pytest.raises(UnsupportedServerError, match="pg8000"):
+            await world.call(lock(work, name).acquire)
+        assert sent == []
+        monkeypatch.undo()
+
+
+async def test_an_old_server_is_named(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostgreSQL before 14 is refused with its version."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(work.connection)
+        monkeypatch.setattr(engine.dialect, "server_version_info", (13, 9))
+        with pytest.raises(UnsupportedServerError, match=r"13\.9"):
+            await world.call(lock(work, name).acquire)
+
+
+async def test_it_works_behind_a_pooler_in_transaction_mode(
+    world: World, name: str, pgbouncer: Callable[..., str]
+) -> None:
+    """What ends with its transaction needs no session: the lock holds, waits and ends behind PgBouncer as anywhere."""
+    ways: dict[str, Any] = {
+        "psycopg": {"prepare_threshold": None},
+        "psycopg_async": {"prepare_threshold": None},
+        "psycopg2": {},
+        "asyncpg": {"statement_cache_size": 0, "prepared_statement_name_func": lambda: ""},
+    }
+    engine = world.engine(dsn=pgbouncer("transaction"), connect_args=ways[world.name])
+    async with connection(world, engine) as one, connection(world, engine) as two:
+        await world.call(lock(one, name, name + ":2").acquire)
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(two, name).acquire, timeout=0.05)
+        assert await value(world, two, "SHOW lock_timeout") == "0"
+        await world.call(one.commit)
+        await world.call(lock(two, name).acquire)
+
+
+# ---------------------------------------------------------------- modes of the connection
+
+
+@pytest.mark.parametrize("names", [1, 2])
+def test_a_pipeline_is_refused_and_holds_nothing(dsn: str, name: str, names: int, advisory_rows: Any) -> None:
+    """C063: before and after a queued failure the answer is the same error, and pg_locks agrees that nothing is held."""
+    engine = create_engine(dsn.replace("postgresql", "postgresql+psycopg", 1))
+    wanted = [f"{name}:{n}" for n in range(names)]
+    with engine.connect() as work:
+        driver: Any = work.connection.driver_connection
+        with pytest.raises(psycopg.errors.UndefinedTable), driver.pipeline():
+            for _ in range(2):
+                with pytest.raises(TransactionStateError, match="pipeline"):
+                    TransactionLock(work, *wanted).acquire()
+                driver.execute("SELECT * FROM missing")
+        assert advisory_rows() == []
+        work.rollback()
+        TransactionLock(work, *wanted).acquire()
+        assert len(advisory_rows()) == names
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "options", [{"stream_results": True}, {"yield_per": 5}], ids=lambda options: next(iter(options))
+)
+async def test_options_of_the_connection_change_nothing(world: World, name: str, options: dict[str, Any]) -> None:
+    """Server-side cursors and batches that the caller asks for are for the caller's own rows."""
+    engine = world.engine()
+    async with connection(world, engine) as holder, connection(world, engine) as work:
+        await world.call(lock(holder, name + ":busy").acquire)
+        await world.call(work.execution_options, **options)
+        await world.call(lock(work, name, name + ":2").acquire)
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(lock(work, name + ":3", name + ":busy").acquire, timeout=0.02)
+        assert len(caught.value.holders) == 1
+        assert await world.call(lock(work, name).is_held)
+
+
+async def test_an_aborted_transaction_stays_the_callers_affair(world: World, name: str) -> None:
+    """In a transaction that PostgreSQL has aborted, asking fails as every statement does, and is no grant."""
+    async with session(world, world.engine()) as work:
+        with pytest.raises(DBAPIError):
+            await run(world, work, "SELECT 1 / 0")
+        with pytest.raises(DBAPIError, match="aborted"):
+            await world.call(lock(work, name).acquire)
+        await world.call(work.rollback)
+        await world.call(lock(work, name).acquire)
+
+
+async def test_a_begin_hook_of_the_user_runs_before_the_lock(world: World, name: str) -> None:
+    """What the application does at each begin is done first, also when the lock begins the transaction."""
+    engine = world.engine()
+    heard: list[bool] = []
+
+    def hook(connection: Any) -> None:
+        heard.append(
+            connection.exec_driver_sql("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").scalar() == 0
+        )
+
+    event.listen(getattr(engine, "sync_engine", engine), "begin", hook)
+    async with connection(world, engine) as work:
+        await world.call(lock(work, name, name + ":2").acquire)
+        assert heard == [True]
+
+
+# ---------------------------------------------------------------- capacity
+
+
+async def test_a_request_that_would_fill_the_lock_table_is_refused(
+    world: World, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Any
+) -> None:
+    """C035: 20,000 names in one call are refused before one is taken; DDL and new logins go on as before."""
+    async with session(world, world.engine()) as work:
+        with pytest.raises(CapacityError, match="max_locks_per_transaction") as caught:
+            await world.call(lock(work, *(LockKey.raw(n) for n in range(20_000))).acquire)
+        assert caught.value.limit == await value(
+            world,
+            work,
+            "SELECT current_setting('max_locks_per_transaction')::int"
+            " * (current_setting('max_connections')::int + current_setting('max_prepared_transactions')::int)",
+        )
+        assert caught.value.used < 1000
+        assert advisory_rows() == []
+        admin.execute("CREATE TABLE after_all (); DROP TABLE after_all")
+        psycopg.connect(dsn).close()
+        await world.call(lock(work, *(LockKey.raw(n) for n in range(500))).acquire)
+        assert len(advisory_rows()) == 500
+
+
+async def test_a_nearly_full_lock_table_warns_once(
+    world: World, make_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C035: from 80 % on a large request says so at WARNING, once per engine."""
+    server = make_server(fsync=False, settings={"max_connections": "30", "max_locks_per_transaction": "10"})
+    engine = world.engine(dsn=server.dsn)
+    async with connection(world, engine) as work:
+        for _ in range(2):
+            await world.call(lock(work, *(LockKey.raw(n) for n in range(250))).acquire)
+            await world.call(work.rollback)
+    assert [record.levelno for record in caplog.records if "lock table" in record.getMessage()] == [logging.WARNING]
+
+
+async def test_a_full_lock_table_is_a_capacity_error(
+    world: World, make_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C035: should the table be full all the same, 53200 has a name, and nothing is left behind."""
+    from pgfence.transaction import _request
+
+    monkeypatch.setattr(_request, "MANY_KEYS", 1_000_000)
+    server = make_server(fsync=False, settings={"max_connections": "10", "max_locks_per_transaction": "10"})
+    engine = world.engine(dsn=server.dsn)
+    async with connection(world, engine) as work:
+        with pytest.raises(CapacityError, match="full") as caught:
+            await world.call(lock(work, *(LockKey.raw(n) for n in range(10_000))).acquire)
+        assert caught.value.sqlstate == "53200"
+        await world.call(work.rollback)
+        assert await value(world, work, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
+
+
+# ---------------------------------------------------------------- beside session locks
+
+
+@pytest.mark.parametrize(("default", "limit"), [(3600, 60), (float("inf"), 60), (5, 5)])
+async def test_the_default_is_cut_while_a_session_lock_is_held(
+    world: World, name: str, default: float, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody sees a circle between processes, so a default of more than 60 s is cut there; the error names both locks."""
+
+    class Held:
+        names = ("outer",)
+
+    engine = world.engine()
+    configure(engine, default_timeout=default)
+    async with connection(world, engine) as holder, connection(world, engine) as work:
+        await world.call(lock(holder, name).acquire)
+        me = await world.call((aio if world.is_async else sync).contender)
+        me.holds.append(Held)
+        try:
+            with monkeypatch.context() as patch:
+                # Its own wait is cut short, not its say.
+                patch.setattr("pgfence.transaction._request.milliseconds", lambda _: 20)
+                with pytest.raises(LockTimeoutError, match="outer") as caught:
+                    await world.call(lock(work, name).acquire)
+            assert (caught.value.timeout, caught.value.held_here) == (limit, ("outer",))
+        finally:
+            me.holds.remove(Held)
+
+
+def test_a_session_of_several_engines_needs_no_engine_of_its_own(dsn: str, name: str) -> None:
+    """A Session bound to a Connection locks on that very connection."""
+    engine = create_engine(dsn.replace("postgresql", "postgresql+psycopg", 1))
+    with engine.connect() as work, Session(work) as orm:
+        TransactionLock(orm, name).acquire()
+        assert (
+            TransactionLock(work, name).holders()[0].backend_pid
+            == work.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+        )
+    engine.dispose()

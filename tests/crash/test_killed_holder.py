@@ -1,0 +1,139 @@
+"""A holder's process ends without a word, alone or with a forked child that lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.locking import background, freed, is_free, lock, waits
+from support.processes import alive
+from support.programs import holder
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.processes import Script
+    from support.worlds import World
+
+FORKED = {
+    "alone": "say('held'); park()",
+    "with a living child": "fork_child(); say('held'); park()",
+}
+
+
+@pytest.mark.parametrize("body", FORKED.values(), ids=FORKED)
+async def test_a_killed_holder_frees_its_lock_for_the_next_at_once(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], body: str
+) -> None:
+    """C012: SIGKILL ends the server session, also while a child forked from the holder lives on; a waiter has it in no time."""
+    holding = script(holder(world, body), world.url, name)
+    holding.wait_for("held")
+    waiter = world.other()
+    async with background(waiter.call(lock(world, world.engine(), name).acquire, timeout=20)) as waiting:
+        await eventually(waits(admin, name))
+        holding.kill()
+        killed = time.monotonic()
+        held = await waiting
+        assert time.monotonic() - killed < 1
+    assert held.state == "held"
+    assert holding.child is None or alive(holding.child)
+    await waiter.call(held.release)
+
+
+CHILDREN = """
+import gc
+for end in ({ends}):
+    child = os.fork()
+    if child == 0:
+        seen = [held.state, held.lost]
+        for wrong in (held.check, {release}):
+            try:
+                wrong()
+            except LockNotHeldError:
+                seen.append("refused")
+        say(*seen)
+        end()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    say("its end:", os.waitstatus_to_exitcode(status))
+    held.check()
+await held.release()
+say("released")
+"""
+# Started by hand: a coroutine that was never awaited would warn.
+RELEASE = ("held.release", "lambda: held.release().send(None)")
+# A loop is one thing in the kernel for both processes: whatever its child closes, its parent loses, with any library.
+ENDS = (
+    ("lambda: None", "lambda: (globals().clear(), gc.collect())", "lambda: engine.dispose()", "sys.exit"),
+    ("lambda: None", "lambda: (globals().clear(), gc.collect())"),
+)
+
+
+async def test_a_forked_child_holds_nothing_and_harms_nothing(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+) -> None:
+    """C012: in the child the handle is released from the start; however the child ends, the parent still holds."""
+    ends = world.pick(*ENDS)
+    body = CHILDREN.format(release=world.pick(*RELEASE), ends=", ".join(ends))
+    holding = script(holder(world, body), world.url, name)
+    for _ in ends:
+        assert holding.read_line() == "released False refused refused"
+        assert holding.read_line() == "its end: 0"
+    holding.wait_for("released")
+    assert holding.go_on() == 0
+    assert is_free(admin, name)
+
+
+CONTENDING_CHILD = """
+child = os.fork()
+if child == 0:
+    {contend}
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+held.check()
+say("held"); park()
+"""
+CONTEND_SYNC = 'say("busy" if lock.try_acquire() is None else "both"); say(AdvisoryLock(engine, sys.argv[2] + "!").acquire().state)'
+CONTEND_ASYNC = """
+    async def contend():
+        say("busy" if await lock.try_acquire() is None else "both")
+        say((await AsyncAdvisoryLock(engine, sys.argv[2] + "!").acquire()).state)
+    thread = threading.Thread(target=asyncio.run, args=(contend(),))
+    thread.start()
+    thread.join()
+"""
+
+
+async def test_a_forked_child_contends_as_any_other_process(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+) -> None:
+    """The same engine and lock object, used in the child, are another contender with connections of its own."""
+    contend = world.pick(CONTEND_SYNC, CONTEND_ASYNC.strip())
+    holding = script(holder(world, CONTENDING_CHILD.format(contend=contend)), world.url, name)
+    assert holding.read_line() == "busy"
+    assert holding.read_line() == "held"
+    holding.wait_for("held")
+    assert not is_free(admin, name)
+    await freed(admin, f"{name}!")
+    holding.kill()
+    await freed(admin, name)
+
+
+async def test_a_killed_child_leaves_the_lock_with_its_parent(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+) -> None:
+    """C012: the child's end closes its copies of the parent's sockets, no more."""
+    holding = script(holder(world, "fork_child(); say('held'); park(); held.check(); await held.release()"), world.url, name)
+    holding.wait_for("held")
+    os.kill(holding.child, signal.SIGKILL)
+    await eventually(lambda: not alive(holding.child))
+    assert not is_free(admin, name)
+    assert holding.go_on() == 0
+    assert is_free(admin, name)

@@ -1,0 +1,130 @@
+"""What acts are judged by: percentiles, verdicts, and the blows with their take-overs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from pgfence.demo.act import Blow, Figures, TakeOver, Verdict, keeps_every_cent, loses_money
+from pgfence.demo.acts import ACTS
+from pgfence.demo.bank import Accounts
+from pgfence.demo.blows import Blows
+from pgfence.timing import clock
+
+FINE = Figures(act="a", title="A", seconds=2.0, transfers=10)
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "rank"),
+    [(1, 50, 1), (1, 99, 1), (2, 50, 1), (100, 50, 50), (100, 99, 99), (100, 100, 100), (3, 99, 3), (1000, 99, 990)],
+)
+def test_a_percentile_is_a_wait_that_was_measured(count: int, percent: float, rank: int) -> None:
+    """The nearest rank: so many of a hundred waits were not longer."""
+    waits = [float(number) for number in range(1, count + 1)]
+    assert Figures(act="a", title="A", waits=waits).wait(percent) == float(rank)
+
+
+def test_without_waits_there_is_no_percentile() -> None:
+    """None, and not 0: nobody waited."""
+    assert FINE.wait(50) is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        (FINE, Verdict.OK),
+        (Figures(act="a", title="A", transfers=0), Verdict.GUARD_FAILED),
+        (Figures(act="a", title="A", transfers=1, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED),
+        (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Blow.KILL, "x", 0.1),)), Verdict.OK),
+        (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Blow.KILL, "x", None),)), Verdict.GUARD_FAILED),
+    ],
+)
+def test_a_guarded_act_may_lose_nothing_and_nobody(figures: Figures, verdict: Verdict) -> None:
+    """One cent, no transfer at all or one lock that went to nobody is a failure."""
+    assert keeps_every_cent(figures) is verdict
+
+
+def test_the_control_has_to_lose_something() -> None:
+    """One cent is enough."""
+    assert loses_money(FINE) is Verdict.CONTROL_FAILED
+    assert loses_money(Figures(act="a", title="A", transfers=1, cents_lost=1, accounts_off=1)) is Verdict.OK
+
+
+def test_every_act_has_a_name_of_its_own_and_one_is_the_control() -> None:
+    """Processes are told the name of an act."""
+    assert len({act.name for act in ACTS}) == len({act.title for act in ACTS}) == len(ACTS)
+    assert [act.name for act in ACTS if act.check is loses_money] == ["unguarded"]
+
+
+def test_a_pair_is_two_accounts_of_the_act_and_some_are_busy() -> None:
+    """Never one account twice; the first is chosen far more often than the last."""
+    accounts, chance = Accounts(1001), random.Random(7)
+    pairs = [accounts.pair(chance) for _ in range(5000)]
+    chosen = [aid for pair in pairs for aid in pair]
+    assert all(one != other for one, other in pairs)
+    assert accounts.first <= min(chosen) <= max(chosen) <= accounts.last
+    assert chosen.count(accounts.first) > 10 * chosen.count(accounts.last)
+    till = accounts.till(chance)
+    assert all(set(accounts.pair_of(till, chance)) <= set(till) for _ in range(100))
+
+
+class Crew:
+    """Remembers whom it was told to kill."""
+
+    def __init__(self) -> None:
+        self.killed: list[Any] = []
+
+    def kill(self, member: Any) -> None:
+        self.killed.append(member)
+
+
+@pytest.fixture
+def blows() -> Blows:
+    """One SIGKILL, due at once."""
+    return Blows([Blow.KILL], Crew(), None, start=clock() - 2, seconds=1)  # type: ignore[arg-type]
+
+
+def killed(blows: Blows) -> list[Any]:
+    crew: Any = blows._crew
+    return crew.killed
+
+
+def test_a_holder_is_struck_when_another_process_waits(blows: Blows) -> None:
+    """Without a waiter there would be nobody to take over."""
+    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    blows.hear("two", {"asks": "y"})  # type: ignore[arg-type]
+    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    assert killed(blows) == []
+    blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
+    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    assert killed(blows) == ["one"]
+    assert not blows.done
+    assert blows.takeovers == ((Blow.KILL, "x", None),)
+
+
+def test_a_take_over_is_the_next_grant_to_another_process(blows: Blows) -> None:
+    """Grants of other locks, and of the struck process itself, are none."""
+    blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
+    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    blows.hear("two", {"granted": "y", "at": clock() + 1})  # type: ignore[arg-type]
+    blows.hear("one", {"granted": "x", "at": clock() + 1})  # type: ignore[arg-type]
+    assert not blows.done
+    blows.hear("two", {"granted": "x", "at": clock() + 2})  # type: ignore[arg-type]
+    assert blows.done
+    (takeover,) = blows.takeovers
+    assert takeover.seconds is not None and 1.5 < takeover.seconds < 2.5
+
+
+def test_a_blow_that_came_too_late_is_dealt_again(blows: Blows) -> None:
+    """If somebody else had the lock before the blow fell, no holder was struck."""
+    blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
+    granted = clock()
+    blows.hear("one", {"granted": "x", "at": granted - 1})  # type: ignore[arg-type]
+    blows.hear("two", {"granted": "x", "at": granted - 0.5})  # type: ignore[arg-type]
+    assert not blows.done
+    assert blows.takeovers == ((Blow.KILL, "", None),)
+    blows.hear("three", {"asks": "x"})  # type: ignore[arg-type]
+    blows.hear("two", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    assert killed(blows) == ["one", "two"]

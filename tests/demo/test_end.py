@@ -1,0 +1,168 @@
+"""How a demo ends before its time: Ctrl-C, a death of the command, servers that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import psycopg
+import pytest
+
+from pgfence.demo import load
+from pgfence.demo.bank import SCHEMA
+from pgfence.embedded import _binaries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.standby import Standby
+
+pytestmark = pytest.mark.timeout(180)
+
+SHORT = ("--seconds", "0.5", "--processes", "3")
+
+
+@contextmanager
+def running(*words: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run the command in a process of its own, and kill it in any case."""
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "pgfence", "demo", *words]
+    with subprocess.Popen(
+        command,
+        env=os.environ | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    assert process.stderr is not None
+    said = ""
+    while not re.search(pattern, said):
+        line = process.stderr.readline()
+        assert line, f"it ended and said: {said}"
+        said += line
+    return said
+
+
+def relatives(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+def failed(*words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    with running(*words, env=env) as process:
+        out, err = process.communicate(timeout=150)
+    assert out == ""
+    assert "Traceback" not in err
+    return process.returncode, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_leaves_nothing(
+    number: signal.Signals, dsn: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
+) -> None:
+    """In the middle of an act: exit code 128 + N, no process, no schema, no traceback."""
+    with running("--dsn", dsn, "--seconds", "60", "--processes", "3") as process:
+        read_until(process, "the control")
+        processes = relatives(process)
+        assert len(processes) == 3
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    assert "Traceback" not in err
+    eventually(lambda: gone(processes))
+    assert admin.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", [SCHEMA]).fetchall() == []
+
+
+def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Callable[..., Any]) -> None:
+    """SIGKILL lets nobody clean up: the processes end with their input, the server with its parent."""
+    with running("--seconds", "60", "--processes", "3") as process:
+        read_until(process, "the control")
+        processes = relatives(process)
+        assert len(processes) > 3
+        process.kill()
+    eventually(lambda: gone(processes), deadline=20)
+
+
+def test_without_a_dsn_it_brings_its_own_server(eventually: Callable[..., Any]) -> None:
+    """The first command of a newcomer: exit code 0, one JSON document, pgbench's own data, and no process afterwards."""
+    with running("--json", *SHORT) as process:
+        read_until(process, "the control")
+        processes = relatives(process)
+        out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    shown = json.loads(out)
+    assert shown["embedded"] is True
+    assert shown["loaded_by"].startswith("pgbench " if load.program("pgbench") else "SQL")
+    eventually(lambda: gone(processes))
+
+
+def test_keep_lets_the_server_run_until_it_is_told_to_end(eventually: Callable[..., Any]) -> None:
+    """What it prints is enough to connect, and the tables are there; Ctrl-C is then no failure."""
+    with running("--keep", *SHORT) as process:
+        said = read_until(process, "psql '.*'")
+        processes = relatives(process)
+        with psycopg.connect(re.findall("psql '(.*)'", said)[0]) as connection:
+            found = connection.execute("SELECT count(*) > 0 FROM pgbench_history").fetchone()
+        assert found == (True,)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "No guarded act lost a cent." in out
+    eventually(lambda: gone(processes))
+
+
+def test_without_binaries_it_names_the_extra(tmp_path: Path) -> None:
+    """69, and what to install or to set."""
+    code, said = failed(env={_binaries.VARIABLE: str(tmp_path)})
+    assert code == 69
+    assert _binaries.VARIABLE in said
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--dsn", "mysql://host/db"], 64, "needs PostgreSQL"),
+        (["--dsn", "postgresql+asyncpg://host/db"], 64, "async driver"),
+        (["--dsn", "postgresql://user:secret@127.0.0.1:1/db"], 69, "127.0.0.1:1"),
+        (["--processes", "2"], 64, "--processes"),
+        (["--seconds", "0"], 64, "--seconds"),
+        (["--seconds", "nan"], 64, "--seconds"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(words: list[str], code: int, said: str) -> None:
+    """An exit code as documented, the reason, and no password."""
+    found, line = failed(*words)
+    assert (found, line.count("\n")) == (code, 1)
+    assert said in line and "secret" not in line
+
+
+def test_a_standby_is_refused(standby: Standby) -> None:
+    """A lock taken there excludes nobody, and a schema cannot be made."""
+    code, said = failed("--dsn", standby.dsn)
+    assert code == 78
+    assert "standby" in said
+
+
+def test_the_other_commands_do_not_pay_for_it() -> None:
+    """`pgfence run` imports nothing of the demo."""
+    code = "import sys, pgfence.cli; sys.exit([name for name in sys.modules if name.startswith('pgfence.demo')] != [])"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
