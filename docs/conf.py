@@ -16,6 +16,8 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
+# `x` in a docstring is code.
+default_role = "code"
 
 # A reference to a public name of ours has to lead somewhere; those to other libraries are plain text.
 nitpicky = True
@@ -32,7 +34,7 @@ myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "inherited-members": "Exception"}
+autodoc_default_options = {"members": True}
 autoclass_content = "both"
 napoleon_numpy_docstring = False
 

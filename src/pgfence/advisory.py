@@ -255,7 +255,13 @@ def _lock_engine(engine: Any, config: Any) -> Any:
     other = config.lock_engine
     if other is None:
         return engine
-    return other() if callable(other) else other
+    if callable(other):
+        other = other()
+    if hasattr(other, "sync_engine") != hasattr(engine, "sync_engine"):
+        raise TypeError(
+            f"the lock_engine of this {type(engine).__name__} is of the other world: {type(other).__name__}"
+        )
+    return other
 
 
 def _close(connection: Connection | None) -> None:

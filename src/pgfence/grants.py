@@ -59,7 +59,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What `configure(on_event=...)` is told; every kind of event has these fields."""
+    """What `configure(on_event=...)` is told; every kind of event has these fields.
+
+    `event` is one of "acquired", "released", "lost" and "timeout" for session locks.
+    """
 
     event: str
     name: str | None

@@ -108,9 +108,13 @@ async def test_an_old_server_is_named(world: World, name: str, monkeypatch: pyte
             await world.call(lock(work, name).acquire)
 
 
-async def test_it_works_behind_a_pooler_in_transaction_mode(
-    world: World, name: str, pgbouncer: Callable[..., str]
-) -> None:
+@pytest.fixture
+def pooled(pgbouncer: Callable[..., str]) -> str:
+    """The DSN of the test database through a PgBouncer in transaction mode."""
+    return pgbouncer("transaction")
+
+
+async def test_it_works_behind_a_pooler_in_transaction_mode(world: World, name: str, pooled: str) -> None:
     """What ends with its transaction needs no session: the lock holds, waits and ends behind PgBouncer as anywhere."""
     ways: dict[str, Any] = {
         "psycopg": {"prepare_threshold": None},
@@ -118,7 +122,7 @@ async def test_it_works_behind_a_pooler_in_transaction_mode(
         "psycopg2": {},
         "asyncpg": {"statement_cache_size": 0, "prepared_statement_name_func": lambda: ""},
     }
-    engine = world.engine(dsn=pgbouncer("transaction"), connect_args=ways[world.name])
+    engine = world.engine(dsn=pooled, connect_args=ways[world.name])
     async with connection(world, engine) as one, connection(world, engine) as two:
         await world.call(lock(one, name, name + ":2").acquire)
         with pytest.raises(LockTimeoutError):
@@ -144,7 +148,7 @@ def test_a_pipeline_is_refused_and_holds_nothing(dsn: str, name: str, names: int
                     TransactionLock(work, *wanted).acquire()
                 driver.execute("SELECT * FROM missing")
         assert advisory_rows() == []
-        work.rollback()
+        driver.rollback()
         TransactionLock(work, *wanted).acquire()
         assert len(advisory_rows()) == names
     engine.dispose()

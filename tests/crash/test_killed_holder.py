@@ -49,6 +49,12 @@ async def test_a_killed_holder_frees_its_lock_for_the_next_at_once(
 
 CHILDREN = """
 import gc
+
+def drop():
+    nonlocal held, lock, engine
+    del held, lock, engine
+    gc.collect()
+
 for end in ({ends}):
     child = os.fork()
     if child == 0:
@@ -71,8 +77,8 @@ say("released")
 RELEASE = ("held.release", "lambda: held.release().send(None)")
 # A loop is one thing in the kernel for both processes: whatever its child closes, its parent loses, with any library.
 ENDS = (
-    ("lambda: None", "lambda: (globals().clear(), gc.collect())", "lambda: engine.dispose()", "sys.exit"),
-    ("lambda: None", "lambda: (globals().clear(), gc.collect())"),
+    ("lambda: None", "drop", "lambda: engine.dispose()", "sys.exit"),
+    ("lambda: None", "drop"),
 )
 
 

@@ -220,8 +220,11 @@ def test_keep_leaves_the_tables_of_the_last_look(
 def test_a_process_that_ends_unasked_ends_the_demo(engine: Engine, admin: psycopg.Connection[Any]) -> None:
     """Only blows may kill; whatever else ends a process is an error that names it, and everything is cleaned up."""
 
+    def kill_one() -> None:
+        workers()[0].kill()
+
     with pytest.raises(DemoError, match=r"process \d ended with -9, unasked"):
-        stage.play(engine, Quiet(lambda: workers()[0].kill()), seconds=5, processes=3, keep=True, acts=[advisory.ACT])
+        stage.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT])
     assert schemas(admin) == []
 
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -22,7 +21,9 @@ from pgfence.embedded import _binaries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
+    from support.servers import OwnServer
     from support.standby import Standby
 
 pytestmark = pytest.mark.timeout(180)
@@ -101,6 +102,18 @@ def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Cal
     eventually(lambda: gone(processes), deadline=20)
 
 
+def test_a_server_that_goes_ends_it(own_server: OwnServer, eventually: Callable[..., Any]) -> None:
+    """A crash of the server in the middle of an act is noticed at once: one line, exit code 69."""
+    with running("--dsn", own_server.dsn, "--seconds", "60", "--processes", "3") as process:
+        read_until(process, "the control")
+        processes = relatives(process)
+        own_server.stop("immediate")
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 69, err
+    assert "Traceback" not in err
+    eventually(lambda: gone(processes))
+
+
 def test_without_a_dsn_it_brings_its_own_server(eventually: Callable[..., Any]) -> None:
     """The first command of a newcomer: exit code 0, one JSON document, pgbench's own data, and no process afterwards."""
     with running("--json", *SHORT) as process:
@@ -165,4 +178,3 @@ def test_the_other_commands_do_not_pay_for_it() -> None:
     """`pgfence run` imports nothing of the demo."""
     code = "import sys, pgfence.cli; sys.exit([name for name in sys.modules if name.startswith('pgfence.demo')] != [])"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-

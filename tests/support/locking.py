@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from support.worlds import Contender, World
 
-_BY_PID = "SELECT pid, state, query, backend_xmin, xact_start FROM pg_stat_activity WHERE application_name = %s ORDER BY pid"
+_BY_PID = (
+    "SELECT pid, state, query, backend_xmin, xact_start FROM pg_stat_activity WHERE application_name = %s ORDER BY pid"
+)
 
 
 def lock(world: World, engine: Any, *names: Any, **kwargs: Any) -> Any:
@@ -28,7 +30,9 @@ def lock(world: World, engine: Any, *names: Any, **kwargs: Any) -> Any:
 
 def labelled(world: World, label: str, **kwargs: Any) -> Any:
     """Return an engine whose sessions are found by `sessions(admin, label)`."""
-    arguments = {"server_settings": {"application_name": label}} if world.name == "asyncpg" else {"application_name": label}
+    arguments = (
+        {"server_settings": {"application_name": label}} if world.name == "asyncpg" else {"application_name": label}
+    )
     return world.engine(connect_args=arguments, **kwargs)
 
 

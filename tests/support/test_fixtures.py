@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pytest
 from sqlalchemy import text
+
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,3 +46,40 @@ def test_advisory_rows_shows_a_lock(dsn: str, advisory_rows: Callable[[], list[A
         connection.execute("SELECT pg_advisory_lock(42)")
         (row,) = advisory_rows()
         assert (row.pid, row.objid, row.granted) == (connection.info.backend_pid, 42, True)
+
+
+async def test_other_is_a_contender_of_its_own_and_always_the_same(world: World) -> None:
+    """Its calls run on one thread or task that is not the test's; errors come back; a cancelled call leaves it usable."""
+    other = world.other()
+
+    def who() -> int:
+        return id(asyncio.current_task()) if world.is_async else threading.get_ident()
+
+    first = await other.call(who)
+    assert first == await other.call(who)
+    assert first != who()
+    with pytest.raises(ZeroDivisionError):
+        await other.call(lambda: 1 / 0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def wait_for_ever() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait()
+
+    call = asyncio.create_task(other.call(world.pick(wait, wait_for_ever)))
+    await eventually(begun.is_set)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    go_on.set()
+    assert await other.call(lambda: "usable") == "usable"
+
+
+def test_eventually_says_what_did_not_come_true() -> None:
+    """The deadline ends the wait with an assertion."""
+    with pytest.raises(AssertionError, match=r"not true within 0\.05 s"):
+        eventually(lambda: False, deadline=0.05)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, keep, on_loop
-from pgfence._runtime.domain import LAST, NO_CONNECTION, Domain, Homes, translated
+from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
 from pgfence._runtime.references import weak_method
@@ -64,8 +64,6 @@ def contender() -> Contender:
 
 class AsyncDomain(Domain[AsyncSession]):
     """The lines and connections that the tasks of one loop share for one engine."""
-
-    keeper: AsyncKeeper
 
     def __init__(self, engine: AsyncEngine, config: Config) -> None:
         super().__init__(engine.sync_engine, config)
@@ -153,7 +151,9 @@ class AsyncDomain(Domain[AsyncSession]):
                 holders = await self._look_on(session, request.keys) if request.waits else []
             except Gone as gone:
                 self.keeper.discard(session)
-                failures = self.again(request, gone, began, failures if on is None else LAST)
+                if on is not None:
+                    raise gone_error(request, gone) from gone.__cause__
+                failures = self.again(request, gone, began, failures)
                 continue
             except BaseException:
                 self.keeper.discard(session)
@@ -262,6 +262,9 @@ class AsyncDomain(Domain[AsyncSession]):
                 self.step_out(hold.ticket)
 
         on_loop(self.loop, close)
+
+    def tidy(self) -> None:
+        self.keeper.reap(time.monotonic())
 
     # ------------------------------------------------------------ looking
 

@@ -74,12 +74,13 @@ class AsyncKeeper(Keeper[AsyncSession]):
 
     async def checkout(self, left: float, keys: int = 1) -> AsyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time."""
+        bell = None
         with MUTEX:
             turn = self.roster.take()
             if not turn.served:
                 bell = Bell()
                 turn.wake = bell.ring
-        if not turn.served and not await self._in_turn(turn, bell, left):
+        if bell is not None and not await self._in_turn(turn, bell, left):
             return None
         return turn.given or await self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
 
@@ -129,8 +130,8 @@ class AsyncKeeper(Keeper[AsyncSession]):
             self.park(task.result())
 
     async def _opener(self, *, counts: bool) -> AsyncSession:
-        session: AsyncSession | None = None
         generation = self.generation
+        session: AsyncSession | None = None
         try:
             if not self._armed:
                 self._armed = True
@@ -139,10 +140,10 @@ class AsyncKeeper(Keeper[AsyncSession]):
             dbapi_connection, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler))
             session = AsyncSession(dbapi_connection, self._wire(driver), facts)
             session.watch()
+            return session
         finally:
             with MUTEX:
                 self.opened(session, generation, counts=counts)
-        return session
 
     async def borrow(self, connection: AsyncConnection) -> AsyncSession:
         """Make the caller's own connection a session, for one lock."""
@@ -197,10 +198,18 @@ class AsyncKeeper(Keeper[AsyncSession]):
             for session in idle:
                 self.discard(session)
 
-        if threading.get_ident() == getattr(self.loop, "_thread_id", None):
+        if on_this(self.loop):
             close()
         else:
             on_loop(self.loop, close)
+
+
+def on_this(loop: asyncio.AbstractEventLoop) -> bool:
+    """Say whether this thread runs that loop at this moment."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 async def _goodbye(sessions: set[AsyncSession]) -> AsyncIterator[None]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
@@ -40,15 +41,13 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._runtime.roster import Keeper
-    from pgfence._sql.advisory import LockSql
+    from pgfence._sql.advisory import LockSql, Style
     from pgfence.config import Config
     from pgfence.keys import LockKey
     from pgfence.timing import Seconds
 
 RETRY_AFTER = 1.0
 """A session that ended sooner than this after it was taken for a wait counts as a failure; the second in a row is told."""
-LAST = 1
 
 
 _NOW = Deadline(0.0, 0.0)
@@ -76,15 +75,13 @@ class Request:
         return self.deadline.timeout > 0
 
 
-class Domain(Generic[S]):
+class Domain(ABC, Generic[S]):
     """Lines and connections of one engine in this process."""
-
-    keeper: Keeper[S]
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
         self.config = config
-        self.style = server.style_of(engine.dialect)
+        self.style: Style = server.style_of(engine.dialect)
         self.pid = os.getpid()
         self.lines = Lines()
 
@@ -181,7 +178,11 @@ class Domain(Generic[S]):
             self.step_out(hold.ticket)
             emit(self.config, "lost", hold.names)
             log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
-        self.keeper.reap(time.monotonic())
+        self.tidy()
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Close the connections that died."""
 
     def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
         """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there."""
@@ -227,8 +228,8 @@ class Domain(Generic[S]):
 
     def again(self, request: Request, gone: Gone, began: float, failures: int) -> int:
         """Count the sessions in a row that ended while they asked; raise when it is one too many."""
-        failures = failures + 1 if failures == LAST or time.monotonic() - began < RETRY_AFTER else 1
-        if failures > LAST:
+        failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
+        if failures > 1:
             raise gone_error(request, gone) from gone.__cause__
         return failures
 

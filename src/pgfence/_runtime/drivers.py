@@ -23,21 +23,26 @@ class Wire(Protocol):
 
     def close(self) -> None:
         """End the connection without waiting for anything."""
+        ...
 
     @property
     def pid(self) -> int:
         """The server process that the driver was told of when it connected."""
+        ...
 
     def fileno(self) -> int:
         """The socket's descriptor, for a moment: once closed, the number may belong to somebody else."""
+        ...
 
     @property
     def in_transaction(self) -> bool | None:
         """Whether a transaction is open; None when it is aborted."""
+        ...
 
     @property
     def busy(self) -> bool:
         """Whether the connection is in a mode in which a result cannot be read at once (a pipeline)."""
+        ...
 
 
 class SyncWire(Wire, Protocol):

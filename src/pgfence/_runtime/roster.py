@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -122,7 +123,7 @@ class Roster(Generic[S]):
         return idle
 
 
-class Keeper(Generic[S]):
+class Keeper(ABC, Generic[S]):
     """What both worlds' keepers of connections share."""
 
     def __init__(self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object]) -> None:
@@ -141,13 +142,13 @@ class Keeper(Generic[S]):
         weakref.finalize(engine.dialect, close_all, self.sessions)
         WATCHER.keep(self)
 
+    @abstractmethod
     def reap(self, now: float) -> None:
         """Close the idle sessions that are dead, or were idle for too long."""
-        raise NotImplementedError
 
+    @abstractmethod
     def disposed(self, _: Engine) -> None:
         """Close the idle sessions; the others are closed when what they hold ends."""
-        raise NotImplementedError
 
     def opened(self, session: S | None, generation: int, *, counts: bool) -> None:
         """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
@@ -195,5 +196,8 @@ class Keeper(Generic[S]):
 def close_all(sessions: set[Any]) -> None:
     """End sessions in an orderly way: their engine is collected, their loop or the interpreter ends."""
     for session in list(sessions):
-        session.close()
+        if session.since:  # another thread is inside a statement: it must not lose the memory under it
+            WATCHER.shut_down(session)
+        else:
+            session.close()
     sessions.clear()

@@ -29,6 +29,7 @@ import os
 import socket
 import time
 import weakref
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
@@ -56,7 +57,7 @@ class Gone(Exception):
     """The connection ended under a statement that cannot have left a lock behind. Never leaves `_runtime`."""
 
 
-class Session:
+class Session(ABC):
     """What both worlds know of one connection of ours, or of one that the caller lent."""
 
     ours = True
@@ -123,9 +124,9 @@ class Session:
             self.probed = now
             self.probe(hold)
 
+    @abstractmethod
     def probe(self, hold: Hold[Any]) -> None:
         """Ask the server whether the session lives, without waiting for the answer here."""
-        raise NotImplementedError
 
     def cut(self) -> None:
         """Give up on a server that does not answer: the statement under way fails, the hold is lost."""

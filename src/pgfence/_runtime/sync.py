@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from pgfence._runtime.domain import LAST, NO_CONNECTION, Domain, Homes, translated
+from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable, wrapped
 from pgfence._runtime.references import weak_method
@@ -48,8 +48,6 @@ def contender() -> Contender:
 
 class SyncDomain(Domain[SyncSession]):
     """The lines and connections that the threads of this process share for one engine."""
-
-    keeper: SyncKeeper
 
     def __init__(self, engine: Engine, config: Config) -> None:
         super().__init__(engine, config)
@@ -131,7 +129,9 @@ class SyncDomain(Domain[SyncSession]):
                 holders = self._look_on(session, request.keys) if request.waits else []
             except Gone as gone:
                 self.keeper.discard(session)
-                failures = self.again(request, gone, began, failures if on is None else LAST)
+                if on is not None:
+                    raise gone_error(request, gone) from gone.__cause__
+                failures = self.again(request, gone, began, failures)
                 continue
             except BaseException:
                 self.keeper.discard(session)
@@ -240,6 +240,9 @@ class SyncDomain(Domain[SyncSession]):
                 self.step_out(hold.ticket)
 
         WATCHER.post(close)
+
+    def tidy(self) -> None:
+        self.keeper.reap(time.monotonic())
 
     # ------------------------------------------------------------ looking
 

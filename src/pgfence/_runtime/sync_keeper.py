@@ -75,12 +75,13 @@ class SyncKeeper(Keeper[SyncSession]):
             left: seconds to wait for a turn.
             keys: how many keys it is to hold.
         """
+        gate = None
         with MUTEX:
             turn = self.roster.take()
             if not turn.served:
                 gate = Gate()
                 turn.wake = gate.open
-        if not turn.served and not self._in_turn(turn, gate, left):
+        if gate is not None and not self._in_turn(turn, gate, left):
             return None
         return turn.given or self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
 

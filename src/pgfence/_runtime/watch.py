@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from pgfence._runtime.state import tell
+from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,20 +124,20 @@ class Watcher:
 
     def _watch(self) -> None:
         epoll = self._epoll
-        before = time.monotonic()
+        before = clock()
         while True:
             events: list[tuple[int, int]] = []
             if epoll is None:
                 time.sleep(TICK)
             else:
                 events = epoll.poll(TICK)
-            now = time.monotonic()
+            now = clock()  # it runs through a suspend, which must be noticed too
             paused = now - before > TICK + PAUSE
             for dup, _ in events:
                 self._hang_up(dup)
             if paused or now - before >= TICK:
                 before = now
-                self._tick(now, paused)
+                self._tick(time.monotonic(), paused)
 
     def _hang_up(self, dup: int) -> None:
         with self._lock:

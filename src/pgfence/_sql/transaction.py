@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
     from pgfence.keys import LockKey
 
-_PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False})
+_PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False, "yield_per": None})
 
 STANDBY = -1
 OLD_SNAPSHOT = -2

@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
 from pgfence.cli.codes import Code, MisuseError
@@ -17,10 +16,10 @@ from pgfence.cli.screen import Screen, show
 from pgfence.cli.server import engine_from
 from pgfence.demo.bank import SCHEMA
 from pgfence.demo.errors import DemoError
-from pgfence.demo.load import program
+from pgfence.demo.load import psql
 from pgfence.demo.stage import LEAST_PROCESSES, play
 from pgfence.embedded import server
-from pgfence.errors import CapacityError, LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def demo(options: Options, speaker: Speaker) -> int:
     except LockTimeoutError:
         speaker.warn("another demo is being played in this database")
         return Code.BUSY
-    except (UnreachableError, CapacityError) as error:
+    except (UnreachableError, CapacityError, LockLostError) as error:
         speaker.warn(str(error))
         return Code.UNAVAILABLE
     except (DemoError, PgfenceError) as error:
@@ -122,12 +121,7 @@ def _keep(engine: Engine, options: Options, speaker: Speaker) -> None:
             f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them"
         )
         return
-    with engine.connect() as connection:
-        folder = connection.scalar(text("SHOW unix_socket_directories"))
-    speaker.write(
-        f"The server runs until Ctrl-C. To look at it:\n\n    {program('psql') or 'psql'} 'host={folder} port={engine.url.port}"
-        f" user={engine.url.username} dbname={engine.url.database} options=-csearch_path={SCHEMA}'\n"
-    )
+    speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {psql(engine)}\n")
     with suppress(Interrupted):
         threading.Event().wait()
 

@@ -72,6 +72,15 @@ def program(name: str) -> Path | None:
     return Path(found) if found else None
 
 
+def psql(engine: Engine) -> str:
+    """Return a command that looks at the tables of an embedded server: by its socket, which needs no password."""
+    with engine.connect() as connection:
+        folder = str(connection.scalar(text("SHOW unix_socket_directories"))).strip('"')
+    url = engine.url
+    place = f"host={folder} port={url.port} user={url.username} dbname={url.database} options=-csearch_path={SCHEMA}"
+    return f"{program('psql') or 'psql'} '{place}'"
+
+
 def _fill(engine: Engine) -> str:
     pgbench = program("pgbench")
     if pgbench is not None and _lands_in_schema(engine.url) and _run_pgbench(pgbench, engine.url):
@@ -130,7 +139,7 @@ def _run_pgbench(pgbench: Path, url: URL) -> bool:
     """
     if _SECRETS & url.query.keys():
         return False
-    asked = _into_schema(url).set(drivername="postgresql", password=None)
+    asked = _into_schema(url)._replace(drivername="postgresql", password=None)
     environment = os.environ | ({"PGPASSWORD": str(url.password)} if url.password else {})
     words = [str(pgbench), "-i", "-q", "-s", "1", "-I", "tgvp", asked.render_as_string(hide_password=False)]
     try:

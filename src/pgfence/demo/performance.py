@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pgfence.demo.act import Act
     from pgfence.demo.bank import Accounts
     from pgfence.demo.crew import Crew, Member
+    from pgfence.handles import Held
 
 _TIMES_LONGER = 5.0
 _SECONDS_LONGER = 10.0
@@ -41,11 +42,12 @@ class Audience(Protocol):
 class Performance:
     """One act. It may last longer than asked for, until it has shown what it is for: on a slow machine that takes a while."""
 
-    def __init__(self, act: Act, accounts: Accounts, crew: Crew, engine: Engine, seconds: float) -> None:
+    def __init__(self, act: Act, accounts: Accounts, crew: Crew, engine: Engine, held: Held, *, seconds: float) -> None:
         self._act = act
         self._accounts = accounts
         self._crew = crew
         self._engine = engine
+        self._held = held
         self._seconds = seconds
         self._start = clock()
         self._blows = Blows(act.blows, crew, engine, start=self._start, seconds=seconds)
@@ -59,6 +61,7 @@ class Performance:
 
         Raises:
             DemoError: a process failed, or does not stop.
+            LockLostError: the server has gone.
         """
         self._working = set(self._crew.members)
         self._crew.tell({"act": self._act.name, "first": self._accounts.first})
@@ -77,6 +80,8 @@ class Performance:
         return self._figures(clock() - self._start)
 
     def _listen(self) -> None:
+        # The demo's own lock: if that is lost the server is, and nobody would tell us anything any more.
+        self._held.check()
         for member, words in self._crew.listen(_LISTEN):
             self._hear(member, words)
 

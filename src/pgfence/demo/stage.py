@@ -81,9 +81,11 @@ def play(
     Raises:
         DemoError: the schema cannot be made, or a process failed.
         LockTimeoutError: another demo is being played in this database.
+        LockLostError: the server has gone in the middle of it.
         PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
     """
-    with AdvisoryLock(engine, "demo", namespace=NAMESPACE).hold(timeout=0), Crew(engine.url, processes) as crew:
+    demo = AdvisoryLock(engine, "demo", namespace=NAMESPACE)
+    with demo.hold(timeout=0) as held, Crew(engine.url, processes) as crew:
         with engine.connect() as connection:
             server = f"PostgreSQL {connection.scalar(text('SHOW server_version')).split()[0]}"
         audience.step(f"{server}: loading pgbench's tables, starting {processes} processes")
@@ -95,7 +97,8 @@ def play(
             for number, act in enumerate(acts):
                 crew.fill()
                 # Each act has accounts of its own, so that the traces of all stay visible.
-                figures = Performance(act, Accounts(1 + number * _ACCOUNTS_APART), crew, engine, seconds).play(audience)
+                accounts = Accounts(1 + number * _ACCOUNTS_APART)
+                figures = Performance(act, accounts, crew, engine, held, seconds=seconds).play(audience)
                 played.append((figures, act.check(figures)))
                 audience.result(*played[-1])
     return Outcome(server, loaded_by, processes, tuple(played))

@@ -51,7 +51,7 @@ def _base() -> Path:
     """Return the temporary folder; where the path of a socket in it would be too long for the kernel, /tmp."""
     base = tempfile.gettempdir()
     longest = f"{base}/{_PREFIX}12345678/.s.PGSQL.65535"
-    return Path(base if len(os.fsencode(longest)) <= _LONGEST_SOCKET else "/tmp")
+    return Path(base if len(os.fsencode(longest)) <= _LONGEST_SOCKET else "/tmp")  # noqa: S108  mkdtemp makes it ours
 
 
 def _remove_if_abandoned(folder: Path) -> None:

@@ -1,0 +1,475 @@
+"""AdvisoryLock on a Connection that the caller owns: between its transactions, and never left behind on it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from pgfence.config import configure
+from pgfence.errors import LockLostError, LockTimeoutError, TransactionStateError
+from pgfence.keys import LockKey
+from support.locking import (
+    background,
+    elsewhere,
+    freed,
+    give,
+    is_free,
+    labelled,
+    lock,
+    run,
+    sessions,
+    take,
+    terminate,
+    waits,
+)
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.worlds import World
+
+
+async def backend(world: World, connection: Any) -> int:
+    pid = await run(world, connection, "SELECT pg_backend_pid()")
+    await world.call(connection.rollback)
+    return pid
+
+
+async def test_the_lock_lives_on_that_connection(
+    world: World, name: str, advisory_rows: Callable[[], list[Any]], admin: psycopg.Connection[Any]
+) -> None:
+    """Held by its backend, through the user's transactions, and free after the block; the connection works on."""
+    async with world.enter(world.engine().connect()) as connection:
+        pid = await backend(world, connection)
+        async with world.enter(lock(world, connection, name).hold()) as held:
+            assert [row.pid for row in advisory_rows()] == [pid]
+            for _ in range(2):
+                await run(world, connection, "SELECT 1")
+                await world.call(connection.commit)
+            async with world.enter(connection.begin()):
+                await run(world, connection, "SELECT 1")
+            held.check()
+        assert is_free(admin, name)
+        assert await backend(world, connection) == pid
+
+
+async def test_the_user_finds_no_transaction_that_he_did_not_begin(world: World, name: str) -> None:
+    """Taking, looking, checking and giving back leave the connection outside a transaction, as it was."""
+    async with world.enter(world.engine().connect()) as connection:
+        one = lock(world, connection, name)
+        assert await world.call(one.is_held) is False
+        assert not connection.in_transaction()
+        async with world.enter(one.hold()):
+            assert not connection.in_transaction()
+            (seen,) = await world.call(one.holders)
+            assert seen.key == LockKey.of(name)
+            assert not connection.in_transaction()
+        assert not connection.in_transaction()
+        async with world.enter(connection.begin()):
+            assert await world.call(one.is_held) is False
+            await run(world, connection, "SELECT 1")
+
+
+async def test_a_refusal_leaves_the_connection_as_it_was(world: World, name: str, dsn: str) -> None:
+    """Busy by try, by timeout=0 and by a wait: no transaction is open afterwards, and the holder is named."""
+    async with world.enter(world.engine().connect()) as connection:
+        one = lock(world, connection, name)
+        with elsewhere(dsn, name, label="other-deploy"):
+            assert await world.call(one.try_acquire) is None
+            assert not connection.in_transaction()
+            for timeout in (0, 0.2):
+                with pytest.raises(LockTimeoutError, match="other-deploy"):
+                    await world.call(one.acquire, timeout=timeout)
+                assert not connection.in_transaction()
+        async with world.enter(one.hold()):
+            pass
+
+
+async def test_inside_a_transaction_it_is_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C015: after a statement, in an aborted transaction, and in a begin() whose first statement is still to come."""
+    async with world.enter(world.engine().connect()) as connection:
+        one = lock(world, connection, name)
+        await run(world, connection, "SELECT 1")
+        with pytest.raises(TransactionStateError, match=r"(?s)AUTOCOMMIT.*connect\(\).*TransactionLock"):
+            await world.call(one.acquire)
+        with pytest.raises(DBAPIError):
+            await run(world, connection, "SELECT 1/0")
+        with pytest.raises(TransactionStateError):
+            await world.call(one.try_acquire)
+        await world.call(connection.rollback)
+        async with world.enter(connection.begin()):
+            with pytest.raises(TransactionStateError):
+                await world.call(one.acquire)
+        assert is_free(admin, name)
+        async with world.enter(one.hold()):
+            assert not is_free(admin, name)
+
+
+async def test_an_autocommit_connection_is_always_outside(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Statements before, inside and after are no transaction there."""
+    async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
+        await run(world, connection, "SELECT 1")
+        async with world.enter(lock(world, connection, name).hold()):
+            await run(world, connection, "SELECT 1")
+            assert not is_free(admin, name)
+            await run(world, connection, "SELECT 1")
+        assert is_free(admin, name)
+        await run(world, connection, "SELECT 1")
+
+
+async def test_release_inside_a_transaction_is_refused_and_the_lock_stays(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C015: commit first, then release: the next holder must see what was written."""
+    async with world.enter(world.engine().connect()) as connection:
+        held = await world.call(lock(world, connection, name).acquire)
+        await run(world, connection, "SELECT 1")
+        with pytest.raises(TransactionStateError, match=r"(?i)commit"):
+            await world.call(held.release)
+        assert held.state == "held"
+        assert not is_free(admin, name)
+        await world.call(connection.commit)
+        await world.call(held.release)
+        assert is_free(admin, name)
+
+
+async def test_a_block_that_ends_inside_a_transaction_closes_the_connection(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C015: neither is the lock kept beyond its block, nor are writes committed after it was given away."""
+    engine = labelled(world, name)
+    admin.execute("CREATE TABLE IF NOT EXISTS blocks (label text)")
+    async with world.enter(engine.connect()) as connection:
+        with pytest.raises(TransactionStateError, match="(?i)commit inside the block"):
+            async with world.enter(lock(world, connection, name).hold()):
+                await run(world, connection, "INSERT INTO blocks VALUES (:label)", label=name)
+        await freed(admin, name)
+        with pytest.raises(SQLAlchemyError):
+            await world.call(connection.commit)
+            await run(world, connection, "SELECT 1")
+        await world.call(connection.rollback)
+        await run(world, connection, "SELECT 1")  # a new connection of the pool, honestly
+    assert admin.execute("SELECT count(*) FROM blocks WHERE label = %s", [name]).fetchone() == (0,)
+    assert engine.pool.checkedout() == 0
+
+
+async def test_the_users_error_wins_in_an_aborted_transaction(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C004: the division error is what is seen, the lock is free, and the connection object works after rollback."""
+    async with world.enter(world.engine().connect()) as connection:
+        with pytest.raises(DBAPIError, match="division by zero"):
+            async with world.enter(lock(world, connection, name).hold()):
+                await run(world, connection, "SELECT 1/0")
+        await freed(admin, name)
+        await world.call(connection.rollback)
+        assert await run(world, connection, "SELECT 1") == 1
+
+
+async def test_two_locks_on_one_connection(
+    world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """Each is given back by itself, in any order."""
+    first, second = f"{name}:1", f"{name}:2"
+    async with world.enter(world.engine().connect()) as connection:
+        one = await world.call(lock(world, connection, first).acquire)
+        two = await world.call(lock(world, connection, second).acquire)
+        assert len({row.pid for row in advisory_rows()}) == 1
+        await world.call(one.release)
+        assert is_free(admin, first)
+        assert not is_free(admin, second)
+        two.check()
+        await world.call(two.release)
+        assert is_free(admin, second)
+
+
+async def test_a_hold_by_raw_sql_survives(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C006: what the user locked by himself on the same connection is not given back by us."""
+    key = LockKey.of(name)
+    async with world.enter(world.engine().connect()) as connection:
+        await run(world, connection, f"SELECT pg_advisory_lock('{key.value}'::bigint)")
+        await world.call(connection.commit)
+        async with world.enter(lock(world, connection, name).hold()):
+            pass
+        assert not is_free(admin, name)
+        assert await run(world, connection, f"SELECT pg_advisory_unlock('{key.value}'::bigint)") is True
+        assert is_free(admin, name)
+
+
+async def test_after_a_reconnect_nothing_runs_without_the_lock(
+    world: World, name: str, admin: psycopg.Connection[Any], dsn: str
+) -> None:
+    """C044: kill, fail, roll back, go on: SQLAlchemy would use a new backend; inside the block that is refused."""
+    async with world.enter(world.engine().connect()) as connection:
+        pid = await backend(world, connection)
+        with pytest.raises(LockLostError):
+            async with world.enter(lock(world, connection, name).hold(on_loss="cancel")) as held:
+                terminate(admin, pid)
+                try:
+                    await eventually(lambda: held.lost)
+                    await asyncio.sleep(0.05)
+                except asyncio.CancelledError:
+                    assert world.is_async
+                for _ in range(2):
+                    with pytest.raises((SQLAlchemyError, LockLostError)):
+                        await run(world, connection, "CREATE TABLE without_the_lock ()")
+                    await world.call(connection.rollback)
+                with pytest.raises(LockLostError):
+                    await run(world, connection, "SELECT 1")
+                with elsewhere(dsn, name):
+                    pass
+                await world.call(connection.rollback)
+        assert held.state == "lost"
+        await world.call(connection.rollback)
+        assert await backend(world, connection) != pid
+    assert admin.execute("SELECT to_regclass('without_the_lock')").fetchone() == (None,)
+
+
+async def test_the_guard_knows_a_loss_that_nobody_told(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C044: invalidated and reconnected by the user at once: the first statement on the other backend is refused."""
+    async with world.enter(world.engine().connect()) as connection:
+        held = await world.call(lock(world, connection, name).acquire)
+        await world.call(connection.invalidate)
+        with pytest.raises(LockLostError):
+            await run(world, connection, "SELECT 1")
+        assert held.lost
+        with pytest.raises(LockLostError):
+            await world.call(held.release)
+        await world.call(connection.rollback)
+        assert await run(world, connection, "SELECT 1") == 1
+
+
+async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C008: given back to the pool too early, the connection does not keep the lock past the block."""
+    engine = world.engine(pool_size=1, max_overflow=0)
+    async with world.enter(engine.connect()) as connection:
+        async with world.enter(lock(world, connection, name).hold()):
+            await world.call(connection.close)
+        await freed(admin, name)
+    async with world.enter(engine.connect()) as connection:
+        assert await run(world, connection, "SELECT 1") == 1
+
+
+async def test_the_pool_gets_a_clean_connection_back(
+    world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """No lock, no setting, no hook, no mode: what comes back is what was lent, and the next user re-enters nothing."""
+    engine = world.engine(pool_size=1, max_overflow=0)
+    asked = ("SHOW lock_timeout", "SHOW statement_timeout", "SHOW application_name", "SHOW default_transaction_isolation")
+
+    async def state() -> list[Any]:
+        async with world.enter(engine.connect()) as connection:
+            values = [await run(world, connection, statement) for statement in asked]
+            return [*values, await run(world, connection, "SELECT pg_backend_pid()")]
+
+    before = await state()
+    for _ in range(3):
+        async with world.enter(engine.connect()) as connection:
+            async with world.enter(lock(world, connection, name).hold()):
+                pass
+            async with world.enter(connection.begin()):
+                await run(world, connection, "SELECT 1")
+    assert await state() == before
+    assert advisory_rows() == []
+
+
+async def test_many_locks_leave_no_trace_on_the_connection(world: World, name: str) -> None:
+    """Hooks, listeners and descriptors go with each lock."""
+    import os
+
+    async with world.enter(world.engine().connect()) as connection:
+        one = lock(world, connection, name)
+        async with world.enter(one.hold()):
+            pass
+        raw = await world.call(connection.get_raw_connection) if world.is_async else connection.connection
+        driver = raw.driver_connection
+
+        def trace() -> tuple[int, ...]:
+            listeners = getattr(driver, "_termination_listeners", ())
+            inner = getattr(connection, "sync_connection", connection)
+            return len(listeners), len(list(inner.dispatch.before_cursor_execute)), len(os.listdir("/proc/self/fd"))
+
+        before = trace()
+        for _ in range(10):
+            async with world.enter(one.hold()):
+                pass
+        assert trace() == before
+
+
+@pytest.mark.parametrize("freed_after", [0.1, 0.8], ids=["first-slice", "quiet-slice"])
+async def test_it_waits_for_another_session(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], freed_after: float
+) -> None:
+    """Busy elsewhere: waited for on that very connection, which is in no transaction before and after."""
+    async with world.enter(world.engine().connect()) as connection:
+        pid = await backend(world, connection)
+        with elsewhere(dsn, name) as holder:
+            async with background(world.call(lock(world, connection, name).acquire, timeout=5)) as task:
+                await eventually(waits(admin, name))
+                await asyncio.sleep(freed_after)
+                start = time.monotonic()
+                give(holder, name)
+                held = await task
+                assert time.monotonic() - start < 0.3
+        assert held.state == "held"
+        assert await backend(world, connection) == pid
+        await world.call(held.release)
+
+
+async def test_a_short_statement_timeout_does_not_end_a_wait(
+    world: World, name: str, role: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C039: the site's limit, or one that the user sets later, neither kills the wait nor is changed by it."""
+    login = role(settings={"statement_timeout": "150ms", "lock_timeout": "70ms"})
+    async with world.enter(world.engine(dsn=login).connect()) as connection:
+        one = lock(world, connection, name)
+        for limit in ("150ms", "120ms", "0"):
+            await run(world, connection, f"SET statement_timeout = '{limit}'")
+            await world.call(connection.commit)
+            with elsewhere(dsn, name):
+                start = time.monotonic()
+                with pytest.raises(LockTimeoutError):
+                    await world.call(one.acquire, timeout=0.7)
+                assert 0.65 < time.monotonic() - start < 1.5
+            assert await run(world, connection, "SHOW statement_timeout") == limit
+            assert await run(world, connection, "SHOW lock_timeout") == "70ms"
+            await world.call(connection.commit)
+
+
+async def test_in_pipeline_mode_it_is_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C063: where an earlier error would hide the answer, nothing is sent."""
+    if not world.name.startswith("psycopg") or world.name == "psycopg2":
+        pytest.skip("this driver has no pipeline mode")
+    async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
+        raw = await world.call(connection.get_raw_connection) if world.is_async else connection.connection
+        async with world.enter(raw.driver_connection.pipeline()):
+            with pytest.raises(TransactionStateError, match="pipeline"):
+                await world.call(lock(world, connection, name).try_acquire)
+        assert is_free(admin, name)
+        async with world.enter(lock(world, connection, name).hold()):
+            assert not is_free(admin, name)
+
+
+async def test_a_neighbour_with_an_engine_is_neither_handed_to_nor_handed_from(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A lock on a caller's connection goes through the server; contenders of both kinds stand in one line."""
+    engine = labelled(world, name)
+    other = world.other()
+    async with world.enter(engine.connect()) as connection:
+        mine, theirs = lock(world, connection, name), lock(world, engine, name)
+        pid = await backend(world, connection)
+        held = await world.call(mine.acquire)
+        async with background(other.call(theirs.acquire, timeout=5)) as task:
+            await eventually(in_line(engine, 1))
+            await world.call(held.release)
+            second = await task
+        assert holder_of(admin, name) != pid
+        async with background(world.call(mine.acquire, timeout=5)) as task:
+            await eventually(in_line(engine, 1))
+            await other.call(second.release)
+            third = await task
+        assert holder_of(admin, name) == pid
+        await world.call(third.release)
+
+
+def in_line(engine: Any, count: int) -> Callable[[], bool]:
+    from pgfence._runtime.domain import Homes
+
+    def look() -> bool:
+        (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
+        tickets = {id(ticket): ticket for line in domain.lines._lines.values() for ticket in line}
+        return sum(ticket.ahead > 0 for ticket in tickets.values()) == count
+
+    return look
+
+
+def holder_of(admin: psycopg.Connection[Any], name: str) -> int:
+    query = (
+        "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1"
+        " AND (classid::bigint << 32 | objid::bigint) = %s"
+    )
+    return admin.execute(query, [LockKey.of(name).value]).fetchone()[0]
+
+
+async def test_a_lock_handed_over_in_vain_harms_no_other(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A contender on its own connection passes the gift by; its later failure must not touch that session again."""
+    engine = labelled(world, name)
+    configure(engine, max_lock_connections=3)
+    holder, third = world.other(), world.other()
+    async with world.enter(engine.connect()) as connection:
+        held = await holder.call(lock(world, engine, name).acquire)
+        async with background(world.call(lock(world, connection, name).acquire, timeout=1.2)) as task:
+            await eventually(in_line(engine, 1))
+            with elsewhere(dsn) as rival:
+                async with background(asyncio.to_thread(take, rival, name)) as queued:
+                    await eventually(waits(admin, name))
+                    await holder.call(held.release)
+                    await queued
+                neighbour = await third.call(lock(world, engine, name + ":other").acquire)
+                with pytest.raises(LockTimeoutError):
+                    await task
+        await asyncio.sleep(0.05)
+        neighbour.check()
+        assert not is_free(admin, name + ":other")
+        await third.call(neighbour.release)
+
+
+async def test_a_wait_given_up_leaves_the_connection_to_its_owner(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A cancelled wait may cost the connection, never leave a lock on it; the owner's next statement works."""
+    if not world.is_async:
+        pytest.skip("nobody can cancel a thread")
+    async with world.enter(world.engine().connect()) as connection:
+        with elsewhere(dsn, name) as holder:
+            async with background(world.call(lock(world, connection, name).acquire, timeout=5)) as task:
+                await eventually(waits(admin, name))
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            give(holder, name)
+            await freed(holder, name)
+        await world.call(connection.rollback)
+        assert await run(world, connection, "SELECT 1") == 1
+
+
+async def test_the_server_behind_a_callers_connection_is_judged_too(
+    world: World, name: str, pgbouncer: Callable[..., str]
+) -> None:
+    """C019: through a pooler of unknown mode it is refused, and the connection stays usable."""
+    from pgfence.errors import PoolerError
+
+    arguments = {"statement_cache_size": 0} if world.name == "asyncpg" else {}
+    if world.name.startswith("psycopg") and world.name != "psycopg2":
+        arguments = {"prepare_threshold": None}
+    engine = world.engine(dsn=await asyncio.to_thread(pgbouncer, "transaction"), connect_args=arguments)
+    async with world.enter(engine.connect()) as connection:
+        with pytest.raises(PoolerError):
+            await world.call(lock(world, connection, name).acquire)
+        assert await run(world, connection, "SELECT 1") == 1
+
+
+async def test_sessions_of_ours_are_not_opened_for_it(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Taking, waiting and giving back use that one connection and no other."""
+    async with world.enter(labelled(world, name).connect()) as connection:
+        async with world.enter(lock(world, connection, name).hold()):
+            assert len(sessions(admin, name)) == 1
+        assert len(sessions(admin, name)) == 1
