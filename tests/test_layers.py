@@ -40,7 +40,7 @@ ONLY_IN = {
     "pytest": (),
     "pickle": (),
     "threading": ("_runtime", "handles", "embedded", "demo", "cli"),
-    "asyncio": ("_runtime", "handles", "verbs"),
+    "asyncio": ("_runtime", "handles", "verbs", "advisory"),
     "time": ("timing", "_runtime", "embedded", "demo", "cli"),
 }
 # Needs greenlet, and importing pgfence must work without it: for types alone, or late, inside a function.

@@ -2,6 +2,7 @@
 
 The everyday names. `pgfence.embedded`, `pgfence.testing` and the like are imported by those who need them.
 """
+from __future__ import annotations
 
 from pgfence import compat
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
@@ -61,6 +62,8 @@ __all__ = [
     "current",
     "held",
 ]
+
+__version__: str
 
 
 def __getattr__(name: str) -> str:

@@ -19,7 +19,6 @@ Sources: PostgreSQL manual, "Explicit Locking" (advisory locks) and "Advisory Lo
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -27,10 +26,11 @@ from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
 from pgfence._runtime import aio, sync
+from pgfence._runtime.process import PROCESS
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence.config import config_of
-from pgfence.handles import AsyncHeld, Held, lent
+from pgfence.handles import AsyncHeld, Held, given_back, lent
 from pgfence.keys import Name, resolve
 from pgfence.verbs import AH, AsyncBlock, AsyncVerbs, Block, H, Verbs, Watching
 
@@ -154,7 +154,7 @@ class AdvisoryLock(_Named, Verbs[H]):
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
 
         Raises:
-            as `acquire`, but for LockTimeoutError.
+            as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         domain, sql, on = self._place()
         hold = domain.acquire(self._labels, sql, 0.0, on=on)
@@ -227,7 +227,7 @@ class AdvisoryLock(_Named, Verbs[H]):
     def _place(self) -> tuple[SyncDomain, LockSql, Connection | None]:
         engine = self._engine
         home = self._home
-        if home is not None and home.engine is engine and home.pid == os.getpid():
+        if home is not None and home.engine is engine and home.pid == PROCESS.pid:
             return home, self._sql, None
         if isinstance(engine, Connection):
             config = config_of(engine)
@@ -266,6 +266,7 @@ def _lock_engine(engine: Any, config: Any) -> Any:
 
 def _close(connection: Connection | None) -> None:
     if connection is not None:
+        given_back(connection)
         try:
             connection.close()
         except Exception:  # a dead connection cannot roll back, and need not
@@ -321,7 +322,7 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
 
         Raises:
-            as `acquire`, but for LockTimeoutError.
+            as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         domain, sql, on = self._place()
         hold = await domain.acquire(self._labels, sql, 0.0, on=on)
@@ -369,12 +370,16 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
     async def _connect(self, timeout: Seconds | None) -> AsyncIterator[AsyncConnection]:
         domain, _, _ = self._place()
         handle = await self.acquire(timeout=timeout)
-        async with Watching(handle):
+        watching = Watching()
+        watching.start(handle)
+        async with watching:
             connection = await handle._hold.session.lend(domain.engine, domain.async_engine)
-            lent(connection.sync_connection, handle)
+            inner = connection.sync_connection
+            lent(inner, handle)
             try:
                 yield connection
             finally:
+                given_back(inner)
                 await handle._hold.session.close_lent(connection)
 
     async def holders(self) -> list[Holder]:
@@ -393,7 +398,7 @@ class AsyncAdvisoryLock(_Named, AsyncVerbs[AH]):
             home is not None
             and home.async_engine is engine
             and home.loop is asyncio.get_running_loop()
-            and home.pid == os.getpid()
+            and home.pid == PROCESS.pid
         ):
             return home, self._sql, None
         if hasattr(engine, "sync_connection"):

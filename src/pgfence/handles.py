@@ -152,7 +152,8 @@ class Held(_Handle):
         self._leave(exc, flag=False)
 
     def __del__(self) -> None:
-        _dropped(self._hold, self._domain, self)
+        if not self._hold.released:
+            _dropped(self._hold, self._domain, self)
 
 
 class AsyncHeld(_Handle):
@@ -226,7 +227,8 @@ class AsyncHeld(_Handle):
         await self._leave(exc, flag=False)
 
     def __del__(self) -> None:
-        _dropped(self._hold, self._domain, self)
+        if not self._hold.released:
+            _dropped(self._hold, self._domain, self)
 
 
 def _run(cb: Callable[[], object]) -> None:
@@ -253,7 +255,7 @@ def attach(exc: BaseException, error: Exception) -> None:
 
 def _dropped(hold: Hold[Any], domain: SyncDomain | AsyncDomain, handle: _Handle) -> None:
     """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
-    if hold.released or not hold.ours or sys.is_finalizing():
+    if not hold.ours or sys.is_finalizing():
         return
     domain.abandon(hold)
     if hold.reason is None:
@@ -303,3 +305,8 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
 def lent(connection: Connection, handle: Held | AsyncHeld) -> None:
     """Remember which lock a lent connection holds, for `held`."""
     _LENT[connection] = handle
+
+
+def given_back(connection: Connection) -> None:
+    """Forget a lent connection: its block has ended."""
+    _LENT.pop(connection, None)

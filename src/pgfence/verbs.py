@@ -252,7 +252,9 @@ class AsyncVerbs(ABC, Generic[AH]):
                     return await fn(*args, **kwargs)
                 if handle is None:
                     return None
-                async with Watching(handle):
+                watching = Watching()
+                watching.start(handle)
+                async with watching:
                     return await fn(*args, **kwargs)
 
             return guarded
@@ -301,19 +303,25 @@ class Watching:
 
     __slots__ = ("_cancelled", "_flag", "_handle", "_requests", "_task")
 
-    def __init__(self, handle: AsyncHeld, *, flag: bool = False) -> None:
-        self._handle = handle
+    _handle: AsyncHeld
+
+    def __init__(self, *, flag: bool = False) -> None:
         self._flag = flag
         self._cancelled = False
 
-    async def __aenter__(self) -> None:
+    def start(self, handle: AsyncHeld) -> None:
+        """Watch this handle, for the running task."""
         task = asyncio.current_task()
         if task is None:
             raise RuntimeError("hold() needs a task")
+        self._handle = handle
         self._task = task
         self._requests = task.cancelling()
         if not self._flag:
-            self._handle._hold.subscribe(self._lost)
+            handle._hold.subscribe(self._lost)
+
+    async def __aenter__(self) -> Any:
+        return self._handle
 
     def _lost(self) -> None:
         aio.on_loop(self._task.get_loop(), self._cancel)
@@ -326,48 +334,43 @@ class Watching:
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        self._handle._hold.unsubscribe(self._lost)
-        ours = False
-        if self._cancelled:
-            if not isinstance(exc, asyncio.CancelledError):
-                await _swallow_cancel()  # it was asked for, but the block ended before it arrived
-            # An outer cancel that came meanwhile goes on: only ours is taken back.
-            ours = self._task.uncancel() <= self._requests
-        if ours and isinstance(exc, asyncio.CancelledError):
+        if not self._cancelled:  # a release ends the subscription; no turn of the loop lies between here and there
+            await self._handle._leave(exc, flag=self._flag)
+            return
+        cancel = exc if isinstance(exc, asyncio.CancelledError) else await _pending_cancel()
+        if self._task.uncancel() <= self._requests:
             try:
-                await self._handle._leave(None, flag=False)
+                await self._handle._leave(None if cancel is exc else exc, flag=False)
             except Exception as error:
                 raise error from exc
-        await self._handle._leave(exc, flag=self._flag)
+            return
+        # Somebody else cancelled as well, and that goes on.
+        await self._handle._leave(cancel or exc, flag=self._flag)
+        if cancel is not None and cancel is not exc:
+            raise cancel
 
 
-async def _swallow_cancel() -> None:
+async def _pending_cancel() -> asyncio.CancelledError | None:
+    """Return the cancel that was asked for before the block ended, and would otherwise arrive later, somewhere else."""
     try:
         await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        return
+    except asyncio.CancelledError as cancel:
+        return cancel
+    return None
 
 
-class _AsyncHolding(AbstractAsyncContextManager[AH, None]):
+class _AsyncHolding(Watching, AbstractAsyncContextManager[AH, None]):
     """One `async with lock.hold()`."""
 
-    __slots__ = ("_flag", "_lock", "_timeout", "_watching")
-
     def __init__(self, lock: AsyncVerbs[AH], timeout: Seconds | None, *, flag: bool) -> None:
+        super().__init__(flag=flag)
         self._lock = lock
         self._timeout = timeout
-        self._flag = flag
 
     async def __aenter__(self) -> AH:
         handle = await self._lock.acquire(timeout=self._timeout)
-        self._watching = Watching(handle, flag=self._flag)
-        await self._watching.__aenter__()
+        self.start(handle)
         return handle
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
-    ) -> None:
-        await self._watching.__aexit__(kind, exc, tb)
 
     def __call__(self, fn: object) -> Never:
         raise TypeError("hold() is no decorator: use wrap()")

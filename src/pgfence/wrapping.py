@@ -13,7 +13,7 @@ from pgfence._runtime.state import log
 from pgfence.errors import LockTimeoutError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pgfence.keys import Name
     from pgfence.timing import Seconds
@@ -103,7 +103,7 @@ def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, A
         ValueError: a field of a template is no argument of the function.
     """
     texts = {name for name in names if isinstance(name, str)}
-    fields = {field for text in texts for _, field, _, _ in string.Formatter().parse(text) if field is not None}
+    fields = {field for text in texts for field in _fields(text)}
     if not fields and not any("{" in text or "}" in text for text in texts):
         return None
     signature = inspect.signature(fn)
@@ -123,6 +123,15 @@ def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, A
         return [name.format(**values) if isinstance(name, str) else name for name in names]
 
     return names_for
+
+
+def _fields(text: str) -> Iterator[str]:
+    """Yield the fields of a template, those inside a format specification too."""
+    for _, field, specification, _ in string.Formatter().parse(text):
+        if field is not None:
+            yield field
+        if specification:
+            yield from _fields(specification)
 
 
 def called(fn: Callable[..., Any]) -> str:

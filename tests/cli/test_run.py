@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,104 +18,13 @@ import psycopg
 import pytest
 
 from pgfence.keys import LockKey
+from support.commandline import Cli, alive, first_line, holding
 from support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 DEAF = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
-SERVER_VARIABLES = ("DATABASE_URL", "PGDATABASE", "PGHOST", "PGPASSWORD", "PGPORT", "PGSERVICE", "PGUSER")
-
-
-class Cli:
-    """Starts `pgfence run` with a server in its environment."""
-
-    def __init__(self, dsn: str, folder: Path) -> None:
-        self.folder = folder
-        self.environment = {k: v for k, v in os.environ.items() if k not in SERVER_VARIABLES}
-        self.environment |= {"DATABASE_URL": dsn, "COLUMNS": "200"}
-
-    def run(self, *words: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run it to its end."""
-        return subprocess.run(
-            [sys.executable, "-m", "pgfence", "run", *words],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=50,
-            check=False,
-            cwd=self.folder,
-            env=self.environment | environment,
-            start_new_session=True,
-        )
-
-    @contextmanager
-    def started(self, *words: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-        """Start it and wait until its command has printed a line, which is kept in `first`."""
-        with subprocess.Popen(
-            [sys.executable, "-m", "pgfence", "run", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.folder,
-            env=self.environment | environment,
-            start_new_session=True,
-        ) as process:
-            try:
-                yield process
-            finally:
-                process.terminate()
-
-
-@pytest.fixture
-def cli(dsn: str, tmp_path: Path) -> Cli:
-    """A `pgfence run` that talks to the test's server."""
-    return Cli(dsn, tmp_path)
-
-
-@pytest.fixture
-def backend(admin: psycopg.Connection[Any], name: str) -> Callable[[], int | None]:
-    """A function that returns the backend that holds the lock, if one does."""
-    key = LockKey.of(name).value % 2**64
-
-    def pid() -> int | None:
-        row = admin.execute(
-            "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1"
-            " AND classid = %s::bigint::oid AND objid = %s::bigint::oid",
-            [key >> 32, key & 0xFFFFFFFF],
-        ).fetchone()
-        return row[0] if row else None
-
-    return pid
-
-
-@contextmanager
-def holding(dsn: str, name: str, application: str = "other-deploy") -> Iterator[int]:
-    """Hold a lock from another session, by hand; yield its backend."""
-    with psycopg.connect(dsn, autocommit=True, application_name=application) as connection:
-        connection.execute("SELECT pg_advisory_lock(%s)", [LockKey.of(name).value])
-        yield connection.info.backend_pid
-
-
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
 
 
 # ---------------------------------------------------------------- the command
@@ -172,7 +81,8 @@ def test_a_signal_reaches_the_command_and_the_lock_is_freed(
 @pytest.mark.parametrize(
     ("program", "code", "said"),
     [
-        ("no-such-program", 127, "No such file"),
+        ("no-such-program", 127, "not found"),
+        ("./none", 127, "No such file"),
         ("./plain", 126, "Permission denied"),
         ("./garbage", 126, "format"),
     ],
@@ -247,12 +157,17 @@ def test_a_signal_ends_the_wait(
     cli: Cli, dsn: str, name: str, admin: psycopg.Connection[Any], signum: signal.Signals
 ) -> None:
     """While it waits a signal ends it with 128 + N; nobody waits on, and the command does not run."""
-    waiters = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    key = LockKey.of(name).value % 2**64
+
+    def waits() -> bool:
+        query = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND classid = %s::bigint::oid"
+        return admin.execute(query, [key >> 32]).fetchone() is not None
+
     with holding(dsn, name), cli.started("-w", "inf", name, "--", "echo", "ran") as process:
-        eventually(lambda: admin.execute(waiters).fetchone()[0])
+        eventually(waits, 20)
         process.send_signal(signum)
         out, err = process.communicate(timeout=20)
-        eventually(lambda: not admin.execute(waiters).fetchone()[0])
+        eventually(lambda: not waits())
     assert (process.returncode, out) == (128 + signum, "")
     assert "Traceback" not in err
 
@@ -327,10 +242,12 @@ def test_the_command_may_outlive_its_lock(
 
 def test_a_loss_at_the_very_end_is_no_success(cli: Cli, dsn: str, name: str, backend: Callable[[], int | None]) -> None:
     """C005: lost before it was given back, the lock may have been another's already: 76, whatever the command says."""
+    key = LockKey.of(name).value % 2**64
     program = (
         "import os, psycopg, signal; signal.signal(15, signal.SIG_IGN)\n"
         f"with psycopg.connect({dsn!r}, autocommit=True) as c:\n"
-        "    c.execute('SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = %s AND granted', ['advisory'])\n"
+        "    c.execute('SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = %s AND granted'\n"
+        f"              ' AND classid = {key >> 32}::bigint::oid AND objid = {key & 0xFFFFFFFF}::bigint::oid', ['advisory'])\n"
         "os._exit(0)"
     )
     done = cli.run(name, "--", sys.executable, "-c", program)
@@ -339,118 +256,13 @@ def test_a_loss_at_the_very_end_is_no_success(cli: Cli, dsn: str, name: str, bac
     assert backend() is None
 
 
-def test_a_signal_ends_what_an_engine_is_waiting_for(cli: Cli, name: str) -> None:
-    """A module that hangs while it is imported can be interrupted."""
-    (cli.folder / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    with cli.started("--engine", "slow:engine", name, "--", "true") as process:
-        assert first_line(process) == "importing"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-
-
 def test_killed_the_lock_is_free_and_the_command_ends(cli: Cli, name: str, backend: Callable[[], int | None]) -> None:
     """SIGKILL to pgfence: the server frees the lock, and the command does not go on without it."""
     with cli.started("--grace", "0.3", name, "--", "sh", "-c", f"{sys.executable} -c '{DEAF}'; true") as process:
         pid = int(first_line(process))
         process.kill()
-        eventually(lambda: backend() is None)
-        eventually(lambda: not alive(pid))
-
-
-# ---------------------------------------------------------------- no server
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "ran", "said"),
-    [
-        ((), 69, False, "refused"),
-        (("--on-unreachable", "fail"), 69, False, "refused"),
-        (("--on-unreachable", "skip"), 0, False, "was not run"),
-        (("--on-unreachable", "run"), 7, True, "WITHOUT the lock"),
-    ],
-)
-def test_without_a_server_the_user_decides(
-    cli: Cli, name: str, options: tuple[str, ...], code: int, ran: bool, said: str
-) -> None:
-    """No server is neither free nor busy; only the user may choose to run, and is told the risk."""
-    url = f"postgresql://ann:s3cret@127.0.0.1:{unused_port()}/d"
-    done = cli.run(*options, name, "--", "sh", "-c", "echo ran; exit 7", DATABASE_URL=url)
-    assert (done.returncode, done.stdout) == (code, "ran\n" if ran else "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "s3cret" not in done.stderr
-
-
-def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> None:
-    """A driver gives no code for a login that was refused, so it counts as no server; the reason is told, no password."""
-    done = cli.run(name, "--", "echo", "ran", DATABASE_URL=f"{dsn.rpartition('/')[0]}/no_such_database")
-    assert (done.returncode, done.stdout) == (69, "")
-    assert "no_such_database" in done.stderr
-    assert "Traceback" not in done.stderr
-    password = psycopg.conninfo.conninfo_to_dict(dsn).get("password")
-    assert not password or str(password) not in done.stderr
-
-
-def test_a_server_that_cannot_do_it_has_a_code_of_its_own(cli: Cli, dsn: str, name: str) -> None:
-    """A pooler in transaction mode is refused with 78, and the command does not run."""
-    (cli.folder / "pooled.py").write_text(
-        "from sqlalchemy import create_engine\n"
-        "from pgfence.config import configure\n"
-        f"engine = create_engine({dsn.replace('postgresql:', 'postgresql+psycopg:')!r})\n"
-        "configure(engine, pooler='transaction')\n"
-    )
-    done = cli.run("--engine", "pooled:engine", name, "--", "echo", "ran")
-    assert (done.returncode, done.stdout) == (78, "")
-    assert "transaction mode" in done.stderr
-    again = cli.run("--engine", "pooled:engine", "--pooler", "session", name, "--", "true")
-    assert again.returncode == 64
-    assert "--pooler" in again.stderr
-
-
-# ---------------------------------------------------------------- which server
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
-def test_an_engine_of_the_application_is_used(
-    cli: Cli, dsn: str, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None], driver: str
-) -> None:
-    """`--engine` takes an Engine, or calls a function for one, with its connect arguments."""
-    url = dsn.replace("postgresql:", f"postgresql+{driver}:")
-    (cli.folder / "shop.py").write_text(
-        "from sqlalchemy import create_engine\n"
-        f"engine = create_engine({url!r}, connect_args={{'application_name': 'shop'}})\n"
-        "def get_engine(): return engine\n"
-    )
-    for attribute in ("engine", "get_engine"):
-        words = ("--engine", f"shop:{attribute}", name, "--", "sh", "-c", "echo ready; read x")
-        with cli.started(*words, DATABASE_URL="") as process:
-            assert first_line(process) == "ready"
-            row = admin.execute("SELECT application_name FROM pg_stat_activity WHERE pid = %s", [backend()]).fetchone()
-            process.communicate("\n", timeout=20)
-        assert (row, process.returncode) == (("shop",), 0)
-
-
-@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg2"])
-def test_a_url_picks_its_driver(cli: Cli, dsn: str, name: str, scheme: str) -> None:
-    """A URL as libpq and cloud providers write it works like one with a driver's name."""
-    url = scheme + dsn[dsn.index("://") :]
-    assert cli.run(name, "--", "true", DATABASE_URL=url).returncode == 0
-
-
-def test_the_option_comes_before_the_environment(cli: Cli, dsn: str, name: str) -> None:
-    """`--dsn` names the server, whatever DATABASE_URL says."""
-    done = cli.run("--dsn", dsn, name, "--", "true", DATABASE_URL="postgresql://127.0.0.1:1/d")
-    assert done.returncode == 0
-
-
-def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> None:
-    """PGHOST and its like, or PGSERVICE with a service file, name the server as they do for psql."""
-    known = {k: str(v) for k, v in psycopg.conninfo.conninfo_to_dict(dsn).items() if v is not None}
-    variables = {f"PG{ {'dbname': 'DATABASE'}.get(k, k.upper()) }": v for k, v in known.items()}
-    assert cli.run(name, "--", "true", DATABASE_URL="", **variables).returncode == 0
-    service = cli.folder / "services"
-    service.write_text("[shop]\n" + "".join(f"{k}={v}\n" for k, v in known.items()))
-    assert cli.run(name, "--", "true", DATABASE_URL="", PGSERVICE="shop", PGSERVICEFILE=str(service)).returncode == 0
+        eventually(lambda: backend() is None, 20)
+        eventually(lambda: not alive(pid), 20)
 
 
 # ---------------------------------------------------------------- what is said

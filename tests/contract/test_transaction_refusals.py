@@ -188,7 +188,10 @@ async def test_a_begin_hook_of_the_user_runs_before_the_lock(world: World, name:
 
     def hook(connection: Any) -> None:
         heard.append(
-            connection.exec_driver_sql("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").scalar() == 0
+            connection.exec_driver_sql(
+                "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
+            ).scalar()
+            == 0
         )
 
     event.listen(getattr(engine, "sync_engine", engine), "begin", hook)

@@ -23,10 +23,10 @@ def connect(server: OwnServer) -> psycopg.Connection[Any]:
 
 
 async def test_a_crash_tells_holder_and_waiter_and_the_engine_lives_on(
-    world: World, name: str, own_server: OwnServer
+    world: World, name: str, private_server: OwnServer
 ) -> None:
     """C046: the holder has lost it, the waiter's session cannot be replaced while the server is away; afterwards all is new."""
-    engine = labelled(world, name, dsn=own_server.dsn)
+    engine = labelled(world, name, dsn=private_server.dsn)
     one = lock(world, engine, name)
     warm = await world.call(lock(world, engine, f"{name}!").acquire)
     held = await world.call(one.acquire)
@@ -34,12 +34,12 @@ async def test_a_crash_tells_holder_and_waiter_and_the_engine_lives_on(
     held.on_lost(lambda: told.append(held.state))
     await world.call(warm.release)
     waiter = world.other()
-    other = lock(world, labelled(world, f"{name} waiter", dsn=own_server.dsn), name)
+    other = lock(world, labelled(world, f"{name} waiter", dsn=private_server.dsn), name)
     async with background(waiter.call(other.acquire, timeout=30)) as waiting:
-        with connect(own_server) as admin:
+        with connect(private_server) as admin:
             await eventually(waits(admin, name))
         began = time.monotonic()
-        await asyncio.to_thread(own_server.stop, "immediate")
+        await asyncio.to_thread(private_server.stop, "immediate")
         await eventually(lambda: held.lost and told, deadline=2)
         assert (held.state, held.loss_reason, told) == ("lost", "killed", ["lost"])
         with pytest.raises(UnreachableError, match=r"(?s)no session|session ended") as caught:
@@ -49,28 +49,28 @@ async def test_a_crash_tells_holder_and_waiter_and_the_engine_lives_on(
     for call in (lambda: world.call(one.try_acquire), lambda: world.call(one.holders)):
         with pytest.raises(UnreachableError) as caught:
             await call()
-        assert own_server.password not in str(caught.value)
-    own_server.start()
+        assert private_server.password not in str(caught.value)
+    private_server.start()
     with pytest.raises(LockLostError):
         await world.call(held.release)
     async with world.enter(one.hold(timeout=20)) as again:
         again.check()
-        with connect(own_server) as admin:
+        with connect(private_server) as admin:
             assert not is_free(admin, name)
             assert len(sessions(admin, name)) == 1
-    with connect(own_server) as admin:
+    with connect(private_server) as admin:
         assert is_free(admin, name)
 
 
 async def test_work_on_the_holders_connection_ends_with_the_server(
-    world: World, name: str, own_server: OwnServer
+    world: World, name: str, private_server: OwnServer
 ) -> None:
     """C044: after a restart the lent connection writes nothing more, though its engine would find a server."""
-    with connect(own_server) as admin:
-        admin.execute("CREATE TABLE written (what text)")
+    with connect(private_server) as admin:
+        admin.execute("CREATE TABLE IF NOT EXISTS written (what text)")
     with pytest.raises(LockLostError):
-        async with world.enter(lock(world, labelled(world, name, dsn=own_server.dsn), name).connect()) as connection:
-            own_server.restart("immediate")
+        async with world.enter(lock(world, labelled(world, name, dsn=private_server.dsn), name).connect()) as connection:
+            private_server.restart("immediate")
             for _ in range(2):
                 with pytest.raises(Exception):  # noqa: B017 each driver has its own
                     await run(world, connection, "INSERT INTO written VALUES ('stale')")
@@ -78,5 +78,5 @@ async def test_work_on_the_holders_connection_ends_with_the_server(
                     await world.call(connection.rollback)
                 except Exception:  # a dead connection may refuse
                     continue
-    with connect(own_server) as admin:
+    with connect(private_server) as admin:
         assert admin.execute("SELECT count(*) FROM written").fetchone() == (0,)

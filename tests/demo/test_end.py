@@ -81,7 +81,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 ) -> None:
     """In the middle of an act: exit code 128 + N, no process, no schema, no traceback."""
     with running("--dsn", dsn, "--seconds", "60", "--processes", "3") as process:
-        read_until(process, "the control")
+        read_until(process, "no guard")
         processes = relatives(process)
         assert len(processes) == 3
         process.send_signal(number)
@@ -95,7 +95,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
 def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Callable[..., Any]) -> None:
     """SIGKILL lets nobody clean up: the processes end with their input, the server with its parent."""
     with running("--seconds", "60", "--processes", "3") as process:
-        read_until(process, "the control")
+        read_until(process, "no guard")
         processes = relatives(process)
         assert len(processes) > 3
         process.kill()
@@ -105,7 +105,7 @@ def test_when_the_command_is_killed_its_processes_and_server_end(eventually: Cal
 def test_a_server_that_goes_ends_it(own_server: OwnServer, eventually: Callable[..., Any]) -> None:
     """A crash of the server in the middle of an act is noticed at once: one line, exit code 69."""
     with running("--dsn", own_server.dsn, "--seconds", "60", "--processes", "3") as process:
-        read_until(process, "the control")
+        read_until(process, "no guard")
         processes = relatives(process)
         own_server.stop("immediate")
         _, err = process.communicate(timeout=30)
@@ -117,7 +117,7 @@ def test_a_server_that_goes_ends_it(own_server: OwnServer, eventually: Callable[
 def test_without_a_dsn_it_brings_its_own_server(eventually: Callable[..., Any]) -> None:
     """The first command of a newcomer: exit code 0, one JSON document, pgbench's own data, and no process afterwards."""
     with running("--json", *SHORT) as process:
-        read_until(process, "the control")
+        read_until(process, "no guard")
         processes = relatives(process)
         out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err

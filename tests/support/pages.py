@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -42,14 +43,15 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def run(page: Path) -> None:
     """Run the blocks of a page; a failure shows the page's own file and line."""
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    module = sys.modules["page"] = ModuleType("page")
     with asyncio.Runner() as runner:
         for block in blocks(page):
             if block.kind == "console":
                 _run_console(page, block)
                 continue
             source = "\n" * block.line + block.code
-            outcome = eval(compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), namespace)
+            code = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            outcome = eval(code, vars(module))
             if inspect.iscoroutine(outcome):
                 runner.run(outcome)
 

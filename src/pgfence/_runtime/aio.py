@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,9 @@ from pgfence._runtime.aio_sessions import AsyncSession, keep, on_loop
 from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
-from pgfence._runtime.roster import MANY_KEYS
+from pgfence._runtime.roster import MANY_KEYS, OPEN_BUDGET
 from pgfence._runtime.sessions import Gone
 from pgfence._runtime.state import log
 from pgfence._sql import activity, server
@@ -87,17 +87,17 @@ class AsyncDomain(Domain[AsyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout)
-        ticket = await self._first_in_line(request)
-        if ticket is None:
-            return None
+        warm: AsyncSession | None = None
+        with MUTEX:
+            ticket = self.line_up(request)
+            if ticket is None:
+                return None
+            if not ticket.ahead and on is None:
+                warm = self.keeper.roster.warm()
         try:
-            session: AsyncSession | None = ticket.gift
-            if session is not None and on is not None:
-                ticket.gift = None
-                await self._pass_by(session, request.sql)
-                session = None
+            session = await self._in_line(request, ticket, on) if ticket.ahead else None
             if session is None:
-                session = await self._at_server(request, on)
+                session = await self._at_server(request, on, warm)
             if session is not None:
                 return self.held(request, ticket, session)
         except BaseException:
@@ -106,43 +106,41 @@ class AsyncDomain(Domain[AsyncSession]):
         self.step_out(ticket)
         return None
 
-    async def _first_in_line(self, request: Request) -> Ticket | None:
+    async def _in_line(self, request: Request, ticket: Ticket, on: AsyncConnection | None) -> AsyncSession | None:
+        """Wait to be the first in line. Returns the session that was handed over with the lock, if one was."""
+        bell = Bell()
         with MUTEX:
-            ticket = self.line_up(request)
-            if ticket is None or not ticket.ahead:
-                return ticket
-            bell = Bell()
             ticket.wake = bell.ring
-        try:
-            if request.left > WARN_AFTER and not await bell.wait(WARN_AFTER):
-                self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
-            await bell.wait(request.left)
-            with MUTEX:
-                request.owner.waits = None
-                if not ticket.ahead:
-                    return ticket
-        except BaseException:
-            self._give_up(ticket)
-            raise
-        self.step_out(ticket)
-        raise self.timed_out(request, self.holders_here(request) or await self._look_quietly(request.keys))
+            if not ticket.ahead:
+                bell.ring()
+        if request.left > WARN_AFTER and not await bell.wait(WARN_AFTER):
+            self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
+        await bell.wait(request.left)
+        with MUTEX:
+            request.owner.waits = None
+            first = not ticket.ahead
+        if not first:
+            raise self.timed_out(request, self.holders_here(request) or await self._look_quietly(request.keys))
+        session: AsyncSession | None = ticket.gift
+        if session is None or on is None:
+            return session
+        ticket.gift = None
+        await self._pass_by(session, request.sql)
+        return None
 
     def _give_up(self, ticket: Ticket) -> None:
         if ticket.gift is not None:
             self.keeper.discard(ticket.gift)
         self.step_out(ticket)
 
-    async def _at_server(self, request: Request, on: AsyncConnection | None) -> AsyncSession | None:
+    async def _at_server(
+        self, request: Request, on: AsyncConnection | None, warm: AsyncSession | None
+    ) -> AsyncSession | None:
         """Contend with other processes. Returns the session that holds, or None: not free, and no time to wait."""
-        failures = 0
+        session, failures = warm, 0
         while True:
-            session = (
-                await self.keeper.checkout(request.left, len(request.keys))
-                if on is None
-                else await self.keeper.borrow(on)
-            )
             if session is None:
-                raise self.timed_out(request, (), why=NO_CONNECTION)
+                session = await self._session(request, on, failures)
             began = time.monotonic()
             try:
                 if await self._contend(session, request):
@@ -154,6 +152,7 @@ class AsyncDomain(Domain[AsyncSession]):
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
                 failures = self.again(request, gone, began, failures)
+                session = None
                 continue
             except BaseException:
                 self.keeper.discard(session)
@@ -163,21 +162,35 @@ class AsyncDomain(Domain[AsyncSession]):
                 raise self.timed_out(request, holders)
             return None
 
+    async def _session(self, request: Request, on: AsyncConnection | None, failures: int) -> AsyncSession:
+        if on is not None:
+            return await self.keeper.borrow(on)
+        budget = 1.0 if failures else OPEN_BUDGET
+        session = await self.keeper.checkout(request.left, len(request.keys), budget=budget)
+        if session is None:
+            raise self.timed_out(request, (), why=NO_CONNECTION)
+        return session
+
     async def _contend(self, session: AsyncSession, request: Request) -> bool:
         try:
-            many = len(request.keys) > MANY_KEYS
-            if many:
-                if self.keeper.must_count():
-                    self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, ()))
-                self.keeper.room_for(len(request.keys))
-            granted = await session.try_lock(self.engine, request.sql)
-            if not granted and request.waits:
-                granted = await self._wait(session, request)
-            if granted and many:
-                self.keeper.took(len(request.keys))
-            return granted
+            if len(request.keys) > MANY_KEYS:
+                return await self._contend_for_many(session, request)
+            return await session.try_lock(self.engine, request.sql) or (
+                request.waits and await self._wait(session, request)
+            )
         except Exception as error:
             raise translated(self.engine, session, error) from error
+
+    async def _contend_for_many(self, session: AsyncSession, request: Request) -> bool:
+        if self.keeper.must_count():
+            self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, ()))
+        self.keeper.room_for(len(request.keys))
+        granted = await session.try_lock(self.engine, request.sql)
+        if not granted and request.waits:
+            granted = await self._wait(session, request)
+        if granted:
+            self.keeper.took(len(request.keys))
+        return granted
 
     async def _wait(self, session: AsyncSession, request: Request) -> bool:
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
@@ -213,20 +226,17 @@ class AsyncDomain(Domain[AsyncSession]):
         if not mine:
             raise hold.not_held_error()
         if not handed_over:
-            await self._give_back(hold, hold.session, spoiled=spoiled)
+            kept = False
+            try:
+                if hold.reason is None and not spoiled:
+                    kept = await self._unlock(hold, hold.session)
+            finally:
+                if kept:
+                    self.keeper.park(hold.session)
+                else:
+                    self.keeper.discard(hold.session)
+                self.step_out(hold.ticket)
         self.released(hold, spoiled=spoiled and not failing)
-
-    async def _give_back(self, hold: Hold[AsyncSession], session: AsyncSession, *, spoiled: bool) -> None:
-        kept = False
-        try:
-            if hold.reason is None and not spoiled:
-                kept = await self._unlock(hold, session)
-        finally:
-            if kept:
-                self.keeper.park(session)
-            else:
-                self.keeper.discard(session)
-            self.step_out(hold.ticket)
 
     async def _unlock(self, hold: Hold[AsyncSession], session: AsyncSession) -> bool:
         """Unlock on the server. Returns whether the session may be used again."""
@@ -316,7 +326,7 @@ def domain_of(engine: AsyncEngine, config: Config) -> AsyncDomain:
     home = Homes.of(engine.sync_engine)
     loop = asyncio.get_running_loop()
     domain = home.get(id(loop))
-    if isinstance(domain, AsyncDomain) and domain.loop is loop and domain.pid == os.getpid():
+    if isinstance(domain, AsyncDomain) and domain.loop is loop and domain.pid == PROCESS.pid:
         return domain
     with MUTEX:
         for place, other in list(home.items()):

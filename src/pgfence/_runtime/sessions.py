@@ -89,6 +89,11 @@ class Session(ABC):
         self.granted_at = 0.0
         self.on_death: Callable[[Hold[Any] | None], object] | None = None
 
+    direct = True
+    """Statements may go straight to the driver's connection as it is."""
+    spoiled = False
+    """Whether the lock cannot be given back at this moment."""
+
     def cold(self, now: float) -> bool:
         """Whether it is not worth keeping, idle as it is."""
         return self.dead is not None or now - self.idle_since > WARM_FOR
@@ -191,6 +196,7 @@ class Borrowed(Session):
     """The caller's own connection, for one lock: nothing is set on it, and it is closed only where a lock would stay on it."""
 
     ours = False
+    direct = False
 
     def __init__(self, connection: Connection, dbapi_connection: Any, wire: Wire, facts: server.Facts) -> None:
         super().__init__(dbapi_connection, wire, facts)
@@ -202,14 +208,14 @@ class Borrowed(Session):
         event.listen(connection, "before_cursor_execute", self._guard)
 
     @staticmethod
-    def fit(wire: Wire) -> None:
+    def fit(connection: Connection, dbapi_connection: Any, wire: Wire) -> None:
         """Refuse a connection on which a session lock cannot be taken as it is."""
         if wire.busy:
             raise TransactionStateError(
                 "this connection is in pipeline mode, where an earlier error would hide whether the lock was taken: take"
                 " the lock outside the pipeline"
             )
-        if wire.in_transaction is not False:
+        if in_transaction(connection, dbapi_connection, wire):
             raise TransactionStateError(
                 "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
                 " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
@@ -234,6 +240,11 @@ class Borrowed(Session):
             if hold is not None:
                 raise hold.lost_error()
 
+    @property
+    def spoiled(self) -> bool:  # type: ignore[override]
+        """Whether the lock cannot be given back at this moment, for a transaction is open."""
+        return self.dead is None and in_transaction(self.connection, self.dbapi_connection, self.wire)
+
     def let_go(self) -> None:
         """Leave the connection to its owner, as it was."""
         if self.closed:
@@ -257,6 +268,11 @@ class Borrowed(Session):
     def invalidate(self) -> None:
         """Tell SQLAlchemy that the connection is gone."""
         self.connection.invalidate()
+
+
+def in_transaction(connection: Connection, dbapi_connection: Any, wire: Wire) -> bool:
+    """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
+    return wire.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 
 
 _FACTS = "pgfence.facts"

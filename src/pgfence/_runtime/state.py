@@ -8,12 +8,12 @@ lies *unknown*: asked, no answer yet. Silence is never taken for possession.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pgfence._runtime.localqueue import MUTEX
+from pgfence._runtime.process import PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
 from pgfence.grants import Event
 
@@ -53,13 +53,13 @@ class Hold(Generic[SessionT]):
         self.ticket = ticket
         self.owner: Contender = ticket.owner
         self.session = session
-        self.pid = os.getpid()
+        self.pid = PROCESS.pid
         self.handle: Callable[[], Any] = _nothing
         """A weak reference to what the user has in hand."""
         self.reason: LossReason | None = None
         self.released = False
         self.unsure = False
-        self._listeners: list[Callable[[], object]] = []
+        self._listeners: tuple[Callable[[], object], ...] = ()
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -68,7 +68,7 @@ class Hold(Generic[SessionT]):
     @property
     def ours(self) -> bool:
         """Whether this process took it: a forked child holds nothing."""
-        return self.pid == os.getpid()
+        return self.pid == PROCESS.pid
 
     @property
     def state(self) -> State:
@@ -110,7 +110,7 @@ class Hold(Generic[SessionT]):
             if self.reason is not None or self.released or not self.ours:
                 return False
             self.reason = reason
-            listeners, self._listeners = self._listeners, []
+            listeners, self._listeners = self._listeners, ()
         for listener in listeners:
             tell(listener)
         return True
@@ -119,7 +119,7 @@ class Hold(Generic[SessionT]):
         """Take the right to release, under the mutex: true for the first caller only."""
         first = not self.released and self.ours
         self.released = True
-        self._listeners = []
+        self._listeners = ()
         return first
 
     def subscribe(self, listener: Callable[[], object]) -> None:
@@ -127,14 +127,13 @@ class Hold(Generic[SessionT]):
         with MUTEX:
             lost = self.reason is not None
             if not lost:
-                self._listeners.append(listener)
+                self._listeners = (*self._listeners, listener)
         if lost:
             tell(listener)
 
     def unsubscribe(self, listener: Callable[[], object]) -> None:
         with MUTEX:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            self._listeners = tuple(other for other in self._listeners if other != listener)
 
 
 def _nothing() -> None:

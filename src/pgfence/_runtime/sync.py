@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING
 from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable, wrapped
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
-from pgfence._runtime.roster import MANY_KEYS
+from pgfence._runtime.roster import MANY_KEYS, OPEN_BUDGET
 from pgfence._runtime.sessions import Gone
 from pgfence._runtime.state import log
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
@@ -69,17 +69,17 @@ class SyncDomain(Domain[SyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout)
-        ticket = self._first_in_line(request)
-        if ticket is None:
-            return None
+        warm: SyncSession | None = None
+        with MUTEX:
+            ticket = self.line_up(request)
+            if ticket is None:
+                return None
+            if not ticket.ahead and on is None:
+                warm = self.keeper.roster.warm()
         try:
-            session: SyncSession | None = ticket.gift
-            if session is not None and on is not None:
-                ticket.gift = None
-                self._pass_by(session, request.sql)
-                session = None
+            session = self._in_line(request, ticket, on) if ticket.ahead else None
             if session is None:
-                session = self._at_server(request, on)
+                session = self._at_server(request, on, warm)
             if session is not None:
                 return self.held(request, ticket, session)
         except BaseException:
@@ -88,39 +88,39 @@ class SyncDomain(Domain[SyncSession]):
         self.step_out(ticket)
         return None
 
-    def _first_in_line(self, request: Request) -> Ticket | None:
+    def _in_line(self, request: Request, ticket: Ticket, on: Connection | None) -> SyncSession | None:
+        """Wait to be the first in line. Returns the session that was handed over with the lock, if one was."""
+        gate = Gate()
         with MUTEX:
-            ticket = self.line_up(request)
-            if ticket is None or not ticket.ahead:
-                return ticket
-            gate = Gate()
             ticket.wake = gate.open
-        try:
-            if request.left > WARN_AFTER and not gate.wait(WARN_AFTER):
-                self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
-            gate.wait(request.left)
-            with MUTEX:
-                request.owner.waits = None
-                if not ticket.ahead:
-                    return ticket
-        except BaseException:
-            self._give_up(ticket)
-            raise
-        self.step_out(ticket)
-        raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.keys))
+            if not ticket.ahead:
+                gate.open()
+        if request.left > WARN_AFTER and not gate.wait(WARN_AFTER):
+            self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
+        gate.wait(request.left)
+        with MUTEX:
+            request.owner.waits = None
+            first = not ticket.ahead
+        if not first:
+            raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.keys))
+        session: SyncSession | None = ticket.gift
+        if session is None or on is None:
+            return session
+        ticket.gift = None
+        self._pass_by(session, request.sql)
+        return None
 
     def _give_up(self, ticket: Ticket) -> None:
         if ticket.gift is not None:
             self.keeper.discard(ticket.gift)
         self.step_out(ticket)
 
-    def _at_server(self, request: Request, on: Connection | None) -> SyncSession | None:
+    def _at_server(self, request: Request, on: Connection | None, warm: SyncSession | None) -> SyncSession | None:
         """Contend with other processes. Returns the session that holds, or None: not free, and no time to wait."""
-        failures = 0
+        session, failures = warm, 0
         while True:
-            session = self.keeper.checkout(request.left, len(request.keys)) if on is None else self.keeper.borrow(on)
             if session is None:
-                raise self.timed_out(request, (), why=NO_CONNECTION)
+                session = self._session(request, on, failures)
             began = time.monotonic()
             try:
                 if self._contend(session, request):
@@ -132,6 +132,7 @@ class SyncDomain(Domain[SyncSession]):
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
                 failures = self.again(request, gone, began, failures)
+                session = None
                 continue
             except BaseException:
                 self.keeper.discard(session)
@@ -141,21 +142,33 @@ class SyncDomain(Domain[SyncSession]):
                 raise self.timed_out(request, holders)
             return None
 
+    def _session(self, request: Request, on: Connection | None, failures: int) -> SyncSession:
+        if on is not None:
+            return self.keeper.borrow(on)
+        budget = 1.0 if failures else OPEN_BUDGET
+        session = self.keeper.checkout(request.left, len(request.keys), budget=budget)
+        if session is None:
+            raise self.timed_out(request, (), why=NO_CONNECTION)
+        return session
+
     def _contend(self, session: SyncSession, request: Request) -> bool:
         try:
-            many = len(request.keys) > MANY_KEYS
-            if many:
-                if self.keeper.must_count():
-                    self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, ()))
-                self.keeper.room_for(len(request.keys))
-            granted = session.try_lock(self.engine, request.sql)
-            if not granted and request.waits:
-                granted = self._wait(session, request)
-            if granted and many:
-                self.keeper.took(len(request.keys))
-            return granted
+            if len(request.keys) > MANY_KEYS:
+                return self._contend_for_many(session, request)
+            return session.try_lock(self.engine, request.sql) or (request.waits and self._wait(session, request))
         except Exception as error:
             raise translated(self.engine, session, error) from error
+
+    def _contend_for_many(self, session: SyncSession, request: Request) -> bool:
+        if self.keeper.must_count():
+            self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, ()))
+        self.keeper.room_for(len(request.keys))
+        granted = session.try_lock(self.engine, request.sql)
+        if not granted and request.waits:
+            granted = self._wait(session, request)
+        if granted:
+            self.keeper.took(len(request.keys))
+        return granted
 
     def _wait(self, session: SyncSession, request: Request) -> bool:
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
@@ -191,20 +204,17 @@ class SyncDomain(Domain[SyncSession]):
         if not mine:
             raise hold.not_held_error()
         if not handed_over:
-            self._give_back(hold, hold.session, spoiled=spoiled)
+            kept = False
+            try:
+                if hold.reason is None and not spoiled:
+                    kept = self._unlock(hold, hold.session)
+            finally:
+                if kept:
+                    self.keeper.park(hold.session)
+                else:
+                    self.keeper.discard(hold.session)
+                self.step_out(hold.ticket)
         self.released(hold, spoiled=spoiled and not failing)
-
-    def _give_back(self, hold: Hold[SyncSession], session: SyncSession, *, spoiled: bool) -> None:
-        kept = False
-        try:
-            if hold.reason is None and not spoiled:
-                kept = self._unlock(hold, session)
-        finally:
-            if kept:
-                self.keeper.park(session)
-            else:
-                self.keeper.discard(session)
-            self.step_out(hold.ticket)
 
     def _unlock(self, hold: Hold[SyncSession], session: SyncSession) -> bool:
         """Unlock on the server. Returns whether the session may be used again."""
@@ -291,10 +301,10 @@ def domain_of(engine: Engine, config: Config) -> SyncDomain:
     """Return the domain of an engine in this process; a forked child gets one of its own."""
     home = Homes.of(engine)
     domain = home.get("sync")
-    if isinstance(domain, SyncDomain) and domain.pid == os.getpid():
+    if isinstance(domain, SyncDomain) and domain.pid == PROCESS.pid:
         return domain
     with _MAKING:
         domain = home.get("sync")
-        if not isinstance(domain, SyncDomain) or domain.pid != os.getpid():
+        if not isinstance(domain, SyncDomain) or domain.pid != PROCESS.pid:
             domain = home["sync"] = SyncDomain(engine, config)
     return domain

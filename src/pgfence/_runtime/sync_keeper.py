@@ -46,18 +46,22 @@ class Gate:
 class Opening:
     """A connection being opened for somebody who may have gone by the time it is there."""
 
-    __slots__ = ("abandoned", "error", "gate", "session")
+    __slots__ = ("abandoned", "counts", "done", "error", "gate", "session")
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts: bool) -> None:
         self.gate = Gate()
+        self.counts = counts
+        self.done = False
         self.session: SyncSession | None = None
         self.error: Exception | None = None
         self.abandoned = False
 
-    def abandon(self) -> SyncSession | None:
+    def abandon(self, given_up: Callable[[], None]) -> SyncSession | None:
         """Stop waiting. Returns the session if it came in the last moment."""
         with MUTEX:
-            self.abandoned = self.session is None
+            if not self.done:
+                self.abandoned = True
+                given_up()
         return self.session
 
 
@@ -68,13 +72,15 @@ class SyncKeeper(Keeper[SyncSession]):
         self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
         super().__init__(engine, config, on_death)
 
-    def checkout(self, left: float, keys: int = 1) -> SyncSession | None:
+    def checkout(self, left: float, keys: int = 1, *, budget: float = OPEN_BUDGET) -> SyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
 
         Args:
             left: seconds to wait for a turn.
             keys: how many keys it is to hold.
+            budget: seconds that opening may take at least.
         """
+        self.check_reach()
         gate = None
         with MUTEX:
             turn = self.roster.take()
@@ -83,7 +89,7 @@ class SyncKeeper(Keeper[SyncSession]):
                 turn.wake = gate.open
         if gate is not None and not self._in_turn(turn, gate, left):
             return None
-        return turn.given or self._open(max(OPEN_BUDGET, min(left, OPEN_LIMIT)), keys)
+        return turn.given or self._open(max(budget, min(left, OPEN_LIMIT)), keys)
 
     def visitor(self) -> SyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
@@ -108,18 +114,17 @@ class SyncKeeper(Keeper[SyncSession]):
 
     def _open(self, budget: float, keys: int) -> SyncSession:
         """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
-        opening = Opening()
+        opening = Opening(counts=keys > 0)
+        given_up = self.given_up if opening.counts else self.stuck_visitor
         context = contextvars.copy_context()
-        threading.Thread(
-            target=context.run, args=(self._opener, opening, keys > 0), name="pgfence-opener", daemon=True
-        ).start()
+        threading.Thread(target=context.run, args=(self._opener, opening), name="pgfence-opener", daemon=True).start()
         try:
-            in_time = opening.gate.wait(budget)
+            opening.gate.wait(budget)
         except BaseException:
-            if (late := opening.abandon()) is not None:
+            if (late := opening.abandon(given_up)) is not None:
                 self.park(late)
             raise
-        session = opening.session if in_time else opening.abandon()
+        session = opening.abandon(given_up)
         if session is None:
             raise opening.error or self.too_late(budget)
         try:
@@ -129,7 +134,7 @@ class SyncKeeper(Keeper[SyncSession]):
             raise
         return session
 
-    def _opener(self, opening: Opening, counts: bool) -> None:
+    def _opener(self, opening: Opening) -> None:
         session: SyncSession | None = None
         error: Exception | None = UnreachableError("the thread that opened a session was ended")
         generation = self.generation
@@ -141,11 +146,10 @@ class SyncKeeper(Keeper[SyncSession]):
             error = caught
         finally:
             with MUTEX:
-                self.opened(session, generation, counts=counts)
-                opening.session, opening.error = session, error
-                abandoned = opening.abandoned
+                self.opened(session, generation, counts=opening.counts, given_up=opening.abandoned)
+                opening.session, opening.error, opening.done = session, error, True
             opening.gate.open()
-            if abandoned and session is not None:
+            if opening.abandoned and session is not None:
                 self.park(session)
 
     def borrow(self, connection: Connection) -> SyncSession:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
@@ -41,7 +42,15 @@ class SyncSession(Session):
             self.end()
 
     def try_lock(self, engine: Engine, sql: LockSql) -> bool:
-        granted = self.ask(engine, sql.try_text, sql.try_args(self.pid))
+        args = (self.pid, *sql.unlock_args)
+        if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
+            self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+            try:
+                granted = (self.wire.query(sql.try_text, args, prepare=True))[0]
+            finally:
+                self.since = 0.0
+        else:
+            granted = self.ask(engine, sql.try_text, args)
         if granted is None:
             raise strange_backend()
         return bool(granted)
@@ -70,7 +79,13 @@ class SyncSession(Session):
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
     def unlock(self, engine: Engine, sql: LockSql) -> bool:
-        return bool(self.ask(engine, sql.unlock_text, sql.unlock_args))
+        if not self.direct or listened(engine):
+            return bool(self.ask(engine, sql.unlock_text, sql.unlock_args))
+        self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+        try:
+            return bool((self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
+        finally:
+            self.since = 0.0
 
     def probe(self, hold: Hold[Any]) -> None:
         def ask() -> None:
@@ -109,7 +124,7 @@ class BorrowedSyncSession(Borrowed, SyncSession):
         dbapi_connection = connection.connection.dbapi_connection
         driver = connection.dialect.get_driver_connection(dbapi_connection)  # type: ignore[arg-type]
         wire = wire_for(connection.dialect.driver, SYNC_WIRES, "sync")(driver)
-        cls.fit(wire)
+        cls.fit(connection, dbapi_connection, wire)
         facts = cls.known_facts(connection, dbapi_connection)
         if facts is None:
             before = wire.set_autocommit(True)

@@ -104,7 +104,7 @@ _TEXTS: dict[Style, Texts] = {"format": _texts("format"), "numeric": _texts("num
 class LockSql:
     """The statements for one set of keys, sorted and each once, in the style of one driver."""
 
-    __slots__ = ("_one", "_texts", "_values", "keys", "places", "style", "unlock_args", "unlock_text")
+    __slots__ = ("_one", "_texts", "_values", "keys", "places", "style", "try_text", "unlock_args", "unlock_text")
 
     def __init__(self, keys: tuple[LockKey, ...], style: Style) -> None:
         self.keys = keys
@@ -120,15 +120,10 @@ class LockSql:
         else:
             self._values = ([k.value for k in keys], [k.space == "pair" for k in keys])
             self.unlock_text = self._texts.unlock_many
+        self.try_text = self._texts.try_one if self._one else self._texts.try_many
+        """Takes the backend's pid and the keys; answers true (all held), false (none held) or null (another server process
+        answered, none held)."""
         self.unlock_args: tuple[Any, ...] = self._values
-
-    @property
-    def try_text(self) -> str:
-        """Answers true (all held), false (none held) or null (another server process answered, none held)."""
-        return self._texts.try_one if self._one else self._texts.try_many
-
-    def try_args(self, backend_pid: int) -> tuple[Any, ...]:
-        return (backend_pid, *self._values)
 
     @property
     def wait_text(self) -> str:

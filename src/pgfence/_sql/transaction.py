@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 _PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False, "yield_per": None})
 
+# Longer texts are made anew: they would fill a cache, and take longer in the server than to make.
+_KEPT = 16
+
 STANDBY = -1
 OLD_SNAPSHOT = -2
 
@@ -110,7 +113,8 @@ def _send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> Cu
 
 def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> Answer:
     """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
-    text = _request(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
+    build = _request if len(keys) <= _KEPT else _request.__wrapped__
+    text = build(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
     taken, statement_timeout, lock_timeout = _send(connection, text, _values(keys)).scalar_one().split(" ")
     return Answer(int(taken), statement_timeout, lock_timeout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # The library's warnings go where an application sends them. Here they would say a second time what we say ourselves.
     logging.getLogger("pgfence").addHandler(logging.NullHandler())
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        app(args=None if argv is None else list(argv), prog_name="pgfence")
+        app(args=words or ["--help"], prog_name="pgfence")
     except Finish as end:
         return end.code
     except MisuseError as error:
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Code.MISUSE
     except SystemExit as end:
         # The parser's own: 0 after --help and --version, 2 for words it cannot use.
-        return Code.MISUSE if end.code == _PARSER_MISUSE else int(end.code or 0)
+        return Code.MISUSE if end.code == _PARSER_MISUSE or not words else int(end.code or 0)
     except Exception:  # noqa: BLE001  whatever it is, the code must not be taken for the command's
         traceback.print_exc()
         return Code.BUG

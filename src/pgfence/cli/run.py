@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
@@ -214,5 +215,8 @@ class _Guarded:
 
     def _not_started(self, error: OSError) -> Report:
         program = self._options.command[0]
+        # A folder of PATH that we may not read makes "not found" look like "permission denied".
+        if "/" not in program and shutil.which(program) is None:
+            return self._report.end("not started", Code.NOT_FOUND, f"{program}: not found on PATH")
         code = Code.NOT_FOUND if isinstance(error, FileNotFoundError) else Code.NOT_EXECUTABLE
         return self._report.end("not started", code, f"{program}: {error.strerror}")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pgfence.demo.act import Act, Figures
     from pgfence.demo.stage import Outcome
 
-_COLUMNS = ("transfers", "per s", "cents lost", "in accounts", "wait p50", "wait p99", "longest", "take-over")
+# With acts of up to 22 letters narrow enough for 80 columns.
+_COLUMNS = ("trans-\nfers", "per\nsecond", "cents\nlost", "wait\np50", "wait\np99", "longest\nwait", "take-\nover")
 _WIDTH_OF_A_FILE = 120
 _NONE = "-"
 
@@ -49,15 +50,15 @@ class Screen:
     def progress(self, act: Act, seconds: float, transfers: int) -> None:
         """Hear how an act goes, several times a second."""
         if self._live is not None:
-            now = (f"{act.title} ...", f"{transfers:,}", f"{transfers / seconds:,.0f}")
+            now = (act.title, f"{transfers:,}", f"{transfers / seconds:,.0f}")
             self._live.update(_table([*self._rows, now]))
         elif self._seen is not act:
             self.step(f"{act.title} ...")
         self._seen = act
 
-    def result(self, figures: Figures, verdict: Verdict) -> None:
+    def result(self, figures: Figures, verdict: Verdict) -> None:  # noqa: ARG002  the audience's signature
         """Hear what came of an act."""
-        self._rows.append(_row(figures, verdict))
+        self._rows.append(_row(figures))
         if self._live is not None:
             self._live.update(_table(self._rows))
         else:
@@ -66,10 +67,8 @@ class Screen:
 
 def show(outcome: Outcome) -> None:
     """Write the table, and what it says, to stdout."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=_WIDTH_OF_A_FILE)
-    console.print(_table(_row(*act) for act in outcome.acts))
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+    console.print(_table(_row(figures) for figures, _ in outcome.acts))
     for figures, verdict in outcome.acts:
         for line in _said(figures, verdict):
             console.print(line, style="" if verdict is Verdict.OK else "bold red")
@@ -78,33 +77,33 @@ def show(outcome: Outcome) -> None:
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("act")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("\nact", no_wrap=True)
     for column in _COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True, min_width=7)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def _row(figures: Figures, verdict: Verdict) -> tuple[str, ...]:
+def _row(figures: Figures) -> tuple[str, ...]:
     waits = (_duration(figures.wait(percent)) for percent in (50, 99, 100))
     takeovers = [each.seconds for each in figures.takeovers]
     longest = max((seconds for seconds in takeovers if seconds is not None), default=None)
-    title = figures.title if verdict is Verdict.OK else f"{figures.title}: FAILED"
     return (
-        title,
+        figures.title,
         f"{figures.transfers:,}",
         f"{figures.per_second:,.0f}",
         f"{figures.cents_lost:,}",
-        f"{figures.accounts_off}",
         *waits,
         _duration(None if None in takeovers else longest),
     )
 
 
 def _lost(figures: Figures) -> str:
-    return f"{figures.cents_lost:,} cents lost in {figures.accounts_off} accounts"
+    if not figures.accounts_off:
+        return "nothing lost"
+    return f"{figures.cents_lost:,} cents lost, in {figures.accounts_off} accounts"
 
 
 def _duration(seconds: float | None) -> str:
@@ -119,7 +118,8 @@ def _said(figures: Figures, verdict: Verdict) -> list[str]:
     """Return what an act's figures mean, in words."""
     if verdict is Verdict.CONTROL_FAILED:
         return [f"{figures.title}: lost nothing, so the other acts prove nothing."]
-    lines = [
+    lines = [f"{figures.title}: {_lost(figures)}."] if figures.cents_lost else []
+    lines += [
         f"{each.blow} of a holder: another process had its lock after {_duration(each.seconds)}."
         if each.seconds is not None
         else f"{each.blow} of a holder: nobody had its lock afterwards."
@@ -129,5 +129,5 @@ def _said(figures: Figures, verdict: Verdict) -> list[str]:
         told = ", ".join(f"{number} by {name}" for name, number in figures.retries.items())
         lines.append(f"Told of a loss and began anew: {told}.")
     if verdict is Verdict.GUARD_FAILED:
-        lines.append(f"{figures.title}: THE GUARD FAILED, {_lost(figures)}.")
+        lines.append(f"{figures.title}: THE GUARD FAILED.")
     return lines

@@ -7,7 +7,7 @@ from pgfence.demo.acts.advisory import work
 
 ACT = Act(
     name="advisory-lock-failures",
-    title="the same, holders killed",
+    title="same, holders killed",
     work=work,
     blows=(Blow.KILL, Blow.TERMINATE),
 )

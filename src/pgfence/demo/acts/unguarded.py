@@ -19,4 +19,4 @@ def work(desk: Desk) -> None:
     desk.moved()
 
 
-ACT = Act(name="unguarded", title="no guard (the control)", work=work, check=loses_money)
+ACT = Act(name="unguarded", title="no guard (control)", work=work, check=loses_money)

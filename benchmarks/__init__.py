@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks --help`. What is measured, and how, is in README.md beside this file."""

@@ -1,0 +1,276 @@
+"""From the release in one process to the moment the waiter of another one runs.
+
+The contestants alternate on pairs of processes. The clock starts just before the holder's release is called and stops when
+the waiter's acquire has returned; it is the same clock for both processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import psycopg
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from benchmarks import floor, peers, report
+from benchmarks.place import plain, server
+from benchmarks.rounds import quantile
+from pgfence import AdvisoryLock, AsyncAdvisoryLock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from benchmarks.place import Place
+
+WAIT, UNLOCK = "SELECT pg_advisory_lock({0})", "SELECT pg_advisory_unlock({0})"
+TIMEOUT = 30
+UNQUEUED = 0.006
+"""Seconds in which a waiter is sure to stand in the queue; the release comes a little later."""
+
+
+class Raw(peers.Client):
+    """A blocking lock by the driver."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.connection, self.number = place.connect(), floor.key(name)
+
+    def acquire(self) -> None:
+        self.connection.execute(WAIT.format("%s"), (self.number,)).fetchone()
+
+    def release(self) -> None:
+        self.connection.execute(UNLOCK.format("%s"), (self.number,)).fetchone()
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Ours(peers.Client):
+    def __init__(self, place: Place, name: str) -> None:
+        self.engine = sa.create_engine(place.url())
+        self.lock: Any = AdvisoryLock(self.engine, name)
+
+    def acquire(self) -> None:
+        self.held = self.lock.acquire(timeout=TIMEOUT)
+
+    def release(self) -> None:
+        self.held.release()
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+class OursLate(Ours):
+    """Most of these waits last longer than their first slice in the server."""
+
+    polls = 1.0
+
+
+class OnLoop(peers.Client):
+    """An async lock on a loop of its own, which runs while something is waited for."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.run_until_complete(self.open(place, name))
+
+    async def open(self, place: Place, name: str) -> None:
+        raise NotImplementedError
+
+    async def end(self) -> None:
+        """Close what `open` opened."""
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.end())
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+
+class RawAsyncpg(OnLoop):
+    async def open(self, place: Place, name: str) -> None:
+        self.connection, self.number = await asyncpg.connect(plain(place.url())), floor.key(name)
+
+    def acquire(self) -> None:
+        self.loop.run_until_complete(self.connection.fetchval(WAIT.format("$1"), self.number))
+
+    def release(self) -> None:
+        self.loop.run_until_complete(self.connection.fetchval(UNLOCK.format("$1"), self.number))
+
+    async def end(self) -> None:
+        await self.connection.close()
+
+
+class RawPsycopgAsync(OnLoop):
+    async def open(self, place: Place, name: str) -> None:
+        self.connection = await psycopg.AsyncConnection.connect(place.dsn, autocommit=True)
+        self.number = floor.key(name)
+
+    def acquire(self) -> None:
+        self.loop.run_until_complete(self._run(WAIT.format("%s")))
+
+    def release(self) -> None:
+        self.loop.run_until_complete(self._run(UNLOCK.format("%s")))
+
+    async def _run(self, text: str) -> None:
+        await (await self.connection.execute(text, (self.number,))).fetchone()
+
+    async def end(self) -> None:
+        await self.connection.close()
+
+
+def ours_async(driver: str) -> type[peers.Client]:
+    class OursAsync(OnLoop):
+        async def open(self, place: Place, name: str) -> None:
+            self.engine = create_async_engine(place.url(driver))
+            self.lock: Any = AsyncAdvisoryLock(self.engine, name)
+
+        def acquire(self) -> None:
+            self.held = self.loop.run_until_complete(self.lock.acquire(timeout=TIMEOUT))
+
+        def release(self) -> None:
+            self.loop.run_until_complete(self.held.release())
+
+        async def end(self) -> None:
+            await self.engine.dispose()
+
+    return OursAsync
+
+
+OWN: dict[str, Callable[[], type[peers.Client]]] = {
+    "raw psycopg": lambda: Raw,
+    "raw psycopg, again": lambda: Raw,
+    "pgfence": lambda: Ours,
+    "pgfence, after up to a second": lambda: OursLate,
+    "raw psycopg async": lambda: RawPsycopgAsync,
+    "raw psycopg async, again": lambda: RawPsycopgAsync,
+    "pgfence, psycopg async": lambda: ours_async("psycopg"),
+    "raw asyncpg": lambda: RawAsyncpg,
+    "raw asyncpg, again": lambda: RawAsyncpg,
+    "pgfence, asyncpg": lambda: ours_async("asyncpg"),
+}
+PEERS = (
+    "sqlalchemy-dlock, one connection",
+    "sqlalchemy-dlock, timeout=30",
+    "pals (psycopg)",
+    "django-pglock",
+    "redis-py",
+    "python-redis-lock",
+)
+JUDGED = {
+    "psycopg": ("pgfence", "raw psycopg"),
+    "psycopg async": ("pgfence, psycopg async", "raw psycopg async"),
+    "asyncpg": ("pgfence, asyncpg", "raw asyncpg"),
+}
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measure the hand-over against a blocking lock of the same driver, and other libraries."""
+    pairs, cycles = (1, 12) if quick else (24, 60)
+    found, skipped = peers.available(PEERS)
+    field = (*OWN, *found)
+    sets: list[dict[str, list[float]]] = []
+    with server() as place:
+        sets += [_pair(place, field, cycles) for _ in range(pairs)]
+    bars = []
+    for driver, (ours, raw) in JUDGED.items():
+        figure = _ratio(sets, ours, raw)
+        bars.append(report.bar(f"hand-off between two processes, p50, {driver}", "at most 1.3x", figure, 1.3, "x"))
+        bars.append(report.null_test(_ratio(sets, f"{raw}, again", raw), f"hand-off, {raw}"))
+    return {
+        "scenario": "handoff",
+        "title": "Hand-off to a waiter in another process",
+        "method": (
+            "The waiter stands in the queue with a timeout set where its library has one. Figures are ratios to a raw blocking"
+            " `pg_advisory_lock` of psycopg 3 between the same two processes: the median over pairs of processes."
+        ),
+        "bars": bars,
+        "tables": [_table(sets, field)],
+        "skipped": skipped,
+    }
+
+
+def _ratio(sets: list[dict[str, list[float]]], name: str, base: str) -> float:
+    return statistics.median(statistics.median(each[name]) / statistics.median(each[base]) for each in sets)
+
+
+def _table(sets: list[dict[str, list[float]]], field: tuple[str, ...]) -> dict[str, Any]:
+    base = field[0]
+    floor_p50 = statistics.median(statistics.median(each[base]) for each in sets)
+    rows = []
+    for name in field:
+        everything = [took for each in sets for took in each[name]]
+        rows.append((_ratio(sets, name, base), name, quantile(everything, 0.99) / floor_p50, len(everything)))
+    return report.table(
+        "Release to running",
+        ("Contestant", "p50, ratio to raw", "p99, ratio to the p50 of raw", "Samples"),
+        [(name, f"{p50:.2f}x", f"{p99:.1f}x", count) for p50, name, p99, count in sorted(rows)],
+    ) | {"seconds": sets}
+
+
+def _pair(place: Place, field: tuple[str, ...], cycles: int) -> dict[str, list[float]]:
+    """Let the contestants alternate between two new processes."""
+    context = multiprocessing.get_context("spawn")
+    took: dict[str, list[float]] = {name: [] for name in field}
+    with contextlib.ExitStack() as stack:
+        ends = []
+        for _ in range(2):
+            here, there = context.Pipe()
+            process = context.Process(target=_side, args=(there, place.dsn, random.sample(field, len(field))))
+            process.start()
+            stack.callback(process.join, 30)
+            stack.callback(here.send, None)
+            ends.append(here)
+        polls = {name: there[name] for there in (end.recv() for end in ends) for name in there}
+        for _ in range(cycles + 2):
+            for name in random.sample(field, len(field)):
+                # Who polls takes long, and is as good with few samples.
+                if polls[name] and random.random() > 0.05 / polls[name] and len(took[name]) > 2:
+                    continue
+                took[name].append(_hand_over(*ends, name, polls[name]))
+    return {name: times[2 if len(times) > 4 else 0 :] for name, times in took.items()}
+
+
+def _hand_over(holder: Connection, waiter: Connection, name: str, polls: float) -> float:
+    holder.send((name, "acquire"))
+    holder.recv()
+    waiter.send((name, "acquire"))
+    time.sleep(UNQUEUED + random.uniform(0, max(0.01, polls)))
+    holder.send((name, "release"))
+    start, end = holder.recv()[0], waiter.recv()[1]
+    waiter.send((name, "release"))
+    waiter.recv()
+    return end - start
+
+
+def _side(pipe: Connection, dsn: str, field: list[str]) -> None:
+    """One process: a client of each contestant, and commands until None comes."""
+
+    class There:
+        """The place, seen from another process."""
+
+        def __init__(self) -> None:
+            self.dsn = dsn
+
+        def url(self, driver: str = "psycopg") -> sa.URL:
+            return sa.make_url(dsn).set(drivername=f"postgresql+{driver}")
+
+        def connect(self) -> Any:
+            return psycopg.connect(dsn, autocommit=True)
+
+    found, _ = peers.available(PEERS)
+    place: Any = There()
+    clients = {name: (OWN[name]() if name in OWN else found[name])(place, f"handoff of {name}") for name in field}
+    pipe.send({name: client.polls for name, client in clients.items()})
+    while (command := pipe.recv()) is not None:
+        client, verb = clients[command[0]], command[1]
+        start = time.monotonic()
+        getattr(client, verb)()
+        pipe.send((start, time.monotonic()))
+    for client in clients.values():
+        client.close()

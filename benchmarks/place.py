@@ -1,0 +1,112 @@
+"""The server that a scenario measures, and what can be seen of it from outside."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from contextlib import closing, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import psycopg
+from sqlalchemy import URL, make_url
+
+from pgfence.embedded._server import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SETTINGS = {"max_connections": "300"}
+PACKAGES = ("sqlalchemy", "psycopg", "asyncpg", "psycopg2-binary", "sqlalchemy-dlock", "pals", "django-pglock", "redis")
+
+
+class Place:
+    """A running server of this machine."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def url(self, driver: str = "psycopg", application: str | None = None) -> URL:
+        """Return its URL for SQLAlchemy."""
+        url = make_url(self._server.url).set(drivername=f"postgresql+{driver}")
+        return url if application is None else url.update_query_dict({"application_name": application})
+
+    @property
+    def dsn(self) -> str:
+        """How a driver reaches it over TCP."""
+        return plain(self.url())
+
+    def connect(self, **kwargs: Any) -> psycopg.Connection[Any]:
+        """Return a connection in autocommit."""
+        return psycopg.connect(self.dsn, autocommit=True, **kwargs)
+
+    def cpu_seconds(self, without: int = 0) -> float:
+        """Return the processor time of all its processes until now, except for one."""
+        here = psutil.Process(self._server.pid)
+        return sum(_cpu_seconds(process) for process in (here, *here.children()) if process.pid != without)
+
+    def log(self, since: int = 0) -> str:
+        """Return its log from a place on."""
+        return self._server.log.read_bytes()[since:].decode(errors="replace")
+
+    def log_size(self) -> int:
+        return self._server.log.stat().st_size
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    precise = Path(f"/proc/{process.pid}/schedstat")
+    if precise.exists():
+        return int(precise.read_text().split()[0]) / 1e9
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+@contextmanager
+def server(**settings: str) -> Iterator[Place]:
+    """Run a server for one scenario. It does not sync to the disk: the disk is not what is measured."""
+    with closing(Server(fsync=False, settings=SETTINGS | settings)) as running:
+        running.start()
+        yield Place(running)
+
+
+def plain(url: URL) -> str:
+    """Return a URL as libpq and asyncpg want it."""
+    return url.set(drivername="postgresql", query={}).render_as_string(hide_password=False)
+
+
+def wait_until(condition: Any, deadline: float = 30.0) -> Any:
+    """Return what the condition gives once it is true; give up at the deadline."""
+    end = time.monotonic() + deadline
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{condition} did not become true in {deadline:g} s")
+        time.sleep(0.01)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Describe what the figures were measured on, as far as they depend on it."""
+    with server() as place, place.connect() as connection:
+        (postgresql,) = connection.execute("SELECT current_setting('server_version')").fetchone() or ("?",)
+    return {
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "postgresql": postgresql,
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+RESULTS = Path(__file__).parent / "results"

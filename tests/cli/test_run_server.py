@@ -1,0 +1,121 @@
+"""Which server `pgfence run` talks to, and what becomes of the command when there is none."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from support.commandline import Cli, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "ran", "said"),
+    [
+        ((), 69, False, "refused"),
+        (("--on-unreachable", "fail"), 69, False, "refused"),
+        (("--on-unreachable", "skip"), 0, False, "was not run"),
+        (("--on-unreachable", "run"), 7, True, "WITHOUT the lock"),
+    ],
+)
+def test_without_a_server_the_user_decides(
+    cli: Cli, name: str, options: tuple[str, ...], code: int, ran: bool, said: str
+) -> None:
+    """No server is neither free nor busy; only the user may choose to run, and is told the risk."""
+    url = f"postgresql://ann:s3cret@127.0.0.1:{unused_port()}/d"
+    done = cli.run(*options, name, "--", "sh", "-c", "echo ran; exit 7", DATABASE_URL=url)
+    assert (done.returncode, done.stdout) == (code, "ran\n" if ran else "")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "s3cret" not in done.stderr
+
+
+def test_a_refused_login_is_unreachable_too(cli: Cli, dsn: str, name: str) -> None:
+    """A driver gives no code for a login that was refused, so it counts as no server; the reason is told, no password."""
+    done = cli.run(name, "--", "echo", "ran", DATABASE_URL=f"{dsn.rpartition('/')[0]}/no_such_database")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert "no_such_database" in done.stderr
+    assert "Traceback" not in done.stderr
+    password = psycopg.conninfo.conninfo_to_dict(dsn).get("password")
+    assert not password or str(password) not in done.stderr
+
+
+def test_a_server_that_cannot_do_it_has_a_code_of_its_own(cli: Cli, dsn: str, name: str) -> None:
+    """A pooler in transaction mode is refused with 78, and the command does not run."""
+    (cli.folder / "pooled.py").write_text(
+        "from sqlalchemy import create_engine\n"
+        "from pgfence.config import configure\n"
+        f"engine = create_engine({dsn.replace('postgresql:', 'postgresql+psycopg:')!r})\n"
+        "configure(engine, pooler='transaction')\n"
+    )
+    done = cli.run("--engine", "pooled:engine", name, "--", "echo", "ran")
+    assert (done.returncode, done.stdout) == (78, "")
+    assert "transaction mode" in done.stderr
+    again = cli.run("--engine", "pooled:engine", "--pooler", "session", name, "--", "true")
+    assert again.returncode == 64
+    assert "--pooler" in again.stderr
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_an_engine_of_the_application_is_used(
+    cli: Cli, dsn: str, name: str, admin: psycopg.Connection[Any], backend: Callable[[], int | None], driver: str
+) -> None:
+    """`--engine` takes an Engine, or calls a function for one, with its connect arguments."""
+    url = dsn.replace("postgresql:", f"postgresql+{driver}:")
+    (cli.folder / "shop.py").write_text(
+        "from sqlalchemy import create_engine\n"
+        f"engine = create_engine({url!r}, connect_args={{'application_name': 'shop'}})\n"
+        "def get_engine(): return engine\n"
+    )
+    for attribute in ("engine", "get_engine"):
+        words = ("--engine", f"shop:{attribute}", name, "--", "sh", "-c", "echo ready; read x")
+        with cli.started(*words, DATABASE_URL="") as process:
+            assert first_line(process) == "ready"
+            row = admin.execute("SELECT application_name FROM pg_stat_activity WHERE pid = %s", [backend()]).fetchone()
+            process.communicate("\n", timeout=20)
+        assert (row, process.returncode) == (("shop",), 0)
+
+
+def test_a_signal_ends_what_an_engine_is_waiting_for(cli: Cli, name: str) -> None:
+    """A module that hangs while it is imported can be interrupted."""
+    (cli.folder / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    with cli.started("--engine", "slow:engine", name, "--", "true") as process:
+        assert first_line(process) == "importing"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg2"])
+def test_a_url_picks_its_driver(cli: Cli, dsn: str, name: str, scheme: str) -> None:
+    """A URL as libpq and cloud providers write it works like one with a driver's name."""
+    url = scheme + dsn[dsn.index("://") :]
+    assert cli.run(name, "--", "true", DATABASE_URL=url).returncode == 0
+
+
+def test_the_option_comes_before_the_environment(cli: Cli, dsn: str, name: str) -> None:
+    """`--dsn` names the server, whatever DATABASE_URL says."""
+    done = cli.run("--dsn", dsn, name, "--", "true", DATABASE_URL="postgresql://127.0.0.1:1/d")
+    assert done.returncode == 0
+
+
+def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> None:
+    """PGHOST and its like, or PGSERVICE with a service file, name the server as they do for psql."""
+    known = {k: str(v) for k, v in psycopg.conninfo.conninfo_to_dict(dsn).items() if v is not None}
+    variables = {f"PG{ {'dbname': 'DATABASE'}.get(k, k.upper()) }": v for k, v in known.items()}
+    assert cli.run(name, "--", "true", DATABASE_URL="", **variables).returncode == 0
+    service = cli.folder / "services"
+    service.write_text("[shop]\n" + "".join(f"{k}={v}\n" for k, v in known.items()))
+    assert cli.run(name, "--", "true", DATABASE_URL="", PGSERVICE="shop", PGSERVICEFILE=str(service)).returncode == 0

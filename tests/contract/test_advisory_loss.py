@@ -1,0 +1,538 @@
+"""A lock that is lost: noticed at once, told to everybody who asked, and never taken for held again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import pgfence
+from pgfence.config import configure
+from pgfence.errors import LockLostError, LockNotHeldError, UnreachableError
+from support.locking import (
+    background,
+    elsewhere,
+    freed,
+    give,
+    is_free,
+    labelled,
+    lock,
+    sessions,
+    take,
+    terminate,
+    waits,
+)
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.servers import OwnServer
+    from support.worlds import World
+
+
+def kill(admin: psycopg.Connection[Any], label: str) -> None:
+    """End every session of an engine."""
+    for row in sessions(admin, label):
+        terminate(admin, row.pid)
+
+
+async def test_a_killed_backend_is_a_loss_at_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C042: without any statement of ours the handle turns to lost, others can lock, and it never turns back."""
+    held = await world.call(lock(world, labelled(world, name), name).acquire)
+    start = time.monotonic()
+    kill(admin, name)
+    await eventually(lambda: held.lost)
+    assert time.monotonic() - start < 1
+    assert (held.state, held.loss_reason) == ("lost", "killed")
+    with pytest.raises(LockLostError, match=f"'{name}'") as caught:
+        held.check()
+    assert (caught.value.names, caught.value.reason) == ((name,), "killed")
+    await freed(admin, name)
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+    with pytest.raises(LockNotHeldError):
+        await world.call(held.release)
+    assert (held.state, held.lost) == ("lost", True)
+
+
+async def test_the_news_is_fast(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C042: ten kills, and the slowest news is far below a second."""
+    engine, times = labelled(world, name), []
+    for _ in range(10):
+        held = await world.call(lock(world, engine, name).acquire)
+        told = threading.Event()
+        held.on_lost(told.set)
+        kill(admin, name)
+        start = time.monotonic()
+        await asyncio.to_thread(told.wait, 5)
+        times.append(time.monotonic() - start)
+        with pytest.raises(LockLostError):
+            await world.call(held.release)
+    assert max(times) < 0.5
+
+
+async def test_callbacks_are_called_once_where_they_belong(
+    world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each once; a failing one is logged and stops nobody; one that comes late is called at once; sync on our thread."""
+    held = await world.call(lock(world, labelled(world, name), name).acquire)
+    calls: list[tuple[str, str]] = []
+
+    def note(label: str) -> Callable[[], None]:
+        return lambda: calls.append((label, threading.current_thread().name))
+
+    held.on_lost(note("first"))
+    held.on_lost(lambda: 1 / 0)
+    held.on_lost(note("second"))
+    with caplog.at_level(logging.ERROR, "pgfence"):
+        kill(admin, name)
+        await eventually(lambda: len(calls) == 2)
+    assert "ZeroDivisionError" in caplog.text
+    held.on_lost(note("late"))
+    await eventually(lambda: len(calls) == 3)
+    assert [label for label, _ in calls] == ["first", "second", "late"]
+    threads = {thread for _, thread in calls}
+    assert threads == ({threading.current_thread().name} if world.is_async else threads - {"contender", "MainThread"})
+    await asyncio.sleep(0.05)
+    assert len(calls) == 3
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+
+
+async def test_a_coroutine_function_is_awaited_on_the_loop(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """An async handle's callback may be async; it runs on the loop that acquired."""
+    if not world.is_async:
+        pytest.skip("the sync half calls plain functions")
+    held = await lock(world, labelled(world, name), name).acquire()
+    loops = []
+
+    async def callback() -> None:
+        await asyncio.sleep(0)
+        loops.append(asyncio.get_running_loop())
+
+    held.on_lost(callback)
+    kill(admin, name)
+    await eventually(lambda: loops == [asyncio.get_running_loop()])
+    with pytest.raises(LockLostError):
+        await held.release()
+
+
+async def test_a_callback_may_use_the_lock_itself(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """No lock of ours is held while it runs: it may look, release, or take the lock anew."""
+    engine = labelled(world, name)
+    held = await world.call(lock(world, engine, name).acquire)
+    taken: list[Any] = []
+
+    def sync() -> None:
+        with pytest.raises(LockLostError):
+            held.release()
+        taken.append(lock(world, engine, name).acquire(timeout=5))
+
+    async def asynchronous() -> None:
+        with pytest.raises(LockLostError):
+            await held.release()
+        taken.append(await lock(world, engine, name).acquire(timeout=5))
+
+    held.on_lost(world.pick(sync, asynchronous))
+    kill(admin, name)
+    await eventually(lambda: taken)
+    assert taken[0].state == "held"
+    await world.call(taken[0].release)
+
+
+async def test_a_slow_callback_keeps_nobody_elses_lock(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """While one callback blocks, another loss is noticed and a lock whose handle was dropped is freed."""
+    if world.is_async:
+        pytest.skip("a callback on the loop blocks the loop, by its nature")
+    engine, gate, entered = labelled(world, name), threading.Event(), threading.Event()
+    one = await world.call(lock(world, engine, name).acquire)
+    one.on_lost(lambda: (entered.set(), gate.wait(30)))
+    kill(admin, name)
+    assert await asyncio.to_thread(entered.wait, 5)
+    try:
+        two = await world.call(lock(world, engine, name + "2").acquire)
+        kill(admin, name)
+        await eventually(lambda: two.lost)
+        three = await world.call(lock(world, engine, name + "3").acquire)
+        with pytest.warns(ResourceWarning):
+            del three
+            await world.call(int)
+            gc.collect()
+        await freed(admin, name + "3")
+    finally:
+        gate.set()
+    for held in (one, two):
+        with pytest.raises(LockLostError):
+            await world.call(held.release)
+
+
+async def test_wait_lost_waits_for_the_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """False after its timeout, True at the loss, True at once afterwards."""
+    held = await world.call(lock(world, labelled(world, name), name).acquire)
+    start = time.monotonic()
+    assert await world.call(held.wait_lost, 0.1) is False
+    assert 0.09 < time.monotonic() - start < 1
+    assert await world.call(held.wait_lost, 0) is False
+    async with background(world.other().call(held.wait_lost)) as task:
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        kill(admin, name)
+        assert await task is True
+    assert await world.call(held.wait_lost, 0) is True
+    assert await world.call(held.wait_lost) is True
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+
+
+async def test_wait_lost_ends_when_the_lock_is_released(world: World, name: str) -> None:
+    """What is given back can no longer be lost: whoever waits for that is told False, not left waiting for ever."""
+    held = await world.call(lock(world, world.engine(), name).acquire)
+    async with background(world.other().call(held.wait_lost)) as task:
+        await asyncio.sleep(0.05)
+        await world.call(held.release)
+        assert await asyncio.wait_for(asyncio.shield(task), 2) is False
+    assert await asyncio.wait_for(world.other().call(held.wait_lost), 2) is False
+
+
+async def test_an_async_body_is_cancelled_and_told_why(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Async: the block is cancelled where it waits, and LockLostError comes out, not a cancellation."""
+    if not world.is_async:
+        pytest.skip("sync code cannot be interrupted")
+    engine, ended = labelled(world, name), []
+    with pytest.raises(LockLostError) as caught:
+        async with lock(world, engine, name).hold():
+            kill(admin, name)
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError as error:
+                ended.append(error.args)
+                raise
+    assert ended == [("the lock was lost",)]
+    assert caught.value.names == (name,)
+    assert asyncio.current_task().cancelling() == 0
+    await asyncio.sleep(0)  # nothing is left of the cancellation
+
+
+async def test_a_sync_body_finds_out_and_the_end_says_so(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Sync: check() raises inside; leaving the block after a loss raises LockLostError by itself."""
+    if world.is_async:
+        pytest.skip("the async body is cancelled")
+    one = lock(world, labelled(world, name), name)
+    with pytest.raises(LockLostError):
+        async with world.enter(one.hold()) as held:
+            kill(admin, name)
+            await eventually(lambda: held.lost)
+    with pytest.raises(LockLostError):
+        async with world.enter(one.hold(timeout=5)) as held:
+            kill(admin, name)
+            await eventually(lambda: held.lost)
+            held.check()
+
+
+async def test_flag_leaves_the_body_alone(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """on_loss="flag": no cancel, no error at the end, `lost` says it; the lock is free all the same."""
+    async with world.enter(lock(world, labelled(world, name), name).hold(on_loss="flag")) as held:
+        kill(admin, name)
+        await eventually(lambda: held.lost)
+        await asyncio.sleep(0.05)
+    assert (held.state, held.loss_reason) == ("lost", "killed")
+    await freed(admin, name)
+
+
+async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C005: a ValueError from the block goes on, with a note about the loss."""
+    for on_loss in ("cancel", "flag"):
+        with pytest.raises(ValueError, match="body") as caught:
+            async with world.enter(lock(world, labelled(world, name), name).hold(on_loss=on_loss, timeout=5)) as held:
+                kill(admin, name)
+                try:
+                    await eventually(lambda held=held: held.lost)
+                    await asyncio.sleep(0.05)
+                except asyncio.CancelledError:
+                    assert world.is_async
+                raise ValueError("body")
+        notes = getattr(caught.value, "__notes__", [])
+        assert [name in note and "LockLostError" in note for note in notes] == ([True] if on_loss == "cancel" else notes)
+
+
+async def test_a_body_that_swallows_the_cancel_is_told_at_its_end(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Async: whoever catches the cancellation and goes on gets LockLostError on leaving; the task is not left cancelled."""
+    if not world.is_async:
+        pytest.skip("sync code is not cancelled")
+    with pytest.raises(LockLostError):
+        async with lock(world, labelled(world, name), name).hold():
+            kill(admin, name)
+            try:
+                await asyncio.sleep(10)
+            except asyncio.CancelledError:
+                pass
+            await asyncio.sleep(0.01)
+    assert asyncio.current_task().cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_an_outer_cancel_at_the_same_time_goes_on(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Async: a task that was cancelled from outside as well ends as cancelled."""
+    if not world.is_async:
+        pytest.skip("threads are not cancelled")
+    engine, entered = labelled(world, name), asyncio.Event()
+
+    async def work() -> None:
+        async with lock(world, engine, name).hold() as held:
+            held.on_lost(lambda: task.cancel("outer"))
+            entered.set()
+            await asyncio.sleep(10)
+
+    task = asyncio.create_task(work())
+    await entered.wait()
+    kill(admin, name)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+    await freed(admin, name)
+
+
+async def test_an_outer_timeout_is_still_a_timeout(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Async: asyncio.timeout() around the block, without a loss, ends it as ever, and the lock is free."""
+    if not world.is_async:
+        pytest.skip("threads have no asyncio.timeout()")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            async with lock(world, world.engine(), name).hold():
+                await asyncio.sleep(10)
+    await freed(admin, name)
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_loss_at_the_very_end_of_the_block_is_a_loss_or_a_release(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C005: killed while it is being left, the block ends with LockLostError or well, never with a driver's error."""
+    engine = labelled(world, name)
+    outcomes = set()
+    for number in range(12):
+        held = await world.call(lock(world, engine, name).acquire, timeout=5)
+        (pid,) = [row.pid for row in sessions(admin, name)][:1]
+        killing = asyncio.create_task(asyncio.to_thread(admin.execute, f"SELECT pg_terminate_backend({pid})"))
+        await asyncio.sleep(number * 0.0004)
+        try:
+            async with world.enter(held):
+                pass
+            outcomes.add("released")
+        except LockLostError:
+            outcomes.add("lost")
+        await killing
+        assert held.state in ("lost", "released")
+        await freed(admin, name)
+        if world.is_async:
+            assert asyncio.current_task().cancelling() == 0
+    assert outcomes
+
+
+async def test_a_loss_found_by_the_unlock_is_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C005: unlocked behind our back on its own session, the release says that the lock was lost, by name."""
+    engine = world.engine()
+    held = await world.call(lock(world, engine, name).acquire)
+    await behind_our_back(world, held)
+    with pytest.raises(LockLostError, match=f"'{name}'"):
+        await world.call(held.release)
+    assert held.state == "lost"
+    async with world.enter(lock(world, engine, name).hold(timeout=1)):
+        assert not is_free(admin, name)
+
+
+async def behind_our_back(world: World, held: Any) -> None:
+    driver = held._hold.session.wire.driver
+    if world.name == "psycopg2":
+        await world.call(driver.cursor().execute, "SELECT pg_advisory_unlock_all()")
+    else:
+        await world.call(driver.execute, "SELECT pg_advisory_unlock_all()")
+
+
+async def test_a_killed_waiter_goes_on_waiting(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C042: a session that dies while it waits is replaced, within the same timeout, and the lock is had."""
+    engine, other = labelled(world, name), world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
+            await eventually(waits(admin, name))
+            kill(admin, name)
+            await eventually(waits(admin, name))
+            assert not task.done()
+            give(holder, name)
+            held = await task
+        held.check()
+        await other.call(held.release)
+
+
+async def test_a_waiter_that_is_killed_again_and_again_is_unreachable_not_granted(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Rule 21: when each new session dies at once, the answer is that nothing is known."""
+    engine, other = labelled(world, name), world.other()
+    with elsewhere(dsn, name):
+        async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
+            end = time.monotonic() + 15
+            while not task.done() and time.monotonic() < end:
+                kill(admin, name)
+                await asyncio.sleep(0.01)
+            with pytest.raises(UnreachableError) as caught:
+                await task
+            assert caught.value.retryable
+
+
+async def test_a_cancelled_statement_of_a_waiter_leaves_nothing(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Rule 13: pg_cancel_backend on a waiter proves nothing: no lock of it is left, and no neighbour is stuck."""
+    engine, other = labelled(world, name), world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
+            await eventually(waits(admin, name))
+            for row in sessions(admin, name):
+                admin.execute("SELECT pg_cancel_backend(%s)", [row.pid])
+            give(holder, name)
+            done, _ = await asyncio.wait([task], timeout=3)
+            if task in done and task.exception() is None:
+                await other.call(task.result().release)
+        take(holder, name)
+        give(holder, name)
+    async with world.enter(lock(world, engine, name).hold(timeout=5)):
+        pass
+
+
+async def test_a_restart_of_the_server_is_a_loss_and_life_goes_on(
+    world: World, name: str, own_server: OwnServer
+) -> None:
+    """Held and idle sessions alike are found dead; the next acquire works on new ones."""
+    engine = world.engine(dsn=own_server.dsn)
+    async with world.enter(lock(world, engine, name + "2").hold()):
+        held = await world.call(lock(world, engine, name).acquire)
+    await asyncio.to_thread(own_server.restart, "immediate")
+    await eventually(lambda: held.lost)
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+    for _ in range(3):
+        async with world.enter(lock(world, engine, name).hold(timeout=5)):
+            pass
+
+
+async def test_a_reset_connection_is_a_loss(
+    world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The network's reset is noticed as fast as the server's goodbye."""
+    proxy = make_proxy(dsn)
+    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
+    proxy.cut()
+    await eventually(lambda: held.lost, 1)
+    assert held.loss_reason in ("killed", "cut off")
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+    await freed(admin, name)
+
+
+async def test_a_half_closed_connection_is_a_loss(
+    world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The other side sends no more: that is the end, although the socket is open."""
+    proxy = make_proxy(dsn)
+    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
+    proxy.half_close("client")
+    await eventually(lambda: held.lost, 1)
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+    await freed(admin, name)
+
+
+async def test_a_server_that_stops_answering_is_noticed_by_whoever_asks(
+    world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release without an answer ends in LockLostError within its budget, not in an endless wait."""
+    for module in ("sessions", "sync_sessions", "aio_sessions"):
+        monkeypatch.setattr(f"pgfence._runtime.{module}.STATEMENT_BUDGET", 0.5, raising=False)
+    for world_class in ("sync_sessions.SyncSession", "aio_sessions.AsyncSession"):
+        patch_default(monkeypatch, world_class, 0.5)
+    proxy = make_proxy(dsn)
+    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
+    proxy.black_hole()
+    start = time.monotonic()
+    with pytest.raises(LockLostError) as caught:
+        await world.call(held.release)
+    assert time.monotonic() - start < 6
+    assert caught.value.reason == "cut off"
+    proxy.heal()
+    proxy.cut()
+
+
+def patch_default(monkeypatch: pytest.MonkeyPatch, path: str, limit: float) -> None:
+    """The budget of `ask` is a default argument."""
+    import importlib
+
+    module, kind = path.split(".")
+    target = getattr(importlib.import_module(f"pgfence._runtime.{module}"), kind).ask
+    if target.__kwdefaults__ and "limit" in target.__kwdefaults__:
+        monkeypatch.setattr(target, "__kwdefaults__", {**target.__kwdefaults__, "limit": limit})
+
+
+async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """configure(on_event=...) hears "lost" once, and no "released" after it."""
+    engine, seen = labelled(world, name), []
+    configure(engine, on_event=lambda event: seen.append(event.event))
+    held = await world.call(lock(world, engine, name).acquire)
+    kill(admin, name)
+    await eventually(lambda: held.lost and "lost" in seen)
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+    assert seen == ["acquired", "lost"]
+
+
+async def test_current_shows_a_lost_handle_until_its_block_ends(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Code deep inside asks current() and check(): it must learn of the loss, not that there is no lock."""
+    kind = world.pick(pgfence.Held, pgfence.AsyncHeld)
+    async with world.enter(lock(world, labelled(world, name), name).hold(on_loss="flag")) as held:
+        kill(admin, name)
+        await eventually(lambda: held.lost)
+        assert await world.call(pgfence.current, kind) is held
+    with pytest.raises(LockNotHeldError):
+        await world.call(pgfence.current, kind)
+
+
+async def test_one_loss_of_two_leaves_the_other(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Rule 1: nested holds have sessions of their own: the inner one is lost, the outer one holds on."""
+    outer_engine, inner_engine = world.engine(), labelled(world, name)
+    with pytest.raises(LockLostError) as caught:
+        async with world.enter(lock(world, outer_engine, name + "outer").hold()) as outer:
+            try:
+                async with world.enter(lock(world, inner_engine, name).hold()) as inner:
+                    kill(admin, name)
+                    await eventually(lambda: inner.lost)
+                    await asyncio.sleep(0.05)
+            finally:
+                assert outer.state == "held"
+                outer.check()
+                assert not is_free(admin, name + "outer")
+    assert caught.value.names == (name,)
+    assert outer.state == "released"

@@ -1,0 +1,313 @@
+"""How AdvisoryLock waits: in slices, handed the lock at once, on the caller's time, and quietly."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence.errors import LockTimeoutError
+from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions, take, waits
+from support.waiting import eventually
+from support.worlds import NAMES, World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.servers import OwnServer
+
+
+@pytest.mark.parametrize("after", [0.2, 0.8, 1.5], ids=["first-slice", "second-slice", "third-slice"])
+async def test_the_lock_is_handed_over_whenever_it_comes_free(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], after: float
+) -> None:
+    """In the first slice and in the quiet ones after it: the waiter holds within milliseconds of the unlock."""
+    engine, other = world.engine(), world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            await asyncio.sleep(after)
+            start = time.monotonic()
+            give(holder, name)
+            held = await task
+            assert time.monotonic() - start < 0.3
+        held.check()
+        assert not is_free(holder, name)
+        await other.call(held.release)
+        assert is_free(holder, name)
+
+
+async def test_a_holder_that_dies_lets_the_waiter_in(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The server frees the lock of a dead session, and whoever waits has it at once."""
+    other = world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, world.engine(), name).acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            holder.close()
+            held = await asyncio.wait_for(task, 2)
+    await other.call(held.release)
+
+
+@pytest.mark.parametrize("timeout", [0.05, 0.3, 1.1])
+async def test_timeouts_are_kept(world: World, name: str, dsn: str, timeout: float) -> None:
+    """Shorter than a slice, in the middle of one, after some: neither early nor late."""
+    engine = world.engine()
+    await world.call((await world.call(lock(world, engine, name).acquire)).release)
+    with elsewhere(dsn, name):
+        start = time.monotonic()
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(world, engine, name).acquire, timeout=timeout)
+        assert timeout - 0.01 < time.monotonic() - start < timeout + 0.4
+
+
+async def test_a_waiter_pins_no_snapshot_for_longer_than_a_slice(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Rule 3: vacuum and CREATE INDEX CONCURRENTLY wait for a waiter at most half a second."""
+    other, oldest = world.other(), 0.0
+    age = (
+        "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float FROM pg_stat_activity"
+        " WHERE application_name = %s"
+    )
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, labelled(world, name), name).acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            until = time.monotonic() + 1.6
+            while time.monotonic() < until:
+                oldest = max(oldest, admin.execute(age, [name]).fetchone()[0])
+                await asyncio.sleep(0.01)
+            give(holder, name)
+            await other.call((await task).release)
+    assert 0.3 < oldest < 0.65
+
+
+async def test_an_index_can_be_built_beside_waiters(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C039, rule 3: CREATE INDEX CONCURRENTLY on the holder's own session, six waiters: done soon, nobody dies."""
+    table = f"t_{name.rsplit(':', 1)[1]}"
+    admin.execute(f"CREATE TABLE {table} AS SELECT n FROM generate_series(1, 100) AS n")
+    engines = [world.engine() for _ in range(6)]
+    others = [world.other() for _ in engines]
+    with elsewhere(dsn, name) as holder:
+        tasks = [
+            asyncio.create_task(other.call(lock(world, engine, name).acquire, timeout=30))
+            for other, engine in zip(others, engines, strict=True)
+        ]
+        await eventually(waits(admin, name, 6))
+        start = time.monotonic()
+        await asyncio.to_thread(holder.execute, f"CREATE INDEX CONCURRENTLY ON {table} (n)")
+        assert time.monotonic() - start < 5
+        assert not any(task.done() for task in tasks)
+        give(holder, name)
+        for _ in range(len(tasks)):
+            done, _ = await asyncio.wait([task for task in tasks if not task.done()] or tasks, timeout=0.01)
+            await eventually(lambda: any(task.done() and task not in released for task in tasks) if released else True)
+            break
+        released: set[Any] = set()
+        while len(released) < len(tasks):
+            await eventually(lambda: [task for task in tasks if task.done() and task not in released])
+            for other, task in zip(others, tasks, strict=True):
+                if task.done() and task not in released:
+                    released.add(task)
+                    await other.call((await task).release)
+    admin.execute(f"DROP TABLE {table}")
+
+
+async def test_grant_and_timeout_at_the_same_moment_agree_with_the_server(
+    world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """Rule 2: the holder leaves at the waiter's deadline, many times, in the first slice and later: what is said is so."""
+    engine, other, outcomes = world.engine(), world.other(), set()
+    await other.call((await other.call(lock(world, engine, name).acquire)).release)
+    dice = random.Random(7)
+    with elsewhere(dsn) as rival:
+        for number in range(40):
+            timeout = 0.02 if number % 4 else 0.56
+            take(rival, name)
+            task = asyncio.create_task(other.call(lock(world, engine, name).acquire, timeout=timeout))
+            await asyncio.sleep(timeout - 0.004 + dice.random() * 0.012)
+            give(rival, name)
+            try:
+                held = await task
+            except LockTimeoutError:
+                outcomes.add("timeout")
+                assert advisory_rows() == []
+            else:
+                outcomes.add("granted")
+                assert [row.granted for row in advisory_rows()] == [True]
+                await other.call(held.release)
+                assert advisory_rows() == []
+    assert outcomes == {"timeout", "granted"}
+
+
+async def test_the_same_race_over_several_names(
+    world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
+) -> None:
+    """Rule 2: all of them or none."""
+    engine, other = world.engine(), world.other()
+    names = [f"{name}:{n}" for n in range(3)]
+    await other.call((await other.call(lock(world, engine, *names).acquire)).release)
+    dice = random.Random(11)
+    with elsewhere(dsn) as rival:
+        for number in range(16):
+            take(rival, names[number % 3])
+            task = asyncio.create_task(other.call(lock(world, engine, *names).acquire, timeout=0.05))
+            await asyncio.sleep(0.044 + dice.random() * 0.012)
+            give(rival, names[number % 3])
+            try:
+                held = await task
+            except LockTimeoutError:
+                assert advisory_rows() == []
+            else:
+                assert len(advisory_rows()) == 3
+                await other.call(held.release)
+                assert advisory_rows() == []
+
+
+HOSTILE = {
+    "statement_timeout": "150ms",
+    "lock_timeout": "100ms",
+    "idle_session_timeout": "300ms",
+    "idle_in_transaction_session_timeout": "200ms",
+    "default_transaction_isolation": "serializable",
+    "default_transaction_read_only": "on",
+}
+
+
+async def test_the_sites_limits_end_neither_a_hold_nor_a_wait(
+    world: World, name: str, dsn: str, role: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """C039, C047, C010: hostile settings of a role, all at once: a second held idle, 0.9 s waited for, a timeout kept."""
+    engine = world.engine(dsn=role(settings=HOSTILE))
+    async with world.enter(lock(world, engine, name).hold()) as held:
+        await asyncio.sleep(1)
+        held.check()
+        assert not is_free(admin, name)
+    other = world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=5)) as task:
+            await eventually(waits(admin, name))
+            await asyncio.sleep(0.9)
+            give(holder, name)
+            await other.call((await task).release)
+        take(holder, name)
+        start = time.monotonic()
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(world, engine, name).acquire, timeout=0.8)
+        assert 0.78 < time.monotonic() - start < 1.5
+    names = [f"{name}:{n}" for n in range(5)]
+    async with world.enter(lock(world, engine, *names).hold()):
+        pass
+
+
+async def test_a_warm_session_is_fit_again_after_a_lent_one(
+    world: World, name: str, dsn: str, role: Callable[..., str]
+) -> None:
+    """The site's limits come back for the user's statements, and never stay on a session that waits."""
+    engine = world.engine(dsn=role(settings={"statement_timeout": "150ms"}))
+    async with world.enter(lock(world, engine, name).connect()) as connection:
+        assert await run(world, connection, "SHOW statement_timeout") == "150ms"
+    with elsewhere(dsn, name):
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(world, engine, name).acquire, timeout=0.7)
+
+
+async def test_with_a_tiny_deadlock_timeout_it_polls(name: str, make_server: Callable[..., OwnServer]) -> None:
+    """Where the server looks for deadlocks sooner than we could wait, nothing waits there: still granted, timed, logged not."""
+    server = make_server(fsync=False, settings={"deadlock_timeout": "20ms", "logging_collector": "off"})
+    for driver in NAMES:
+        world = World(driver, server.dsn)
+        engine, other = world.engine(), world.other()
+        with psycopg.connect(server.dsn, autocommit=True) as admin, elsewhere(server.dsn, name) as holder:
+            start = time.monotonic()
+            with pytest.raises(LockTimeoutError):
+                await world.call(lock(world, engine, name).acquire, timeout=0.3)
+            assert 0.29 < time.monotonic() - start < 0.8
+            async with background(other.call(lock(world, engine, name, name + "2").acquire, timeout=10)) as task:
+                await asyncio.sleep(0.2)
+                assert not waits(admin, name)()
+                start = time.monotonic()
+                give(holder, name)
+                held = await task
+                assert time.monotonic() - start < 0.3
+            await other.call(held.release)
+        await world.close()
+
+
+async def test_a_wait_writes_one_line_into_the_servers_log(
+    name: str, make_server: Callable[..., OwnServer]
+) -> None:
+    """Rule 3: a wait of several slices, timed out or granted, is at most one ERROR there; a try and a release are none."""
+    server = make_server(
+        fsync=False,
+        settings={"logging_collector": "on", "log_directory": "log", "log_filename": "server.log", "log_file_mode": "0644"},
+    )
+    for driver in NAMES:
+        world = World(driver, server.dsn)
+        engine, other = world.engine(), world.other()
+        with psycopg.connect(server.dsn, autocommit=True) as admin:
+            logged = errors(admin)
+            with elsewhere(server.dsn, name) as holder:
+                assert await world.call(lock(world, engine, name).try_acquire) is None
+                with pytest.raises(LockTimeoutError):
+                    await world.call(lock(world, engine, name).acquire, timeout=1.7)
+                assert errors(admin) - logged <= 1
+                logged = errors(admin)
+                async with background(other.call(lock(world, engine, name, name + "2").acquire, timeout=10)) as task:
+                    await eventually(waits(admin, name))
+                    await asyncio.sleep(1.3)
+                    give(holder, name)
+                    await other.call((await task).release)
+                assert errors(admin) - logged <= 1
+        await world.close()
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        assert errors(admin) >= len(NAMES)  # the log is where we look
+
+
+def errors(admin: psycopg.Connection[Any]) -> int:
+    """How many errors the server's log shows."""
+    query = "SELECT count(*) FROM regexp_matches(pg_read_file('log/server.log'), 'ERROR:', 'g')"
+    return admin.execute(query).fetchone()[0]
+
+
+async def test_many_processes_are_served_each_in_turn(dsn: str, name: str) -> None:
+    """Thirty contenders of thirty engines, as thirty processes would: all are served, never two at a time."""
+    world = World("asyncpg", dsn)
+    inside, most, served = [0], [0], []
+
+    async def contend(number: int) -> None:
+        other = world.other()
+        async with other.enter(lock(world, world.engine(), name).hold(timeout=30)):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            await asyncio.sleep(0.005)
+            inside[0] -= 1
+            served.append(number)
+
+    await asyncio.gather(*(contend(number) for number in range(30)))
+    assert (most[0], sorted(served)) == (1, list(range(30)))
+    await world.close()
+
+
+async def test_a_waiter_keeps_its_name(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
+    """Whatever way a slice tells of its grant, operators see the application's own name, before, during and after."""
+    engine, other = labelled(world, name), world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            await asyncio.sleep(0.7)
+            assert len(sessions(admin, name)) == 1
+            give(holder, name)
+            held = await task
+        assert len(sessions(admin, name)) == 1
+        await other.call(held.release)
+        assert len(sessions(admin, name)) == 1
+    assert os.getpid()

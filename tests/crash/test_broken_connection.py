@@ -1,0 +1,166 @@
+"""What stands between us and the server resets, closes or swallows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgfence import configure
+from pgfence._runtime import roster
+from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
+from support.locking import background, elsewhere, freed, give, is_free, lock, waits
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from support.proxy import Proxy
+    from support.worlds import World
+
+TICK = 1.0
+
+
+@pytest.mark.parametrize("fault", ["reset", "half-closed towards us", "half-closed towards the server"])
+async def test_a_broken_connection_is_told_at_once_and_the_next_acquire_works(
+    world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], fault: str
+) -> None:
+    """C042: reset or half closed, the holder hears of it without a statement; released, nothing stays on the server."""
+    one = lock(world, world.engine(dsn=proxy.dsn), name)
+    held = await world.call(one.acquire)
+    began = time.monotonic()
+    if fault == "reset":
+        await asyncio.to_thread(proxy.cut)
+    else:
+        await asyncio.to_thread(proxy.half_close, "client" if fault.endswith("us") else "server")
+    await eventually(lambda: held.lost, deadline=2)
+    assert time.monotonic() - began < 1
+    assert held.loss_reason in ("killed", "cut off")
+    with pytest.raises(LockLostError):
+        await world.call(held.release)
+    await freed(admin, name)
+    async with world.enter(one.hold(timeout=10)) as again:
+        again.check()
+
+
+async def test_a_waiter_whose_connection_breaks_goes_on_with_another(
+    world: World, name: str, proxy: Proxy, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A reset in mid-wait is no answer: it asks again, within the same timeout."""
+    one = lock(world, world.engine(dsn=proxy.dsn), name)
+    waiter = world.other()
+    with elsewhere(dsn, name) as holder:
+        async with background(waiter.call(one.acquire, timeout=20)) as waiting:
+            await eventually(waits(admin, name))
+            await asyncio.to_thread(proxy.cut)
+            await eventually(lambda: proxy.connections() == 1 and waits(admin, name)())
+            assert give(holder, name)
+            held = await waiting
+    held.check()
+    await waiter.call(held.release)
+
+
+async def test_a_release_into_a_black_hole_ends_and_tells_of_a_loss(
+    world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], short_statements: float
+) -> None:
+    """The kernel still sees a living peer; the statement's own budget ends it: cut off, and the lock is not believed in."""
+    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
+    await asyncio.to_thread(proxy.black_hole)
+    began = time.monotonic()
+    with pytest.raises(LockLostError) as caught:
+        await world.call(held.release)
+    assert time.monotonic() - began < short_statements
+    assert caught.value.reason == "cut off"
+    assert (held.state, held.loss_reason) == ("lost", "cut off")
+    assert not is_free(admin, name)
+    await asyncio.to_thread(proxy.cut)
+    await freed(admin, name)
+
+
+async def test_a_wait_over_a_black_hole_ends_by_its_slice(
+    world: World, name: str, proxy: Proxy, dsn: str, admin: psycopg.Connection[Any], short_opening: float
+) -> None:
+    """A slice of half a second and two more: then the session is given up, no other can be had, and the caller is told."""
+    one = lock(world, world.engine(dsn=proxy.dsn), name)
+    waiter = world.other()
+    with elsewhere(dsn, name):
+        async with background(waiter.call(one.acquire, timeout=1)) as waiting:
+            await eventually(waits(admin, name))
+            await asyncio.to_thread(proxy.black_hole)
+            began = time.monotonic()
+            with pytest.raises(UnreachableError):
+                await waiting
+            assert time.monotonic() - began < 0.5 + 2 + 2 * TICK + short_opening
+        await asyncio.to_thread(proxy.heal)
+
+
+async def test_a_warm_session_over_a_black_hole_is_given_up(
+    world: World, name: str, proxy: Proxy, short_statements: float, short_opening: float
+) -> None:
+    """A try that gets no answer ends by the budget of a statement; nothing can be opened either: UnreachableError."""
+    one = lock(world, world.engine(dsn=proxy.dsn), name)
+    held = await world.call(one.acquire)
+    await world.call(held.release)
+    await asyncio.to_thread(proxy.black_hole)
+    began = time.monotonic()
+    with pytest.raises(UnreachableError):
+        await world.call(one.try_acquire)
+    assert time.monotonic() - began < short_statements + short_opening
+    await asyncio.to_thread(proxy.heal)
+
+
+async def test_opening_into_a_black_hole_ends_within_its_budget(
+    world: World, name: str, proxy: Proxy, short_opening: float
+) -> None:
+    """No answer to the greeting: UnreachableError, however short the timeout, and without a password in it."""
+    await asyncio.to_thread(proxy.black_hole)
+    engine = world.engine(dsn=proxy.dsn)
+    for call in (lock(world, engine, name).try_acquire, lock(world, engine, name).holders):
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match=f"within {short_opening:g} s") as caught:
+            await world.call(call)
+        assert short_opening * 0.9 < time.monotonic() - began < short_opening + 2
+        assert proxy.dsn.split("@")[0].rsplit(":", 1)[1] not in str(caught.value)
+    await asyncio.to_thread(proxy.heal)
+
+
+def test_opening_may_take_five_seconds() -> None:
+    """What the tests here shorten is long enough for a slow login, and short enough for a caller."""
+    assert roster.OPEN_BUDGET == 5
+
+
+async def test_a_server_that_cannot_be_reached_is_never_called_busy(
+    world: World, name: str, proxy: Proxy, short_opening: float
+) -> None:
+    """Connections that hang while they are opened use up `max_lock_connections`; whoever comes next is told the truth."""
+    engine = world.engine(dsn=proxy.dsn)
+    configure(engine, max_lock_connections=2)
+    await asyncio.to_thread(proxy.black_hole)
+    for number in range(4):
+        with pytest.raises(UnreachableError):
+            try:
+                await world.call(lock(world, engine, f"{name}{number}").try_acquire)
+            except LockTimeoutError as error:
+                pytest.fail(f"an unreachable server was called busy: {error}")
+    await asyncio.to_thread(proxy.heal)
+    async with world.enter(lock(world, engine, name).hold(timeout=20)) as held:
+        held.check()
+
+
+async def test_a_refusing_server_is_unreachable_and_what_is_held_stays(
+    world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any]
+) -> None:
+    """Nobody new is let in: UnreachableError at once for a new lock, while the old one is held and can be released."""
+    engine = world.engine(dsn=proxy.dsn)
+    held = await world.call(lock(world, engine, name).acquire)
+    await asyncio.to_thread(proxy.refuse)
+    began = time.monotonic()
+    with pytest.raises(UnreachableError):
+        await world.call(lock(world, engine, f"{name}!").acquire, timeout=20)
+    assert time.monotonic() - began < 4
+    held.check()
+    assert not is_free(admin, name)
+    await world.call(held.release)
+    assert is_free(admin, name)

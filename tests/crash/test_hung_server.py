@@ -1,0 +1,129 @@
+"""The server is there and does not answer: its processes are stopped, its sockets stay open."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
+from support.locking import background, freed, is_free, labelled, lock, sessions, take, waits
+from support.processes import family, frozen
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import OwnServer
+    from support.worlds import World
+
+SLICE, GRACE, TICK = 0.5, 2.0, 1.0
+
+
+@pytest.fixture
+def admin(private_server: OwnServer) -> Iterator[psycopg.Connection[Any]]:
+    """An administrator's connection to the private server."""
+    with psycopg.connect(private_server.dsn, autocommit=True, application_name="admin") as connection:
+        yield connection
+
+
+async def test_a_wait_on_a_hung_backend_ends_soon_after_its_timeout(
+    world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any]
+) -> None:
+    """acquire(timeout=1), stopped in mid-slice: not for ever, but after slice + 2 s and the tick; the server is asked again."""
+    one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
+    take(admin, name)
+    waiter = world.other()
+    async with background(waiter.call(one.acquire, timeout=1)) as waiting:
+        began = time.monotonic()
+        with frozen(await backend(admin, name)):
+            with pytest.raises((LockTimeoutError, UnreachableError)):
+                await waiting
+            assert time.monotonic() - began < 1 + SLICE + GRACE + 2 * TICK
+    admin.execute("SELECT pg_advisory_unlock_all()")
+    await freed(admin, name)
+
+
+async def test_a_wait_on_a_hung_server_ends_soon_after_its_timeout(
+    world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any]
+) -> None:
+    """All of its processes are stopped, so no other session can be had either: UnreachableError, neither free nor busy."""
+    one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
+    take(admin, name)
+    waiter = world.other()
+    async with background(waiter.call(one.acquire, timeout=1)) as waiting:
+        began = time.monotonic()
+        await backend(admin, name)
+        with frozen(*family(private_server.pid)):
+            with pytest.raises(UnreachableError):
+                await waiting
+            assert time.monotonic() - began < 1 + SLICE + GRACE + 2 * TICK
+    admin.execute("SELECT pg_advisory_unlock_all()")
+    await freed(admin, name)
+
+
+async def test_a_waiter_outlives_a_hung_backend(
+    world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any]
+) -> None:
+    """Only its own server process is stopped: with time left it asks on another session, and holds in the end.
+
+    Not while that process is stopped: it stands in the server's queue, and the server would give it the lock.
+    """
+    one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
+    take(admin, name)
+    waiter = world.other()
+    async with background(waiter.call(one.acquire, timeout=20)) as waiting:
+        hung = await backend(admin, name)
+        with frozen(hung):
+            await eventually(lambda: any(s.pid != hung for s in sessions(admin, name)), deadline=8)
+        await eventually(lambda: all(s.pid != hung for s in sessions(admin, name)))
+        admin.execute("SELECT pg_advisory_unlock_all()")
+        held = await waiting
+    held.check()
+    await waiter.call(held.release)
+    await freed(admin, name)
+
+
+async def test_a_release_on_a_hung_backend_ends_and_tells_of_a_loss(
+    world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
+) -> None:
+    """No answer to the unlock within its budget: lost, "cut off"; what the server did is not claimed to be known."""
+    one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
+    held = await world.call(one.acquire)
+    (session,) = sessions(admin, name)
+    with frozen(session.pid):
+        began = time.monotonic()
+        with pytest.raises(LockLostError) as caught:
+            await world.call(held.release)
+        assert time.monotonic() - began < short_statements
+        assert (caught.value.reason, held.state) == ("cut off", "lost")
+        assert not is_free(admin, name)
+    await freed(admin, name)
+
+
+async def test_a_block_on_a_hung_backend_can_be_left(
+    world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
+) -> None:
+    """hold() and connect() end too: the caller's own error wins, the loss is a note on it."""
+    one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
+    for manager in (one.hold(), one.connect()):
+        hung = frozen()
+        with pytest.raises(ValueError, match="mine") as caught:  # noqa: PT012
+            async with world.enter(manager):
+                (session,) = [s for s in sessions(admin, name) if s.state == "idle"]
+                hung = frozen(session.pid)
+                hung.__enter__()
+                began = time.monotonic()
+                raise ValueError("mine")
+        assert time.monotonic() - began < short_statements
+        assert "LockLostError" in caught.value.__notes__[0]
+        hung.__exit__(None, None, None)
+        await freed(admin, name)
+
+
+async def backend(admin: psycopg.Connection[Any], name: str) -> int:
+    """Wait until the one session of this name waits for its lock, and return its server process."""
+    await eventually(waits(admin, name))
+    return sessions(admin, name)[0].pid
