@@ -8,7 +8,7 @@ import time
 from contextlib import closing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import psycopg
@@ -29,10 +29,9 @@ class Place:
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    def url(self, driver: str = "psycopg", application: str | None = None) -> URL:
+    def url(self, driver: str = "psycopg") -> URL:
         """Return its URL for SQLAlchemy."""
-        url = make_url(self._server.url).set(drivername=f"postgresql+{driver}")
-        return url if application is None else url.update_query_dict({"application_name": application})
+        return make_url(self._server.url).set(drivername=f"postgresql+{driver}")
 
     @property
     def dsn(self) -> str:
@@ -43,10 +42,13 @@ class Place:
         """Return a connection in autocommit."""
         return psycopg.connect(self.dsn, autocommit=True, **kwargs)
 
-    def cpu_seconds(self, without: int = 0) -> float:
+    def cpu_seconds(self, without: int = 0) -> Cpu:
         """Return the processor time of all its processes until now, except for one."""
         here = psutil.Process(self._server.pid)
-        return sum(_cpu_seconds(process) for process in (here, *here.children()) if process.pid != without)
+        processes = [process for process in (here, *here.children()) if process.pid != without]
+        times = [process.cpu_times() for process in processes]
+        ticks = sum(each.user + each.system for each in times)
+        return Cpu(ticks, sum(map(_scheduled, processes)) if SCHEDSTAT.exists() else ticks)
 
     def log(self, since: int = 0) -> str:
         """Return its log from a place on."""
@@ -56,12 +58,23 @@ class Place:
         return self._server.log.stat().st_size
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    precise = Path(f"/proc/{process.pid}/schedstat")
-    if precise.exists():
-        return int(precise.read_text().split()[0]) / 1e9
-    times = process.cpu_times()
-    return times.user + times.system
+class Cpu(NamedTuple):
+    """Processor time in seconds.
+
+    Attributes:
+        ticks: as `top` shows it. Work that is done between two ticks of the kernel's clock is not seen.
+        exact: as the scheduler counts it, where it does.
+    """
+
+    ticks: float
+    exact: float
+
+
+SCHEDSTAT = Path("/proc/self/schedstat")
+
+
+def _scheduled(process: psutil.Process) -> float:
+    return int(Path(f"/proc/{process.pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 @contextmanager
@@ -70,6 +83,12 @@ def server(**settings: str) -> Iterator[Place]:
     with closing(Server(fsync=False, settings=SETTINGS | settings)) as running:
         running.start()
         yield Place(running)
+
+
+def called(application: str, driver: str = "psycopg") -> dict[str, Any]:
+    """Return connect arguments that give an engine's connections a name on the server."""
+    name = {"application_name": application}
+    return {"server_settings": name} if driver == "asyncpg" else name
 
 
 def plain(url: URL) -> str:

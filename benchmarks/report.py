@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.place import RESULTS
 from benchmarks.rounds import NULL_TEST
 
 if TYPE_CHECKING:
@@ -20,7 +19,13 @@ _WRITTEN = re.compile(r"(?<=<!-- written by the benchmark -->\n).*(?=<!-- end --
 
 def bar(what: str, wanted: str, figure: float, limit: float, unit: str = "", *, digits: int = 2) -> dict[str, Any]:
     """Return a bar and whether it is met: the figure is at most the limit."""
-    return {"what": what, "bar": wanted, "figure": f"{figure:.{digits}f}{unit}", "value": figure, "met": figure <= limit}
+    return {
+        "what": what,
+        "bar": wanted,
+        "figure": f"{figure:.{digits}f}{unit}",
+        "value": figure,
+        "met": figure <= limit,
+    }
 
 
 def null_test(figure: float, base: str) -> dict[str, Any]:
@@ -67,10 +72,10 @@ def described(where: dict[str, Any]) -> str:
     )
 
 
-def write(results: Sequence[dict[str, Any]], where: dict[str, Any], *, docs: bool) -> Path:
-    """Write JSON and Markdown into `results/`, and the page of the docs if it is wanted. Returns the JSON file."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
+def write(results: Sequence[dict[str, Any]], where: dict[str, Any], folder: Path, *, docs: bool) -> Path:
+    """Write JSON and Markdown into a folder, and the page of the docs if it is wanted. Returns the JSON file."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
     path.write_text(json.dumps({"machine": where, "results": list(results)}, indent=1, default=str))
     text = f"{described(where)}\n\n{markdown(results)}\n"
     path.with_suffix(".md").write_text(text)

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 # Rows from the ground up. A module imports from rows below its own, or from its own package.
 ROWS = (
     ("errors",),
-    ("keys", "grants", "timing"),
+    ("blocks", "grants", "keys", "timing"),
     ("config",),
     ("_sql",),
     ("_runtime",),

@@ -2,6 +2,7 @@
 
 The everyday names. `pgfence.embedded`, `pgfence.testing` and the like are imported by those who need them.
 """
+
 from __future__ import annotations
 
 from pgfence import compat

@@ -23,6 +23,7 @@ from sqlalchemy import Connection
 from pgfence._runtime import aio, sync
 from pgfence._runtime.state import log, named, tell
 from pgfence._runtime.watch import WATCHER
+from pgfence.blocks import attach
 from pgfence.errors import LockLostError, LockNotHeldError
 from pgfence.timing import seconds
 
@@ -141,7 +142,7 @@ class Held(_Handle):
                 return
             if exc is None:
                 raise
-            attach(exc, error)
+            attach(exc, error, "while the lock was given back")
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +217,7 @@ class AsyncHeld(_Handle):
                 return
             if exc is None:
                 raise
-            attach(exc, error)
+            attach(exc, error, "while the lock was given back")
 
     async def __aenter__(self) -> Self:
         return self
@@ -246,11 +247,6 @@ def _run(cb: Callable[[], object]) -> None:
             aio.keep(asyncio.ensure_future(guard(result)))
 
     tell(call)
-
-
-def attach(exc: BaseException, error: Exception) -> None:
-    """Attach a failure of ours to the exception that is on its way: that one wins."""
-    exc.add_note(f"while the lock was given back: {type(error).__name__}: {error}")
 
 
 def _dropped(hold: Hold[Any], domain: SyncDomain | AsyncDomain, handle: _Handle) -> None:

@@ -169,10 +169,13 @@ class LockKey:
         """What messages call it: the name, or the number as SQL writes it."""
         if self._name is not None:
             return self._name
-        if self._space == "bigint":
-            return f"key {self._value}"
+        return f"key {self._value}" if self._space == "bigint" else f"key {self.halves}"
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """The value as two signed int4: of a pair, what it was made of."""
         low = self._value & 0xFFFFFFFF
-        return f"key ({self._value >> 32}, {low - (1 << 32) if low >> 31 else low})"
+        return self._value >> 32, low - (1 << 32) if low >> 31 else low
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a LockKey cannot be changed")

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pgfence.wrapping import AsyncWrap, AsyncWrapSkip, Busy, Unreachable, Wrap, WrapSkip
 
 H = TypeVar("H", bound=Held, default=Held)
-T = TypeVar("T")
 AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
 
@@ -260,42 +259,6 @@ class AsyncVerbs(ABC, Generic[AH]):
             return guarded
 
         return decorate
-
-
-class Block(AbstractContextManager[T, None]):
-    """A context manager that is not, like those of contextlib, a decorator too: over a coroutine it would guard nothing."""
-
-    def __init__(self, manager: AbstractContextManager[T, Any]) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> T:
-        return self._manager.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
-    ) -> None:
-        self._manager.__exit__(kind, exc, tb)
-
-    def __call__(self, fn: object) -> Never:
-        raise TypeError("this is no decorator: use wrap(), or a with block inside the function")
-
-
-class AsyncBlock(AbstractAsyncContextManager[T, None]):
-    """As `Block`, async."""
-
-    def __init__(self, manager: AbstractAsyncContextManager[T, Any]) -> None:
-        self._manager = manager
-
-    async def __aenter__(self) -> T:
-        return await self._manager.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
-    ) -> None:
-        await self._manager.__aexit__(kind, exc, tb)
-
-    def __call__(self, fn: object) -> Never:
-        raise TypeError("this is no decorator: use wrap(), or an async with block inside the function")
 
 
 class Watching:

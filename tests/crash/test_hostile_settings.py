@@ -10,7 +10,7 @@ import pytest
 
 from pgfence.errors import LockTimeoutError, TransactionStateError
 from support import transactions
-from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions
+from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions, waits
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ async def test_a_wait_lasts_as_long_as_the_caller_says(
     with elsewhere(dsn, name) as holder:
         began = time.monotonic()
         async with background(waiter.call(one.acquire, timeout=10)) as waiting:
+            await eventually(waits(admin, name))
             seen = set()
             while time.monotonic() - began < 1.8:
                 seen |= {session.state for session in sessions(admin, name)}

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 import psycopg
 import pytest
 
-from support.waiting import eventually
+from support.waiting import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def pgbouncer(dsn: str, mode: str) -> Iterator[str]:
         process = _start([program, "-q", config], folder)
         try:
             through = urlunsplit(place._replace(netloc=f"{place.username}:{place.password}@127.0.0.1:{port}"))
-            eventually(lambda: _answers(through), deadline=10)
+            blocking(lambda: _answers(through), deadline=10)
             yield through
         finally:
             process.kill()
@@ -95,30 +95,30 @@ def _free_port() -> int:
 class Swap:
     """A psycopg connection as a transaction pooler gives it: the session behind it changes with every transaction.
 
-    For `create_engine("postgresql+psycopg://", creator=lambda: Swap(dsn), use_native_hstore=False, poolclass=NullPool)`.
+    Unlike PgBouncer it tells the server's own process id. For
+    `create_engine("postgresql+psycopg://", creator=lambda: Swap(dsn), use_native_hstore=False, poolclass=NullPool)`.
     """
 
     def __init__(self, dsn: str) -> None:
         self.__dict__.update(_sessions=[psycopg.connect(dsn), psycopg.connect(dsn)])
 
-    def _next(self) -> None:
-        self._sessions.reverse()
+    def _end(self, how: str) -> None:
+        idle = self._sessions[0].info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+        getattr(self._sessions[0], how)()
+        if not idle:
+            self._sessions.reverse()
 
-    def cursor(self, *args: Any, **kwargs: Any) -> Any:
-        """Open a cursor; in autocommit each is a transaction, so on the other session."""
-        if self._sessions[0].autocommit:
-            self._next()
-        return self._sessions[0].cursor(*args, **kwargs)
+    def cursor(self, *args: Any, **kwargs: Any) -> _SwapCursor:
+        """Open a cursor; in autocommit each of its statements is a transaction, so on the other session."""
+        return _SwapCursor(self, args, kwargs)
 
     def commit(self) -> None:
         """End the transaction; the next one is on the other session."""
-        self._sessions[0].commit()
-        self._next()
+        self._end("commit")
 
     def rollback(self) -> None:
         """End the transaction; the next one is on the other session."""
-        self._sessions[0].rollback()
-        self._next()
+        self._end("rollback")
 
     def close(self) -> None:
         """Close both sessions."""
@@ -131,3 +131,22 @@ class Swap:
     def __setattr__(self, name: str, value: Any) -> None:
         for session in self._sessions:
             setattr(session, name, value)
+
+
+class _SwapCursor:
+    """A cursor whose every statement goes to the session that the pooler gives it."""
+
+    def __init__(self, swap: Swap, args: Any, kwargs: Any) -> None:
+        self._open = lambda: swap._sessions[0].cursor(*args, **kwargs)
+        self._swap = swap
+        self._cursor = self._open()
+
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
+        if self._swap.autocommit:
+            self._swap._sessions.reverse()
+        self._cursor.close()
+        self._cursor = self._open()
+        return self._cursor.execute(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cursor, name)

@@ -21,11 +21,13 @@ _TO_SYNC = (
     ("async ", ""),
     ("await ", ""),
     ("Async", ""),
+    ("__aenter__", "__enter__"),
 )
 
 _HOLDER = """
 async def main():
     engine = create_async_engine(sys.argv[1])
+    configure(engine, **{settings})
     lock = AsyncAdvisoryLock(engine, sys.argv[2])
     held = await lock.acquire(timeout=20)
 {body}
@@ -47,10 +49,10 @@ def program(world: World, code: str) -> str:
     return _IMPORTS + code
 
 
-def holder(world: World, body: str = "say('held'); park()") -> str:
+def holder(world: World, body: str = "say('held'); park()", **settings: object) -> str:
     """Return a program that takes the lock `sys.argv[2]` at the URL `sys.argv[1]` and then runs `body`.
 
-    The body sees `engine`, `lock` and `held`; it stands in an async function.
+    The body sees `engine`, `lock` and `held`; it stands in an async function. The settings are those of `configure`.
     """
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
-    return program(world, _HOLDER.format(body=lines))
+    return program(world, _HOLDER.format(body=lines, settings=settings))

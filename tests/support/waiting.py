@@ -26,11 +26,12 @@ def eventually(condition: Callable[[], Any], deadline: float = 5) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return _sync(condition, deadline)
+        return blocking(condition, deadline)
     return _async(condition, deadline)
 
 
-def _sync(condition: Callable[[], Any], deadline: float) -> Any:
+def blocking(condition: Callable[[], Any], deadline: float = 5) -> Any:
+    """As `eventually`, for helpers that coroutines call too: it never has to be awaited and lets nothing else run."""
     end = time.monotonic() + deadline
     while not (result := condition()):
         _check(condition, end, deadline)

@@ -283,6 +283,7 @@ class AsyncDomain(Domain[AsyncSession]):
 
         Raises:
             UnreachableError: there is no server.
+            PoolerError, StandbyError, UnsupportedServerError: as `acquire`.
         """
         session = await self.keeper.visitor()
         try:

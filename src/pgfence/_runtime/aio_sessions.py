@@ -51,6 +51,8 @@ class AsyncSession(Session):
     def __init__(self, dbapi_connection: Any, wire: AsyncWire, facts: server.Facts) -> None:
         super().__init__(dbapi_connection, wire, facts)
         self.loop = asyncio.get_running_loop()
+        self.probing: asyncio.Future[None] | None = None
+        """The watcher's question, while it is under way."""
         if hasattr(wire.driver, "add_termination_listener"):
             # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
             self._listener = weak_method(self._terminated)
@@ -122,6 +124,8 @@ class AsyncSession(Session):
         return await in_greenlet(call)
 
     async def unlock(self, engine: Engine, sql: LockSql) -> bool:
+        if self.probing is not None:  # this driver takes one statement at a time
+            await asyncio.wait({self.probing})
         if not self.direct or listened(engine):
             return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args))
         self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
@@ -134,20 +138,19 @@ class AsyncSession(Session):
         async def ask() -> None:
             self.begin(STATEMENT_BUDGET)
             try:
-                await self.wire.query("SELECT 1", ())
+                await self.wire.ping()
             except Exception:
                 self.died("cut off")
             else:
                 hold.unsure = False
             finally:
                 self.end()
+                self.probing = None
 
         def start() -> None:
-            # A statement of the holder's own is under way: its answer says as much, and this driver takes one at a time.
-            if self.since:
-                hold.unsure = False
-            else:
-                keep(asyncio.ensure_future(ask()))
+            if self.hold is hold and self.probing is None:
+                self.probing = asyncio.ensure_future(ask())
+                keep(self.probing)
 
         on_loop(self.loop, start)
 

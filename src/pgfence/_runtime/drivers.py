@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
 
+_PING = "SELECT 1"
+
+
 class Wire(Protocol):
     """What both worlds need to know of a driver's connection."""
 
@@ -46,12 +49,20 @@ class Wire(Protocol):
 
 
 class SyncWire(Wire, Protocol):
+    def ping(self) -> None:
+        """Ask something, with a cursor of its own."""
+        ...
+
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]: ...
     def script(self, text: str) -> bool: ...
     def set_autocommit(self, value: bool) -> bool: ...
 
 
 class AsyncWire(Wire, Protocol):
+    async def ping(self) -> None:
+        """Ask something, with a cursor of its own."""
+        ...
+
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]: ...
     async def script(self, text: str) -> bool: ...
     async def set_autocommit(self, value: bool) -> bool: ...
@@ -94,6 +105,9 @@ class _Psycopg:
 
 
 class PsycopgWire(_Psycopg):
+    def ping(self) -> None:
+        self.driver.execute(_PING)
+
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
         self.cursor.execute(text, args, prepare=prepare)
@@ -115,6 +129,9 @@ class PsycopgWire(_Psycopg):
 
 
 class AsyncPsycopgWire(_Psycopg):
+    async def ping(self) -> None:
+        await self.driver.execute(_PING)
+
     async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         await self.cursor.execute(text, args, prepare=prepare)
         row: Sequence[Any] = await self.cursor.fetchone()
@@ -160,6 +177,10 @@ class Psycopg2Wire:
     def busy(self) -> bool:
         return False
 
+    def ping(self) -> None:
+        with self.driver.cursor() as cursor:
+            cursor.execute(_PING)
+
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         self.cursor.execute(text, args)
         row: Sequence[Any] = self.cursor.fetchone()
@@ -203,6 +224,9 @@ class AsyncpgWire:
     @property
     def busy(self) -> bool:
         return False
+
+    async def ping(self) -> None:
+        await self.driver.execute(_PING)
 
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
         row: Awaitable[Sequence[Any]] = self.driver.fetchrow(text, *args)

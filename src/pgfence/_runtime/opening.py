@@ -44,9 +44,9 @@ def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, se
     try:
         connection = Connection(engine, connection=fairy)
         connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
-        facts = server.read_facts(connection, set_up=pooler == "auto" or pooler == "direct")
         dbapi_connection = fairy.dbapi_connection
         driver = engine.dialect.get_driver_connection(dbapi_connection)
+        facts = server.read_facts(connection, _driver_pid(driver), set_up=pooler == "auto" or pooler == "direct")
         judge(engine, facts, driver, pooler)
         connection.commit()
         fairy.detach()

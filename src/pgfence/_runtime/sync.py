@@ -261,6 +261,7 @@ class SyncDomain(Domain[SyncSession]):
 
         Raises:
             UnreachableError: there is no server.
+            PoolerError, StandbyError, UnsupportedServerError: as `acquire`.
         """
         session = self.keeper.visitor()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,11 @@ class SyncSession(Session):
     """One connection of ours, or the caller's own, driven by the thread that needs it."""
 
     wire: SyncWire
+
+    def __init__(self, dbapi_connection: Any, wire: SyncWire, facts: server.Facts) -> None:
+        super().__init__(dbapi_connection, wire, facts)
+        self.turn = threading.Lock()
+        """The watcher's question while it is held, and the unlock: one at a time."""
 
     def ask(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
@@ -79,25 +85,29 @@ class SyncSession(Session):
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
     def unlock(self, engine: Engine, sql: LockSql) -> bool:
-        if not self.direct or listened(engine):
-            return bool(self.ask(engine, sql.unlock_text, sql.unlock_args))
-        self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
-        try:
-            return bool((self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
-        finally:
-            self.since = 0.0
+        with self.turn:
+            if not self.direct or listened(engine):
+                return bool(self.ask(engine, sql.unlock_text, sql.unlock_args))
+            self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+            try:
+                return bool((self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
+            finally:
+                self.since = 0.0
 
     def probe(self, hold: Hold[Any]) -> None:
         def ask() -> None:
-            self.begin(STATEMENT_BUDGET)
-            try:
-                self.wire.query("SELECT 1", ())
-            except Exception:
-                self.died("cut off")
-            else:
-                hold.unsure = False
-            finally:
-                self.end()
+            with self.turn:
+                if self.hold is not hold:
+                    return
+                self.begin(STATEMENT_BUDGET)
+                try:
+                    self.wire.ping()
+                except Exception:
+                    self.died("cut off")
+                else:
+                    hold.unsure = False
+                finally:
+                    self.end()
 
         WATCHER.post(ask)
 

@@ -152,5 +152,4 @@ class LockSql:
 def _literal(key: LockKey) -> str:
     if key.space == "bigint":
         return f"'{int(key.value)}'::bigint"
-    low = key.value & 0xFFFFFFFF
-    return f"'{key.value >> 32}'::integer, '{low - (1 << 32) if low >> 31 else low}'::integer"
+    return "'{}'::integer, '{}'::integer".format(*key.halves)

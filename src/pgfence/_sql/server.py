@@ -75,9 +75,16 @@ _SETTINGS = (
 )
 _VALUES = ", ".join(f"('{name}', '{value}')" for name, value in _OURS.items())
 READ_FACTS = _FACTS.format(settings=_SETTINGS.format(values=_VALUES, action="true"))
-SET_UP = _FACTS.format(
-    settings=_SETTINGS.format(values=_VALUES, action="pg_catalog.set_config(s.name, o.value, false) IS NOT NULL")
+# Nothing is set where another server process answers than the driver connected to: behind a pooler that session is somebody
+# else's the next moment.
+_SET_UP = _FACTS.format(
+    settings=_SETTINGS.format(
+        values=_VALUES,
+        action="CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) CAST({0} AS integer)"
+        " THEN pg_catalog.set_config(s.name, o.value, false) IS NOT NULL ELSE true END",
+    )
 )
+SET_UP: dict[Style, str] = {"format": _SET_UP.format("%s"), "numeric": _SET_UP.format("$1")}
 
 BACKEND_PID = "SELECT pg_catalog.pg_backend_pid()"
 LOCK_TABLE_USE = "SELECT count(*) FROM pg_catalog.pg_locks"
@@ -104,9 +111,17 @@ class Facts:
         return cls(pid, standby, version, number, deadlock_ms / 1000, limit, used, seen, json.loads(settings))
 
 
-def read_facts(connection: Connection, *, set_up: bool) -> Facts:
-    """Return the facts of a connection in autocommit; `set_up` also makes the session fit for holding locks."""
-    return Facts.of(connection.exec_driver_sql(SET_UP if set_up else READ_FACTS).one())
+def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Facts:
+    """Return the facts of a connection in autocommit; `set_up` also makes the session fit for holding locks.
+
+    Args:
+        connection: a new one of ours.
+        driver_pid: the server process that the driver was told of when it connected.
+        set_up: set what a quiet holder needs.
+    """
+    if not set_up:
+        return Facts.of(connection.exec_driver_sql(READ_FACTS).one())
+    return Facts.of(connection.exec_driver_sql(SET_UP[style_of(connection.dialect)], (driver_pid,)).one())
 
 
 _THEIRS = (

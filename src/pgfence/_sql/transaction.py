@@ -98,11 +98,7 @@ def _wait(style: Style, shared: bool) -> str:
 def _values(keys: Sequence[LockKey]) -> tuple[int, ...]:
     found: list[int] = []
     for key in keys:
-        if key.space == "bigint":
-            found.append(key.value)
-        else:
-            low = key.value & 0xFFFFFFFF
-            found += (key.value >> 32, low - (1 << 32) if low >> 31 else low)
+        found += (key.value,) if key.space == "bigint" else key.halves
     return tuple(found)
 
 

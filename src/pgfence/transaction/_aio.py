@@ -6,8 +6,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence._runtime import aio
+from pgfence.blocks import AsyncBlock, AsyncHold, kinds
 from pgfence.keys import resolve
-from pgfence.transaction._blocks import AsyncBlock, AsyncHold, kinds
 from pgfence.transaction._request import Request
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from sqlalchemy import Connection, Engine
 
 from pgfence._runtime import sync
+from pgfence.blocks import Block, Hold, kinds
 from pgfence.keys import resolve
-from pgfence.transaction._blocks import Block, Hold, kinds
 from pgfence.transaction._request import Request
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What `hold()` and `begin()` return: context managers, and nothing else.
+"""Context managers, and nothing else: what `connect()`, `begin()` and `TransactionLock.hold()` return.
 
 `contextlib.contextmanager` would make decorators of them as well, and a decorated coroutine function would run unguarded.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
 T = TypeVar("T")
+
+_NO_DECORATOR = "this is no decorator: use a with block inside the function, or wrap() where there is one"
 
 
 class Hold(AbstractContextManager[None, None]):
@@ -47,8 +49,11 @@ class AsyncHold(AbstractAsyncContextManager[None, None]):
 class Block(AbstractContextManager[T, None]):
     """A context manager whose end never puts an error of its own in the place of the caller's."""
 
-    def __init__(self, inner: AbstractContextManager[T]) -> None:
+    def __init__(self, inner: AbstractContextManager[T, Any]) -> None:
         self._inner = inner
+
+    def __call__(self, function: object) -> Never:
+        raise TypeError(_NO_DECORATOR)
 
     def __enter__(self) -> T:
         return self._inner.__enter__()
@@ -59,14 +64,17 @@ class Block(AbstractContextManager[T, None]):
         except Exception as failure:
             if error is None:
                 raise
-            attach(error, failure)
+            attach(error, failure, "while the block ended")
 
 
 class AsyncBlock(AbstractAsyncContextManager[T, None]):
     """A context manager whose end never puts an error of its own in the place of the caller's."""
 
-    def __init__(self, inner: AbstractAsyncContextManager[T]) -> None:
+    def __init__(self, inner: AbstractAsyncContextManager[T, Any]) -> None:
         self._inner = inner
+
+    def __call__(self, function: object) -> Never:
+        raise TypeError(_NO_DECORATOR)
 
     async def __aenter__(self) -> T:
         return await self._inner.__aenter__()
@@ -79,13 +87,13 @@ class AsyncBlock(AbstractAsyncContextManager[T, None]):
         except Exception as failure:
             if error is None:
                 raise
-            attach(error, failure)
+            attach(error, failure, "while the block ended")
 
 
-def attach(error: BaseException, failure: BaseException) -> None:
-    """Note on the caller's error that the clean-up failed too."""
+def attach(error: BaseException, failure: BaseException, when: str) -> None:
+    """Note on the caller's error that the clean-up failed too: the caller's error wins."""
     if failure is not error:
-        error.add_note(f"ending the transaction failed as well: {type(failure).__name__}: {failure}")
+        error.add_note(f"{when}: {type(failure).__name__}: {failure}")
 
 
 def kinds(module: str, *names: str) -> tuple[type[Any], ...]:

@@ -1,0 +1,173 @@
+"""The async half."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, overload
+
+from sqlalchemy import Connection, Engine
+from typing_extensions import deprecated
+
+from pgfence._runtime import aio
+from pgfence._runtime.process import PROCESS
+from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
+from pgfence.blocks import AsyncBlock
+from pgfence.config import config_of
+from pgfence.handles import AsyncHeld, given_back, lent
+from pgfence.keys import Name
+from pgfence.verbs import AH, AsyncVerbs, Watching
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from typing import TypeAlias
+
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
+
+    from pgfence._runtime.aio import AsyncDomain
+    from pgfence._sql.advisory import LockSql
+    from pgfence.grants import Holder
+    from pgfence.timing import Seconds
+
+    AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
+
+
+class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
+    """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`.
+
+        async with AsyncAdvisoryLock(engine, "indexer").hold(timeout=5) as held:
+            async for chunk in chunks():
+                await index(chunk)
+
+    Statements run on the calling task and its loop. A cancel in mid-statement closes that connection, and so harms this one
+    hold only. Tasks that want the same names stand in line, and one connection serves them. A task is a contender: the lock
+    taken again by its own task raises SelfDeadlockError, a child task waits.
+
+    Args, errors and limits are those of the sync twin, with AsyncEngine and AsyncConnection.
+    """
+
+    @overload
+    @deprecated(
+        "a Session cannot keep a session lock: AsyncTransactionLock for work in its transaction, connect() for work on the"
+        " lock's own connection, the engine for everything else"
+    )
+    def __init__(
+        self: AsyncAdvisoryLock[AsyncHeld],
+        engine: AsyncSession | async_scoped_session[Any],
+        *names: Name,
+        namespace: str | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: AsyncAdvisoryLock[AsyncHeld],
+        engine: AsyncEngineSource | AsyncConnection,
+        *names: Name,
+        namespace: str | None = None,
+    ) -> None: ...
+    def __init__(self, engine: Any, *names: Name, namespace: str | None = None) -> None:
+        if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
+            raise TypeError(THREE_WAYS.format("Async"))
+        if isinstance(engine, (Engine, Connection)):
+            raise TypeError(
+                f"AsyncAdvisoryLock needs an AsyncEngine or an AsyncConnection, not {type(engine).__name__}: use AdvisoryLock"
+            )
+        if not hasattr(engine, "sync_engine") and not hasattr(engine, "sync_connection") and not callable(engine):
+            raise TypeError(
+                f"AsyncAdvisoryLock needs an AsyncEngine, a function that returns one, or an AsyncConnection, not {type(engine).__name__}"
+            )
+        super().__init__(engine, names, namespace)
+
+    async def try_acquire(self) -> AH | None:
+        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+
+        Raises:
+            as `acquire`; LockTimeoutError only when all connections for locks are in use.
+        """
+        domain, sql, on = self._place()
+        hold = await domain.acquire(self._labels, sql, 0.0, on=on)
+        return None if hold is None else AsyncHeld(domain, hold)  # type: ignore[return-value]
+
+    async def acquire(self, *, timeout: Seconds | None = None) -> AH:
+        """Wait until the lock is held.
+
+        Args:
+            timeout: seconds; None is the configured default (cut to 60 while this task holds another session lock),
+                `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: it was not free in time; names the holder.
+            SelfDeadlockError: this task, or a circle inside this process, holds it.
+            UnreachableError: no session could be had; nothing is known about the lock.
+            PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
+            CapacityError: the server's lock table is nearly full.
+            TransactionStateError: the caller's own connection is in a transaction or a pipeline.
+        """
+        domain, sql, on = self._place()
+        limit = domain.timeout(timeout, aio.contender())
+        hold = await domain.acquire(self._labels, sql, limit, on=on)
+        if hold is None:
+            raise domain.timed_out(domain.request(self._labels, sql, aio.contender(), 0.0), await self.holders())
+        return AsyncHeld(domain, hold)  # type: ignore[return-value]
+
+    def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
+        """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
+
+        Yields an ordinary AsyncConnection outside the engine's pool; see the sync twin. A loss also cancels the block.
+
+        Args:
+            timeout: as in `acquire`.
+
+        Raises:
+            as `acquire`, on entering; LockLostError on leaving after a loss, unless the block itself raised something else.
+            TypeError: the lock was made with an AsyncConnection.
+        """
+        if hasattr(self._engine, "sync_connection"):
+            raise TypeError("connect() opens a connection of its own: make the lock with an AsyncEngine")
+        return AsyncBlock(self._connect(timeout))
+
+    @asynccontextmanager
+    async def _connect(self, timeout: Seconds | None) -> AsyncIterator[AsyncConnection]:
+        domain, _, _ = self._place()
+        handle = await self.acquire(timeout=timeout)
+        watching = Watching()
+        watching.start(handle)
+        async with watching:
+            connection = await handle._hold.session.lend(domain.engine, domain.async_engine)
+            inner = connection.sync_connection
+            lent(inner, handle)
+            try:
+                yield connection
+            finally:
+                given_back(inner)
+                await handle._hold.session.close_lent(connection)
+
+    async def holders(self) -> list[Holder]:
+        """Return who holds any of the names at this moment, as the server sees it. Looking never takes a lock.
+
+        Raises:
+            UnreachableError: there is no server.
+            PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
+        """
+        domain, sql, on = self._place()
+        return await domain.holders(sql.keys) if on is None else await on.run_sync(look, sql.keys)
+
+    def _place(self) -> tuple[AsyncDomain, LockSql, AsyncConnection | None]:
+        engine = self._engine
+        home = self._home
+        if (
+            home is not None
+            and home.async_engine is engine
+            and home.loop is asyncio.get_running_loop()
+            and home.pid == PROCESS.pid
+        ):
+            return home, self._sql, None
+        if hasattr(engine, "sync_connection"):
+            config = config_of(engine)
+            domain = aio.domain_of(engine.engine, config)
+            return domain, self._in_terms_of(config, domain.style), engine
+        if not hasattr(engine, "sync_engine"):
+            engine = engine()
+        config = config_of(engine)
+        domain = aio.domain_of(lock_engine(engine, config), config)
+        self._home = domain
+        return domain, self._in_terms_of(config, domain.style), None

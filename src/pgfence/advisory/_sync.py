@@ -1,0 +1,185 @@
+"""The sync half."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, overload
+
+from sqlalchemy import Connection, Engine
+from typing_extensions import deprecated
+
+from pgfence._runtime import sync
+from pgfence._runtime.process import PROCESS
+from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
+from pgfence.blocks import Block
+from pgfence.config import config_of
+from pgfence.handles import Held, given_back, lent
+from pgfence.keys import Name
+from pgfence.verbs import H, Verbs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
+
+    from sqlalchemy.orm import Session, scoped_session
+
+    from pgfence._runtime.sync import SyncDomain
+    from pgfence._sql.advisory import LockSql
+    from pgfence.grants import Holder
+    from pgfence.timing import Seconds
+
+    EngineSource: TypeAlias = Engine | Callable[[], Engine]
+
+
+class AdvisoryLock(Named, Verbs[H]):
+    """A session-level advisory lock: exclusive, by name, on a connection of its own.
+
+        with AdvisoryLock(engine, "indexer").hold(timeout=5) as held:
+            for chunk in chunks():
+                held.check()
+                index(chunk)
+
+    Several names are one lock: taken all or none, in one global order, on one connection. While it waits it is a polite guest:
+    in slices of at most half a second, so that it holds back neither vacuum nor CREATE INDEX CONCURRENTLY. Threads that want
+    the same names stand in line inside the process, and one connection serves them.
+
+    Not promised: see the module. A lock is not re-entrant: taken again by its own thread it raises SelfDeadlockError.
+
+    Args:
+        engine: an Engine; or a function that returns one, called at each use; or the caller's own Connection, outside a
+            transaction: there the lock lives on that connection, and is given back outside a transaction too.
+        names: one or more names or ready keys.
+        namespace: instead of the configured one, for names that are text.
+
+    Raises:
+        TypeError: for anything else, a Session above all.
+        ValueError: there is no name, or an unusable one.
+    """
+
+    @overload
+    @deprecated(
+        "a Session cannot keep a session lock: TransactionLock for work in its transaction, connect() for work on the lock's"
+        " own connection, the engine for everything else"
+    )
+    def __init__(
+        self: AdvisoryLock[Held], engine: Session | scoped_session[Any], *names: Name, namespace: str | None = None
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: AdvisoryLock[Held], engine: EngineSource | Connection, *names: Name, namespace: str | None = None
+    ) -> None: ...
+    def __init__(self, engine: Any, *names: Name, namespace: str | None = None) -> None:
+        if isinstance(engine, (Engine, Connection)):
+            super().__init__(engine, names, namespace)
+            return
+        if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
+            raise TypeError(THREE_WAYS.format(""))
+        if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
+            raise TypeError(
+                f"AdvisoryLock needs an Engine or a Connection, not {type(engine).__name__}: use AsyncAdvisoryLock"
+            )
+        if not callable(engine):
+            raise TypeError(
+                f"AdvisoryLock needs an Engine, a function that returns one, or a Connection, not {type(engine).__name__}"
+            )
+        super().__init__(engine, names, namespace)
+
+    def try_acquire(self) -> H | None:
+        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+
+        Raises:
+            as `acquire`; LockTimeoutError only when all connections for locks are in use.
+        """
+        domain, sql, on = self._place()
+        hold = domain.acquire(self._labels, sql, 0.0, on=on)
+        return None if hold is None else Held(domain, hold)  # type: ignore[return-value]
+
+    def acquire(self, *, timeout: Seconds | None = None) -> H:
+        """Wait until the lock is held.
+
+        Args:
+            timeout: seconds; None is the configured default (cut to 60 while this thread holds another session lock),
+                `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: it was not free in time; names the holder.
+            SelfDeadlockError: this thread, or a circle inside this process, holds it.
+            UnreachableError: no session could be had; nothing is known about the lock.
+            PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
+            CapacityError: the server's lock table is nearly full.
+            TransactionStateError: the caller's own connection is in a transaction or a pipeline.
+        """
+        domain, sql, on = self._place()
+        limit = domain.timeout(timeout, sync.contender())
+        hold = domain.acquire(self._labels, sql, limit, on=on)
+        if hold is None:
+            raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self.holders())
+        return Held(domain, hold)  # type: ignore[return-value]
+
+    def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
+        """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
+
+        Yields an ordinary Connection outside the engine's pool; transactions are yours. It never reconnects: after a loss
+        every statement is refused. `pgfence.held(connection)` is its handle. Leaving the block rolls back what is open,
+        unlocks and closes the connection; opening it makes this form too dear for a tight loop.
+
+        Args:
+            timeout: as in `acquire`.
+
+        Raises:
+            as `acquire`, on entering; LockLostError on leaving after a loss, unless the block itself raised.
+            TypeError: the lock was made with a Connection.
+        """
+        if isinstance(self._engine, Connection):
+            raise TypeError("connect() opens a connection of its own: make the lock with an Engine")
+        return Block(self._connect(timeout))
+
+    @contextmanager
+    def _connect(self, timeout: Seconds | None) -> Iterator[Connection]:
+        domain, _, _ = self._place()
+        handle = self.acquire(timeout=timeout)
+        try:
+            connection = handle._hold.session.lend(domain.engine)
+            lent(connection, handle)
+            yield connection
+        except BaseException as exc:
+            _close(locals().get("connection"))
+            handle._leave(exc, flag=False)
+            raise
+        _close(connection)
+        handle._leave(None, flag=False)
+
+    def holders(self) -> list[Holder]:
+        """Return who holds any of the names at this moment, as the server sees it. Looking never takes a lock.
+
+        Raises:
+            UnreachableError: there is no server.
+            PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
+        """
+        domain, sql, on = self._place()
+        return domain.holders(sql.keys) if on is None else look(on, sql.keys)
+
+    def _place(self) -> tuple[SyncDomain, LockSql, Connection | None]:
+        engine = self._engine
+        home = self._home
+        if home is not None and home.engine is engine and home.pid == PROCESS.pid:
+            return home, self._sql, None
+        if isinstance(engine, Connection):
+            config = config_of(engine)
+            domain = sync.domain_of(engine.engine, config)
+            return domain, self._in_terms_of(config, domain.style), engine
+        if not isinstance(engine, Engine):
+            engine = engine()
+        config = config_of(engine)
+        domain = sync.domain_of(lock_engine(engine, config), config)
+        self._home = domain
+        return domain, self._in_terms_of(config, domain.style), None
+
+
+def _close(connection: Connection | None) -> None:
+    if connection is not None:
+        given_back(connection)
+        try:
+            connection.close()
+        except Exception:  # a dead connection cannot roll back, and need not
+            connection.detach() if not connection.closed and not connection.invalidated else None

@@ -1,0 +1,145 @@
+"""A full lock table keeps everybody from logging in: we stop before it is full, and give back what we took when others fill it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence.errors import CapacityError
+from support import transactions
+from support.locking import lock
+from support.servers import own
+from support.waiting import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import OwnServer
+    from support.worlds import World
+
+CONNECTIONS, PER_TRANSACTION = 20, 64
+LIMIT = CONNECTIONS * PER_TRANSACTION
+MANY = 20_000
+
+
+@pytest.fixture(scope="module")
+def _small() -> Iterator[OwnServer]:
+    with own(
+        fsync=False,
+        settings={"max_connections": str(CONNECTIONS), "max_locks_per_transaction": str(PER_TRANSACTION)},
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def small(_small: OwnServer) -> Iterator[OwnServer]:
+    """A server with room for few locks, left empty by each test and healthy."""
+    yield _small
+    blocking(lambda: _advisory(_small) == 0)
+    assert_healthy(_small)
+
+
+def _advisory(server: OwnServer) -> int:
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        return connection.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").fetchone()[0]
+
+
+def assert_healthy(server: OwnServer) -> None:
+    """A new session can log in and create tables, each of which takes a few locks."""
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        for number in range(5):
+            connection.execute(f"CREATE TEMPORARY TABLE healthy{number} (id bigint PRIMARY KEY, what text UNIQUE)")
+
+
+def names(count: int, label: str = "many") -> list[str]:
+    return [f"{label}:{number}" for number in range(count)]
+
+
+async def test_a_request_that_would_fill_the_table_is_refused(world: World, small: OwnServer) -> None:
+    """C035: twenty thousand keys: CapacityError with the figures, nothing taken, everybody else works on."""
+    engine = world.engine(dsn=small.dsn)
+    one = lock(world, engine, *names(MANY))
+    for call in (one.try_acquire, one.acquire):
+        with pytest.raises(CapacityError, match="max_locks_per_transaction") as caught:
+            await world.call(call)
+        assert caught.value.limit == LIMIT
+        assert 0 <= caught.value.used < LIMIT
+        assert _advisory(small) == 0
+    assert_healthy(small)
+    async with world.enter(lock(world, engine, "few").hold(timeout=5)):
+        assert_healthy(small)
+
+
+async def test_many_requests_that_would_fill_it_together_are_refused(world: World, small: OwnServer) -> None:
+    """C035: piece by piece, small ones and large ones, it stops below nine tenths, and what is held stays held."""
+    engine = world.engine(dsn=small.dsn)
+    async with AsyncExitStack() as stack:
+        taken: list[Any] = []
+        with pytest.raises(CapacityError):
+            for number in range(CONNECTIONS):
+                other = lock(world, engine, *names(150 if number % 2 else 90, f"part{number}"))
+                taken.append(await stack.enter_async_context(world.enter(other.hold(timeout=5))))
+        held = sum(len(handle.keys) for handle in taken)
+        assert LIMIT * 0.6 < held <= LIMIT * 0.9
+        assert _advisory(small) == held
+        assert_healthy(small)
+        for handle in taken:
+            handle.check()
+
+
+async def test_a_table_that_fills_up_is_told_of_once(
+    world: World, small: OwnServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C035: from eight tenths on there is a warning in the log."""
+    engine = world.engine(dsn=small.dsn)
+    with caplog.at_level(logging.WARNING, "pgfence"):
+        async with world.enter(lock(world, engine, *names(int(LIMIT * 0.7), "first")).hold(timeout=5)):
+            assert warned(caplog) == 0
+            async with world.enter(lock(world, engine, *names(int(LIMIT * 0.13), "second")).hold(timeout=5)):
+                assert warned(caplog) == 1
+    assert warned(caplog) == 1
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("lock table" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_table_that_others_have_filled_is_a_capacity_error_too(world: World, small: OwnServer) -> None:
+    """C035: on SQLSTATE 53200 everything that this lock took is given back, try or wait; then it works again."""
+    engine = world.engine(dsn=small.dsn)
+    one = lock(world, engine, *names(60, "ours"))
+    warm = await world.call(one.acquire)
+    await world.call(warm.release)
+    with psycopg.connect(small.dsn, autocommit=True) as filler:
+        for call in (one.try_acquire, one.acquire):
+            fill(filler)
+            with pytest.raises(CapacityError) as caught:
+                await world.call(call)
+            assert caught.value.sqlstate == "53200"
+            filler.execute("SELECT pg_advisory_unlock_all()")
+            assert _advisory(small) == 0
+            async with world.enter(one.hold(timeout=5)):
+                assert _advisory(small) == 60
+
+
+async def test_a_transaction_lock_is_refused_before_it_fills_the_table(world: World, small: OwnServer) -> None:
+    """C035: the same for locks that end with a transaction: a named error, and nothing left after the rollback."""
+    async with transactions.session(world, world.engine(dsn=small.dsn)) as session:
+        with pytest.raises(CapacityError):
+            await world.call(transactions.lock(session, *names(MANY)).acquire)
+        assert_healthy(small)
+        await world.call(session.rollback)
+    assert _advisory(small) == 0
+
+
+def fill(connection: psycopg.Connection[Any]) -> None:
+    """Take keys until the server has no room for one more."""
+    try:
+        connection.execute("SELECT pg_advisory_lock(i) FROM generate_series(1, 1000000) AS i")
+    except psycopg.errors.OutOfMemory:
+        return
+    raise AssertionError("the lock table has no end")

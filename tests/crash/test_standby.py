@@ -1,0 +1,114 @@
+"""A standby grants advisory locks that exclude nobody on its primary: refused, until it is a primary itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence import configure
+from pgfence.errors import LockLostError, StandbyError
+from support import standby as standbys
+from support import transactions
+from support.locking import is_free, labelled, lock
+from support.servers import own
+from support.waiting import eventually
+from support.worlds import NAMES, World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from support.servers import OwnServer
+    from support.standby import Standby
+
+_ROWS = "SELECT pid, mode, granted FROM pg_locks WHERE locktype = 'advisory'"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[OwnServer, Standby]]:
+    """A primary and its hot standby, for all tests that leave them so."""
+    with own(fsync=False) as primary, standbys.standby(primary, fsync=False) as copy:
+        yield primary, copy
+
+
+def rows(server: OwnServer) -> list[Any]:
+    with psycopg.connect(server.dsn, autocommit=True) as connection:
+        return connection.execute(_ROWS).fetchall()
+
+
+async def test_a_session_lock_is_refused_on_a_standby(
+    world: World, name: str, pair: tuple[OwnServer, Standby]
+) -> None:
+    """C046: every verb, one name or many, on an engine or the caller's own connection; no row is left on either server."""
+    primary, copy = pair
+    engine = world.engine(dsn=copy.dsn)
+    for one in (lock(world, engine, name), lock(world, engine, name, f"{name}!")):
+        for call in (one.try_acquire, one.acquire):
+            with pytest.raises(StandbyError, match=r"(?s)primary.*lock_engine="):
+                await world.call(call)
+        for manager in (one.hold(), one.connect()):
+            with pytest.raises(StandbyError):
+                async with world.enter(manager):
+                    pytest.fail("entered")
+    async with transactions.connection(world, engine) as connection:
+        with pytest.raises(StandbyError):
+            await world.call(lock(world, connection, name).acquire)
+    assert rows(copy) == rows(primary) == []
+
+
+async def test_a_transaction_lock_is_refused_on_a_standby(
+    world: World, name: str, pair: tuple[OwnServer, Standby]
+) -> None:
+    """C046: a read that was routed to a replica locks nothing on the primary."""
+    primary, copy = pair
+    engine = world.engine(dsn=copy.dsn)
+    async with transactions.session(world, engine) as session:
+        for names in ((name,), (name, f"{name}!")):
+            for verb in ("try_acquire", "acquire"):
+                with pytest.raises(StandbyError, match="primary"):
+                    await world.call(getattr(transactions.lock(session, *names), verb))
+                await world.call(session.rollback)
+    assert rows(copy) == rows(primary) == []
+
+
+async def test_a_primary_beside_it_can_carry_the_locks(
+    world: World, name: str, pair: tuple[OwnServer, Standby]
+) -> None:
+    """C046: configure(lock_engine=...): reads from the replica, locks on the primary."""
+    primary, copy = pair
+    engine = world.engine(dsn=copy.dsn)
+    configure(engine, lock_engine=world.engine(dsn=primary.dsn))
+    async with world.enter(lock(world, engine, name).hold()) as held:
+        held.check()
+        with psycopg.connect(primary.dsn, autocommit=True) as admin:
+            assert not is_free(admin, name)
+        assert rows(copy) == []
+    assert rows(primary) == []
+
+
+async def test_a_promoted_standby_is_a_primary_and_a_failover_is_a_loss(name: str, dsn: str) -> None:
+    """C046: refused before; accepted after the promotion on new sessions; who held on the old primary has lost it."""
+    with own() as primary, standbys.standby(primary) as copy:
+        worlds = [World(each, dsn) for each in NAMES]
+        engines = [labelled(world, name, dsn=copy.dsn) for world in worlds]
+        for world, engine in zip(worlds, engines, strict=True):
+            with pytest.raises(StandbyError):
+                await world.call(lock(world, engine, f"{name} {world.name}").try_acquire)
+        before = [
+            await world.call(lock(world, world.engine(dsn=primary.dsn), f"{name} {world.name}").acquire)
+            for world in worlds
+        ]
+        primary.stop("immediate")
+        copy.promote()
+        for world, engine, old in zip(worlds, engines, before, strict=True):
+            await eventually(lambda old=old: old.lost)
+            async with world.enter(lock(world, engine, f"{name} {world.name}").hold(timeout=5)) as held:
+                held.check()
+                with psycopg.connect(copy.dsn, autocommit=True) as admin:
+                    assert not is_free(admin, f"{name} {world.name}")
+            with pytest.raises(LockLostError):
+                await world.call(old.release)
+        assert rows(copy) == []
+        for world in worlds:
+            await world.close()
