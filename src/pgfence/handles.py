@@ -10,6 +10,7 @@ In a forked child a handle is released from the start: the lock belongs to the p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import sys
@@ -107,19 +108,21 @@ class Held(_Handle):
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Have `cb` called once when the lock is lost, at once if it is already.
 
-        It runs on a thread of pgfence's own, with none of our locks held; others that are told of a loss wait for it. Its
-        exceptions are logged.
+        It runs on a thread of pgfence's own that does nothing else, with none of our locks held; callbacks run one after
+        the other. Its exceptions are logged.
         """
-        self._hold.subscribe(lambda: WATCHER.post(cb))
+        WATCHER.expect_callbacks()
+        self._hold.subscribe(lambda: WATCHER.call(cb))
 
     def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost; None waits for ever. Returns whether it was."""
-        told = threading.Event()
-        self._hold.subscribe(told.set)
+        """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
+        over = threading.Event()
+        self._hold.await_end(over.set)
         try:
-            return told.wait(None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX))
+            over.wait(None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX))
         finally:
-            self._hold.unsubscribe(told.set)
+            self._hold.forget_end(over.set)
+        return self.lost
 
     def release(self) -> None:
         """Give the lock back, and prove it: the server's word, or the end of the connection.
@@ -180,22 +183,21 @@ class AsyncHeld(_Handle):
         self._hold.subscribe(lambda: aio.on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost; None waits for ever. Returns whether it was."""
+        """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
         loop = asyncio.get_running_loop()
-        told = asyncio.Event()
+        over = asyncio.Event()
 
-        def listener() -> None:
-            aio.on_loop(loop, told.set)
+        def ender() -> None:
+            aio.on_loop(loop, over.set)
 
-        self._hold.subscribe(listener)
+        self._hold.await_end(ender)
         limit = None if timeout is None or math.isinf(seconds(timeout)) else seconds(timeout)
-        try:
-            await asyncio.wait_for(told.wait(), limit)
-        except TimeoutError:
-            return self.lost
-        finally:
-            self._hold.unsubscribe(listener)
-        return True
+        with contextlib.suppress(TimeoutError):
+            try:
+                await asyncio.wait_for(over.wait(), limit)
+            finally:
+                self._hold.forget_end(ender)
+        return self.lost
 
     async def release(self) -> None:
         """Give the lock back, and prove it: the server's word, or the end of the connection.

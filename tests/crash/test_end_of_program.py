@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Each child of this program ends in one of the ways, as a program of its own. `kept` lives until the interpreter ends.
 ENDINGS = """
 kept = []
+WAITS = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
 {ways}
 
 for way in {names}:
@@ -73,7 +74,9 @@ def while_threads_wait(engine, lock, held):
     elsewhere = AdvisoryLock(create_engine(sys.argv[1]), sys.argv[2])
     for mine, timeout, daemon in ((lock, 60, True), (elsewhere, 60, True), (elsewhere, 1.5, False)):
         threading.Thread(target=wait, args=(mine, timeout), daemon=daemon).start()
-    time.sleep(0.9)
+    with engine.connect() as connection:
+        while not connection.scalar(text(WAITS)):
+            time.sleep(0.01)
     kept.append(held)
 """
 
@@ -81,7 +84,9 @@ TASKS_WAIT = """
 async def while_tasks_wait(engine, lock, held):
     elsewhere = AsyncAdvisoryLock(create_async_engine(sys.argv[1]), sys.argv[2])
     kept.append((held, [asyncio.ensure_future(mine.acquire(timeout=60)) for mine in (lock, elsewhere, elsewhere)]))
-    await asyncio.sleep(0.9)
+    async with engine.connect() as connection:
+        while not await connection.scalar(text(WAITS)):
+            await asyncio.sleep(0.01)
 """
 
 LOOPS = """

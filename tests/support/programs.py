@@ -16,6 +16,7 @@ from pgfence.errors import *
 """
 _TO_SYNC = (
     ("asyncio.run(main())", "main()"),
+    ("asyncio.run(work())", "work()"),
     ("asyncio.sleep", "time.sleep"),
     ("create_async_engine", "create_engine"),
     ("async ", ""),

@@ -127,11 +127,10 @@ def lost_connection(engine: Engine, session: Session, error: BaseException) -> b
     state = sqlstate(error)
     if state is not None:
         return state[:3] == "57P" or state[:2] == "08"
-    return isinstance(error, OSError) or type(error).__name__ in (
-        "OperationalError",
-        "InterfaceError",
-        "ConnectionDoesNotExistError",
-    )
+    cause = getattr(error, "orig", None) or error
+    # Whatever a driver says without the server's word can prove nothing: asyncpg alone has four ways to say "closed".
+    drivers = type(cause).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2", "sqlalchemy")
+    return isinstance(cause, OSError) or (drivers and type(cause).__name__ != "ProgrammingError")
 
 
 def listened(engine: Engine) -> bool:

@@ -34,6 +34,7 @@ class Hold(Generic[SessionT]):
     """One grant: who has it, on which session, and whether that is still true."""
 
     __slots__ = (
+        "_enders",
         "_listeners",
         "handle",
         "names",
@@ -60,6 +61,7 @@ class Hold(Generic[SessionT]):
         self.released = False
         self.unsure = False
         self._listeners: tuple[Callable[[], object], ...] = ()
+        self._enders: tuple[Callable[[], object], ...] = ()
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -110,7 +112,7 @@ class Hold(Generic[SessionT]):
             if self.reason is not None or self.released or not self.ours:
                 return False
             self.reason = reason
-            listeners, self._listeners = self._listeners, ()
+            listeners, self._listeners = self._enders + self._listeners, ()
         for listener in listeners:
             tell(listener)
         return True
@@ -120,7 +122,22 @@ class Hold(Generic[SessionT]):
         first = not self.released and self.ours
         self.released = True
         self._listeners = ()
+        if self._enders:
+            for ender in self._enders:
+                ender()
         return first
+
+    def await_end(self, ender: Callable[[], object]) -> None:
+        """Have `ender` called at the loss or the release, at once if that is past. It must take no lock of ours."""
+        with MUTEX:
+            self._enders = (*self._enders, ender)
+            over = self.state in ("lost", "released")
+        if over:
+            ender()
+
+    def forget_end(self, ender: Callable[[], object]) -> None:
+        with MUTEX:
+            self._enders = tuple(other for other in self._enders if other != ender)
 
     def subscribe(self, listener: Callable[[], object]) -> None:
         """Have `listener` called once when it is lost, at once if it is already. It must be quick and not block."""

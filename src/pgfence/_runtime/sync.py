@@ -241,7 +241,7 @@ class SyncDomain(Domain[SyncSession]):
         self.keeper.park(session)
 
     def abandon(self, hold: Hold[SyncSession]) -> None:
-        """Free a lock whose handle was dropped; called by a finaliser, so the work is done on the callbacks thread."""
+        """Free a lock whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
 
         def close() -> None:
             mine, handed_over = self.let_go(hold)

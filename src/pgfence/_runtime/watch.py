@@ -1,4 +1,4 @@
-"""Two daemon threads per process: one that hears a session die, one that runs callbacks.
+"""Daemon threads of this process: one hears a session die, one does the odd jobs, one runs the users' callbacks.
 
 The *watcher* asks the kernel only for the hang-up of a duplicate of each session's socket (EPOLLRDHUP): answers and
 notifications never wake it, TLS does not matter, and the user's thread may be inside a statement meanwhile. A duplicate,
@@ -10,7 +10,8 @@ of this very process (a stopped or suspended process believes nothing until the 
 
 Where the kernel has no such event (macOS, Windows), each hold is asked for by a round trip every 10 s instead.
 
-The *callbacks* thread runs what users registered and what finalisers left to do, so that neither can keep the watcher.
+The *jobs* thread does what may take a round trip: questions to the server, and what finalisers left to do. The *callbacks*
+thread, started with the first of them, runs what users registered, so that foreign code can keep neither of the others.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Idles(Protocol):
 
 
 class Watcher:
-    """The two threads, started with the first session."""
+    """The threads; the first two start with the first session."""
 
     def __init__(self) -> None:
         self._reset()
@@ -69,6 +70,7 @@ class Watcher:
         self._sessions: dict[int, weakref.ref[Watched]] = {}
         self._keepers: weakref.WeakSet[Idles] = weakref.WeakSet()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], object]] | None = None
         self._started = False
 
     def keep(self, keeper: Idles) -> None:
@@ -106,8 +108,20 @@ class Watcher:
                 ours.shutdown(socket.SHUT_RDWR)
 
     def post(self, job: Callable[[], object]) -> None:
-        """Run a job on the callbacks thread. Takes no lock: a finaliser may call it from anywhere."""
+        """Run a job of ours on its thread. Takes no lock: a finaliser may call it from anywhere."""
         self._jobs.put(job)
+
+    def expect_callbacks(self) -> None:
+        """Start the thread for users' callbacks, if it does not run."""
+        with self._lock:
+            if self._calls is None:
+                self._calls = SimpleQueue()
+                _start_thread("pgfence-callbacks", _serve, self._calls)
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Run a user's callback on its thread."""
+        if self._calls is not None:
+            self._calls.put(callback)
 
     def _start(self) -> None:
         if self._started:
@@ -115,12 +129,8 @@ class Watcher:
         self._started = True
         if HAS_HANGUP:
             self._epoll = select.epoll()
-        for name, target in (("pgfence-watcher", self._watch), ("pgfence-callbacks", self._work)):
-            threading.Thread(target=target, name=name, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            tell(self._jobs.get())
+        _start_thread("pgfence-watcher", self._watch)
+        _start_thread("pgfence-jobs", _serve, self._jobs)
 
     def _watch(self) -> None:
         epoll = self._epoll
@@ -173,6 +183,15 @@ class Watcher:
             self._epoll.close()
         self._reset()
         return sessions
+
+
+def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()
+
+
+def _serve(jobs: SimpleQueue[Callable[[], object]]) -> None:
+    while True:
+        tell(jobs.get())
 
 
 WATCHER = Watcher()

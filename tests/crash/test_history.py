@@ -1,0 +1,135 @@
+"""Many processes contend for one lock while its holders are killed: whatever happens, never two at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from support.locking import freed
+from support.processes import alive
+from support.programs import program
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.processes import Script
+    from support.worlds import World
+
+WORKERS, KILLS = 8, 20
+
+# Forked, not started: a process costs milliseconds that way. Whoever dies is replaced; all are one process group.
+CREW = """
+async def work():
+    me = str(os.getpid())
+    arguments = {"server_settings": {"application_name": me}} if "asyncpg" in sys.argv[1] else {"application_name": me}
+    lock = AsyncAdvisoryLock(create_async_engine(sys.argv[1], connect_args=arguments), sys.argv[2])
+    write = text("INSERT INTO crash_history (who, turn, what) VALUES (:who, :turn, :what)")
+    for turn in range(1_000_000):
+        async with lock.connect(timeout=60) as connection:
+            await connection.execute(write, {"who": me, "turn": turn, "what": "enter"})
+            await connection.commit()
+            await asyncio.sleep(random.uniform(0, 0.02))
+            await connection.execute(write, {"who": me, "turn": turn, "what": "leave"})
+            await connection.commit()
+
+def start():
+    if os.fork() == 0:
+        random.seed()
+        asyncio.run(work())
+        os._exit(1)
+
+os.setpgrp()
+for _ in range(int(sys.argv[3])):
+    start()
+say("started")
+while True:
+    os.waitpid(-1, 0)
+    start()
+"""
+
+HOLDER = (
+    "SELECT a.application_name FROM pg_locks l JOIN pg_stat_activity a USING (pid) JOIN pg_database d ON d.oid = l.database"
+    " WHERE l.locktype = 'advisory' AND l.granted AND d.datname = current_database() AND l.mode = 'ExclusiveLock'"
+)
+
+
+async def test_never_two_holders_while_holders_are_killed(
+    world: World,
+    name: str,
+    script: Callable[..., Script],
+    admin: psycopg.Connection[Any],
+    advisory_rows: Callable[[], list[Any]],
+) -> None:
+    """Twenty SIGKILLs of whoever holds, at random moments, and some of whoever waits: the history has no overlap, no row is left."""
+    admin.execute("DROP TABLE IF EXISTS crash_history")
+    admin.execute("CREATE TABLE crash_history (id bigserial PRIMARY KEY, who text, turn int, what text)")
+    crew = script(program(world, CREW), world.url, name, str(WORKERS))
+    killed: set[str] = set()
+    try:
+        crew.wait_for("started")
+        for number in range(KILLS):
+            await asyncio.sleep(random.uniform(0, 0.1))
+            killed.add(await kill_a_holder(admin, killed))
+            if number % 4 == 0:
+                killed.add(kill_a_child(crew.pid))
+        done = len(history(admin))
+        await eventually(lambda: len(history(admin)) > done + 2 * WORKERS, deadline=20)
+    finally:
+        os.killpg(crew.pid, signal.SIGKILL)
+    await eventually(lambda: not advisory_rows())
+    await freed(admin, name)
+    told = history(admin)
+    unfinished = overlaps_and_unfinished(told)
+    assert unfinished[0] == []
+    assert len(unfinished[1] - killed) <= WORKERS, "only who was killed, at last all, may have entered and not left"
+    assert len({who for who, _, _ in told}) > WORKERS
+
+
+async def kill_a_holder(admin: psycopg.Connection[Any], killed: set[str]) -> str:
+    """Kill the process that has the lock at this moment, and return its process id as text."""
+
+    def another() -> str | None:
+        row = admin.execute(HOLDER).fetchone()
+        return row[0] if row and row[0] not in killed else None
+
+    pid: str = await eventually(another, deadline=20)
+    with suppress(ProcessLookupError):  # between the look and the kill it may have been replaced already
+        os.kill(int(pid), signal.SIGKILL)
+    await eventually(lambda: not alive(int(pid)))
+    return pid
+
+
+def kill_a_child(parent: int) -> str:
+    """Kill any worker, whatever it does, and return its process id as text."""
+    pid = random.choice(Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+    os.kill(int(pid), signal.SIGKILL)
+    return pid
+
+
+def history(admin: psycopg.Connection[Any]) -> list[tuple[str, int, str]]:
+    return admin.execute("SELECT who, turn, what FROM crash_history ORDER BY id").fetchall()
+
+
+def overlaps_and_unfinished(told: list[tuple[str, int, str]]) -> tuple[list[Any], set[str]]:
+    """Return what was written outside of its holder's own time, and who entered and never left."""
+    wrong: list[Any] = []
+    unfinished: set[str] = set()
+    inside: tuple[str, int] | None = None
+    for who, turn, what in told:
+        if what == "leave":
+            if inside != (who, turn):
+                wrong.append((who, turn, what, inside))
+            inside = None
+            continue
+        if inside is not None:
+            unfinished.add(inside[0])
+        inside = (who, turn)
+    return wrong, unfinished
