@@ -62,7 +62,7 @@ class Block(AbstractContextManager[T, None]):
         try:
             self._inner.__exit__(kind, error, tb)
         except Exception as failure:
-            if error is None:
+            if error is None or failure.__cause__ is error:  # the latter says on purpose what the error stands for
                 raise
             attach(error, failure, "while the block ended")
 
@@ -85,7 +85,7 @@ class AsyncBlock(AbstractAsyncContextManager[T, None]):
         try:
             await self._inner.__aexit__(kind, error, tb)
         except Exception as failure:
-            if error is None:
+            if error is None or failure.__cause__ is error:  # the latter says on purpose what the error stands for
                 raise
             attach(error, failure, "while the block ended")
 

@@ -277,6 +277,20 @@ async def test_a_name_lives_in_the_configured_namespace(world: World, name: str)
             assert holder.key == LockKey.of(name, namespace=namespace)
 
 
+async def test_grants_and_timeouts_are_told_to_the_hook_of_the_configuration(world: World, name: str) -> None:
+    """`configure(on_event=...)` hears of each grant and each timeout, and of nothing that cost no request."""
+    engine = world.engine()
+    heard: list[tuple[str, str | None]] = []
+    configure(engine, on_event=lambda event: heard.append((event.event, event.name)))
+    async with connection(world, engine) as one, connection(world, engine) as two:
+        await world.call(lock(one, name).acquire)
+        await world.call(lock(one, name).acquire)
+        assert await world.call(lock(two, name).try_acquire) is False
+        with pytest.raises(LockTimeoutError):
+            await world.call(lock(two, name).acquire, timeout=0)
+    assert heard == [("acquired", name), ("timeout", name)]
+
+
 # ---------------------------------------------------------------- modes
 
 

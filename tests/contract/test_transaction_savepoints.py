@@ -134,6 +134,22 @@ async def test_an_end_in_plain_text_is_noticed(world: World, engine: Any, name: 
                 await world.call(lock(work, name).acquire)
 
 
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_an_end_past_sqlalchemy_is_noticed(world: World, engine: Any, name: str, end: str) -> None:
+    """C014: when the driver's own connection ended the transaction, the lock is asked for again."""
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await world.call(lock(work, name).acquire)
+
+        def past(sync: Any) -> None:
+            getattr(sync.connection.dbapi_connection, end)()
+
+        await world.call(*((work.run_sync, past) if world.is_async else (past, work)))
+        assert await world.call(lock(other, name).try_acquire) is True
+        assert await world.call(lock(work, name).try_acquire) is False
+        await world.call(other.rollback)
+        assert await cost(world, engine, work, name) == 1
+
+
 async def test_a_savepoint_older_than_the_first_lock_is_noticed(world: World, engine: Any, name: str) -> None:
     """C017: the record begins with the first lock, and a savepoint set before it takes that lock away."""
     async with connection(world, engine) as work, connection(world, engine) as other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from contextlib import closing
@@ -33,7 +34,7 @@ SERVER = {
 
 def kernel(fd: int) -> dict[str, int]:
     """Return what the kernel was told for a socket."""
-    with closing(socket.socket(fileno=socket.dup(fd))) as ours:
+    with closing(socket.socket(fileno=os.dup(fd))) as ours:
         tcp = {name: ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")) for name in OPTIONS}
         return tcp | {"KEEPALIVE": ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)}
 
@@ -84,7 +85,7 @@ async def test_a_holder_behind_a_cut_cable_is_told_before_its_lock_is_given_away
     worlds = [World(each, dsn) for each in NAMES]
     locks = [lock(world, labelled(world, name, dsn=far_server.dsn), f"{name} {world.name}") for world in worlds]
     holders = [await world.call(one.acquire) for world, one in zip(worlds, locks, strict=True)]
-    near = f"host={far_server.sockets} port={far_server.port} user=postgres dbname=postgres"
+    near = f"host={far_server.folder} port={far_server.port} user=postgres dbname=postgres"
     with psycopg.connect(near, autocommit=True) as admin:
         assert not any(is_free(admin, f"{name} {world.name}") for world in worlds)
         told: dict[str, float] = {}

@@ -74,7 +74,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
         self._late: set[asyncio.Task[Any] | None] = set()
         """Openings that were given up."""
 
-    async def checkout(self, left: float, keys: int = 1, *, budget: float = OPEN_BUDGET) -> AsyncSession | None:
+    async def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> AsyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time."""
         self.check_reach()
         bell = None
@@ -85,7 +85,8 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 turn.wake = bell.ring
         if bell is not None and not await self._in_turn(turn, bell, left):
             return None
-        return turn.given or await self._open(max(budget, min(left, OPEN_LIMIT)), keys)
+        budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
+        return turn.given or await self._open(budget, keys)
 
     async def visitor(self) -> AsyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""

@@ -65,7 +65,8 @@ def _fresh(engine: Engine) -> Any:
         # Hooks that count or judge what the user checks out: they would never see ours come back.
         listeners = getattr(pool.dispatch, name)
         if listeners:
-            listeners.for_modify(pool.dispatch).clear()
+            # Not clear(): that takes them out of SQLAlchemy's registry of the user's pool too.
+            listeners.for_modify(pool.dispatch).listeners.clear()
     try:
         return pool.connect()
     except Exception as error:

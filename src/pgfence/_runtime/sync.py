@@ -12,7 +12,7 @@ from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable, wrapped
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
-from pgfence._runtime.roster import MANY_KEYS, OPEN_BUDGET
+from pgfence._runtime.roster import MANY_KEYS
 from pgfence._runtime.sessions import Gone
 from pgfence._runtime.state import log
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
@@ -145,8 +145,7 @@ class SyncDomain(Domain[SyncSession]):
     def _session(self, request: Request, on: Connection | None, failures: int) -> SyncSession:
         if on is not None:
             return self.keeper.borrow(on)
-        budget = 1.0 if failures else OPEN_BUDGET
-        session = self.keeper.checkout(request.left, len(request.keys), budget=budget)
+        session = self.keeper.checkout(request.left, len(request.keys), again=failures > 0)
         if session is None:
             raise self.timed_out(request, (), why=NO_CONNECTION)
         return session

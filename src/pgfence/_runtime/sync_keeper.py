@@ -72,13 +72,13 @@ class SyncKeeper(Keeper[SyncSession]):
         self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
         super().__init__(engine, config, on_death)
 
-    def checkout(self, left: float, keys: int = 1, *, budget: float = OPEN_BUDGET) -> SyncSession | None:
+    def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> SyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
 
         Args:
             left: seconds to wait for a turn.
             keys: how many keys it is to hold.
-            budget: seconds that opening may take at least.
+            again: after one that ended: opening another may not take much longer than what is left.
         """
         self.check_reach()
         gate = None
@@ -89,7 +89,8 @@ class SyncKeeper(Keeper[SyncSession]):
                 turn.wake = gate.open
         if gate is not None and not self._in_turn(turn, gate, left):
             return None
-        return turn.given or self._open(max(budget, min(left, OPEN_LIMIT)), keys)
+        budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
+        return turn.given or self._open(budget, keys)
 
     def visitor(self) -> SyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
