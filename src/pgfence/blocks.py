@@ -52,7 +52,8 @@ class Block(AbstractContextManager[T, None]):
     def __init__(self, inner: AbstractContextManager[T, Any]) -> None:
         self._inner = inner
 
-    def __call__(self, function: object) -> Never:
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
         raise TypeError(_NO_DECORATOR)
 
     def __enter__(self) -> T:
@@ -73,7 +74,8 @@ class AsyncBlock(AbstractAsyncContextManager[T, None]):
     def __init__(self, inner: AbstractAsyncContextManager[T, Any]) -> None:
         self._inner = inner
 
-    def __call__(self, function: object) -> Never:
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
         raise TypeError(_NO_DECORATOR)
 
     async def __aenter__(self) -> T:

@@ -19,8 +19,6 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from sqlalchemy import Connection
-
 from pgfence._runtime import aio, sync
 from pgfence._runtime.state import log, named, tell
 from pgfence._runtime.watch import WATCHER
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection
 
     from pgfence._runtime.aio import AsyncDomain

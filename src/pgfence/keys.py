@@ -207,7 +207,7 @@ class LockKey:
 def _key_of(name: str, namespace: str) -> LockKey:
     hashed = namespace + SEPARATOR + name
     value = int.from_bytes(hashlib.sha256(hashed.encode()).digest()[:8], "big", signed=True)
-    return LockKey._make(value, "bigint", name, hashed)  # noqa: SLF001
+    return LockKey._make(value, "bigint", name, hashed)
 
 
 Name: TypeAlias = str | LockKey

@@ -159,7 +159,8 @@ class _Holding(AbstractContextManager[H, None]):
     ) -> None:
         self._handle._leave(exc, flag=self._flag)
 
-    def __call__(self, fn: object) -> Never:
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
         raise TypeError("hold() is no decorator: use wrap()")
 
 
@@ -335,5 +336,6 @@ class _AsyncHolding(Watching, AbstractAsyncContextManager[AH, None]):
         self.start(handle)
         return handle
 
-    def __call__(self, fn: object) -> Never:
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
         raise TypeError("hold() is no decorator: use wrap()")

@@ -81,6 +81,7 @@ class Policy:
         self._unreachable = unreachable
 
     def refused(self, error: LockTimeoutError) -> None:
+        """Do what was asked for when the lock is busy: skip, or raise."""
         if callable(self._busy):
             raise self._busy(error) from error
         if self._busy == "raise":
@@ -135,10 +136,12 @@ def _fields(text: str) -> Iterator[str]:
 
 
 def called(fn: Callable[..., Any]) -> str:
+    """Return what messages call a function."""
     return f"{getattr(fn, '__qualname__', fn)}()"
 
 
 def no_generator(fn: Callable[..., Any]) -> None:
+    """Refuse a generator function: calling it runs nothing of its body."""
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
             f"{called(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
@@ -146,5 +149,6 @@ def no_generator(fn: Callable[..., Any]) -> None:
 
 
 def choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the choices."""
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -140,7 +140,7 @@ async def test_no_block_is_a_decorator(world: World, name: str) -> None:
     engine = world.engine()
     async with connection(world, engine) as work:
         for block in (begin(world, engine, name), lock(work, name).hold()):
-            with pytest.raises(TypeError, match="no decorator|not callable"):
+            with pytest.raises(TypeError, match=r"no decorator|not callable"):
 
                 @block
                 async def unguarded() -> None: ...

@@ -20,7 +20,7 @@ from pgfence._runtime.opening import lost_connection, unreachable
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
-from pgfence._runtime.sessions import Gone
+from pgfence._runtime.sessions import GoneError
 from pgfence._runtime.state import log
 from pgfence._sql import activity, server
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
@@ -147,7 +147,7 @@ class AsyncDomain(Domain[AsyncSession]):
                     session.burst, session.granted_at = 0, time.monotonic()
                     return session
                 holders = await self._look_on(session, request.keys) if request.waits else []
-            except Gone as gone:
+            except GoneError as gone:
                 self.keeper.discard(session)
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
@@ -178,7 +178,7 @@ class AsyncDomain(Domain[AsyncSession]):
                 request.waits and await self._wait(session, request)
             )
         except Exception as error:
-            raise translated(self.engine, session, error) from error
+            raise translated(session, error) from error
 
     async def _contend_for_many(self, session: AsyncSession, request: Request) -> bool:
         if self.keeper.must_count():
@@ -244,7 +244,7 @@ class AsyncDomain(Domain[AsyncSession]):
                 await session.take_back(self.engine)
             done = await session.unlock(self.engine, hold.sql)
         except Exception as error:
-            if not lost_connection(self.engine, session, error):
+            if not lost_connection(session, error):
                 raise
             hold.reason = session.dead or "killed"
             return False

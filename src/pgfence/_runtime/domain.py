@@ -21,7 +21,7 @@ from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lin
 from pgfence._runtime.opening import lost_connection
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
-from pgfence._runtime.sessions import Gone, Session
+from pgfence._runtime.sessions import GoneError, Session
 from pgfence._runtime.state import Hold, emit, log, named
 from pgfence._sql import server
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
@@ -225,7 +225,7 @@ class Domain(ABC, Generic[S]):
             ]
         return [here(key, ticket.hold) for key, ticket in first if ticket is not None and ticket.hold is not None]
 
-    def again(self, request: Request, gone: Gone, began: float, failures: int) -> int:
+    def again(self, request: Request, gone: GoneError, began: float, failures: int) -> int:
         """Count the sessions in a row that ended while they asked; raise when it is one too many."""
         failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
         if failures > 1 or (request.waits and not request.left):
@@ -260,7 +260,7 @@ def here(key: LockKey, hold: Hold[Any]) -> Holder:
     )
 
 
-def gone_error(request: Request, gone: Gone) -> UnreachableError:
+def gone_error(request: Request, gone: GoneError) -> UnreachableError:
     """The session ended under the question, and so did its successor."""
     return UnreachableError(
         f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held"
@@ -274,7 +274,7 @@ def _held_here(owner: Contender) -> tuple[str, ...]:
     return tuple(name for hold in owner.holds for name in hold.names)
 
 
-def translated(engine: Engine, session: Session, error: Exception) -> Exception:
+def translated(session: Session, error: Exception) -> Exception:
     """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
     state = sqlstate(error)
     if state == DEADLOCK_DETECTED:
@@ -287,8 +287,8 @@ def translated(engine: Engine, session: Session, error: Exception) -> Exception:
             limit=facts.lock_limit,
             sqlstate=state,
         )
-    if lost_connection(engine, session, error):
-        gone = Gone()
+    if lost_connection(session, error):
+        gone = GoneError()
         gone.__cause__ = error
         return gone
     return error

@@ -46,7 +46,7 @@ def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, se
         connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
         dbapi_connection = fairy.dbapi_connection
         driver = engine.dialect.get_driver_connection(dbapi_connection)
-        facts = server.read_facts(connection, _driver_pid(driver), set_up=pooler == "auto" or pooler == "direct")
+        facts = server.read_facts(connection, _driver_pid(driver), set_up=pooler in {"auto", "direct"})
         judge(engine, facts, driver, pooler)
         connection.commit()
         fairy.detach()
@@ -121,7 +121,7 @@ def unreachable(engine: Engine, error: Exception) -> UnreachableError | None:
     return UnreachableError(f"no session at {place(engine)}: {reason}. {advice}", sqlstate=state, retryable=not refused)
 
 
-def lost_connection(engine: Engine, session: Session, error: BaseException) -> bool:
+def lost_connection(session: Session, error: BaseException) -> bool:
     """Say whether a statement failed because its connection ended."""
     if session.dead:
         return True
@@ -137,7 +137,7 @@ def lost_connection(engine: Engine, session: Session, error: BaseException) -> b
 def listened(engine: Engine) -> bool:
     """Say whether anybody wants to see our statements: hooks, tracing, echo."""
     dispatch = engine.dispatch
-    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute or engine._should_log_info())  # noqa: SLF001
+    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute or engine._should_log_info())
 
 
 def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:

@@ -53,7 +53,7 @@ PROBE_EVERY = 10.0
 WARM_FOR = 30.0
 
 
-class Gone(Exception):
+class GoneError(Exception):
     """The connection ended under a statement that cannot have left a lock behind. Never leaves `_runtime`."""
 
 

@@ -8,7 +8,6 @@ lies *unknown*: asked, no answer yet. Silence is never taken for possession.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -18,6 +17,8 @@ from pgfence.errors import LockLostError, LockNotHeldError
 from pgfence.grants import Event
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pgfence._runtime.localqueue import Contender, Ticket
     from pgfence._sql.advisory import LockSql
     from pgfence.config import Config

@@ -13,7 +13,7 @@ from pgfence._runtime.opening import lost_connection, unreachable, wrapped
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
-from pgfence._runtime.sessions import Gone
+from pgfence._runtime.sessions import GoneError
 from pgfence._runtime.state import log
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
@@ -127,7 +127,7 @@ class SyncDomain(Domain[SyncSession]):
                     session.burst, session.granted_at = 0, time.monotonic()
                     return session
                 holders = self._look_on(session, request.keys) if request.waits else []
-            except Gone as gone:
+            except GoneError as gone:
                 self.keeper.discard(session)
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
@@ -156,7 +156,7 @@ class SyncDomain(Domain[SyncSession]):
                 return self._contend_for_many(session, request)
             return session.try_lock(self.engine, request.sql) or (request.waits and self._wait(session, request))
         except Exception as error:
-            raise translated(self.engine, session, error) from error
+            raise translated(session, error) from error
 
     def _contend_for_many(self, session: SyncSession, request: Request) -> bool:
         if self.keeper.must_count():
@@ -222,7 +222,7 @@ class SyncDomain(Domain[SyncSession]):
                 session.take_back(self.engine)
             done = session.unlock(self.engine, hold.sql)
         except Exception as error:
-            if not lost_connection(self.engine, session, error):
+            if not lost_connection(session, error):
                 raise
             hold.reason = session.dead or "killed"
             return False

@@ -15,7 +15,6 @@ from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
 from pgfence.blocks import AsyncBlock
 from pgfence.config import config_of
 from pgfence.handles import AsyncHeld, given_back, lent
-from pgfence.keys import Name
 from pgfence.verbs import AH, AsyncVerbs, Watching
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from pgfence._runtime.aio import AsyncDomain
     from pgfence._sql.advisory import LockSql
     from pgfence.grants import Holder
+    from pgfence.keys import Name
     from pgfence.timing import Seconds
 
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]

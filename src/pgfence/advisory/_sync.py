@@ -14,7 +14,6 @@ from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
 from pgfence.blocks import Block
 from pgfence.config import config_of
 from pgfence.handles import Held, given_back, lent
-from pgfence.keys import Name
 from pgfence.verbs import H, Verbs
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from pgfence._runtime.sync import SyncDomain
     from pgfence._sql.advisory import LockSql
     from pgfence.grants import Holder
+    from pgfence.keys import Name
     from pgfence.timing import Seconds
 
     EngineSource: TypeAlias = Engine | Callable[[], Engine]

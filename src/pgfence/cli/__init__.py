@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         # The parser's own: 0 after --help and --version, 2 for words it cannot use.
         return Code.MISUSE if end.code == _PARSER_MISUSE or not words else int(end.code or 0)
-    except Exception:  # noqa: BLE001  whatever it is, the code must not be taken for the command's
+    except Exception:
         traceback.print_exc()
         return Code.BUG
     return Code.OK

@@ -46,7 +46,7 @@ class _AfterDashes(TyperCommand):
             ctx.fail("Write -- before the command.")
         return super().parse_args(ctx, args)
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ARG002  the parser's signature
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return ["[OPTIONS] NAME -- COMMAND [ARGS]..."]
 
 

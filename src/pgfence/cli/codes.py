@@ -31,7 +31,7 @@ class MisuseError(Exception):
     """The user has to change something on the command line or in the environment; the message says what."""
 
 
-class Finish(Exception):  # noqa: N818  not an error: the way a command hands its exit code past the parser
+class Finish(Exception):
     """Ends a command with an exit code."""
 
     def __init__(self, code: int) -> None:

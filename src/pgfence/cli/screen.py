@@ -56,7 +56,7 @@ class Screen:
             self.step(f"{act.title} ...")
         self._seen = act
 
-    def result(self, figures: Figures, verdict: Verdict) -> None:  # noqa: ARG002  the audience's signature
+    def result(self, figures: Figures, verdict: Verdict) -> None:
         """Hear what came of an act."""
         self._rows.append(_row(figures))
         if self._live is not None:

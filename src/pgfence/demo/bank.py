@@ -56,7 +56,7 @@ _AUDIT = text(f"""
     FROM {SCHEMA}.pgbench_accounts AS a
     LEFT JOIN (SELECT aid, sum(delta) AS booked, count(*) AS lines FROM {SCHEMA}.pgbench_history GROUP BY aid) AS j USING (aid)
     WHERE a.aid BETWEEN :first AND :last
-""")  # noqa: S608  a constant
+""")
 
 
 @dataclass(frozen=True, slots=True)

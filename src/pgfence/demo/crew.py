@@ -70,7 +70,7 @@ class Crew:
         self._started = 0
         self._members: list[Member] = []
         self._selector = selectors.DefaultSelector()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed with the crew
+        self._errors = tempfile.TemporaryFile()
 
     def __enter__(self) -> Self:
         return self

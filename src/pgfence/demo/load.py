@@ -34,7 +34,7 @@ _TABLES = f"""
     INSERT INTO {SCHEMA}.pgbench_branches VALUES (1, 0);
     INSERT INTO {SCHEMA}.pgbench_tellers SELECT number, 1, 0 FROM generate_series(1, 10) AS number;
     INSERT INTO {SCHEMA}.pgbench_accounts SELECT number, 1, 0, '' FROM generate_series(1, 100000) AS number;
-"""  # noqa: S608  constants
+"""
 
 
 @contextmanager

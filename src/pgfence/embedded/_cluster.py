@@ -19,7 +19,7 @@ from pathlib import Path
 from pgfence.embedded import _process
 from pgfence.errors import UnreachableError
 
-PASSWORD_FILE = "pgfence_password"  # noqa: S105  the name of a file
+PASSWORD_FILE = "pgfence_password"
 _INITDB = ("-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions")
 _PREFIX = "pgfence-pg-"
 _LONGEST_SOCKET = 103
@@ -51,7 +51,7 @@ def _base() -> Path:
     """Return the temporary folder; where the path of a socket in it would be too long for the kernel, /tmp."""
     base = tempfile.gettempdir()
     longest = f"{base}/{_PREFIX}12345678/.s.PGSQL.65535"
-    return Path(base if len(os.fsencode(longest)) <= _LONGEST_SOCKET else "/tmp")  # noqa: S108  mkdtemp makes it ours
+    return Path(base if len(os.fsencode(longest)) <= _LONGEST_SOCKET else "/tmp")
 
 
 def _remove_if_abandoned(folder: Path) -> None:
@@ -96,7 +96,7 @@ def _template(bindir: Path, version: str) -> Path | None:
 def _cache() -> Path | None:
     """Return the folder for templates: the user's cache, else one in the temporary folder, else None."""
     # Without a home, "~" stays as it is and the place is not absolute.
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for place in (home / "pgfence", Path(tempfile.gettempdir()) / f"pgfence-{os.geteuid()}"):
         if place.is_absolute() and _private(place):
             return place

@@ -81,7 +81,7 @@ class Process:
     ) -> None:
         try:
             popen = self._start(words, log, keep_open)
-        except Exception as error:  # noqa: BLE001  it is raised again, where it was asked for
+        except Exception as error:
             started.set_exception(error)
             return
         started.set_result(popen)

@@ -1,0 +1,188 @@
+"""The statements of a session lock, as texts and against a server."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgfence._sql import advisory, server
+from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence.keys import LockKey, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgfence._sql.advisory import Style
+
+STYLES: tuple[Style, ...] = ("format", "numeric")
+SETS = {
+    "one": resolve([LockKey.raw(-5)], ""),
+    "pair": resolve([LockKey.pair(-1, 2)], ""),
+    "many": resolve([LockKey.raw(5), LockKey.raw(-5), LockKey.pair(-1, -2), LockKey.pair(2**31 - 1, 7)], ""),
+    "hundreds": resolve([LockKey.raw(n) for n in range(300)], ""),
+}
+each_set = pytest.mark.parametrize("keys", SETS.values(), ids=SETS)
+each_style = pytest.mark.parametrize("style", STYLES)
+
+whole = st.integers(-(2**63), 2**63 - 1).map(LockKey.raw)
+pairs = st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)).map(lambda two: LockKey.pair(*two))
+
+# Not functions, though an opening bracket may follow.
+WORDS = {"as", "cast", "filter", "from", "in", "operator", "over", "values", "where", "with", "t", "u", "o", "and", "or"}
+
+
+def texts() -> list[str]:
+    """Every text that is sent for a lock, with sample keys."""
+    found = [text for style in STYLES for text in astuple(advisory._TEXTS[style])]
+    return [*found, *(LockSql(keys, "format").quiet_wait(250) for keys in SETS.values()), QUIET_CHECK]
+
+
+@pytest.mark.parametrize("text", [*texts(), server.READ_FACTS, *server.SET_UP.values()], ids=lambda text: text[:30])
+def test_every_function_is_named_with_its_schema(text: str) -> None:
+    """A search path cannot put another function in the place of PostgreSQL's own."""
+    called = re.findall(r"(?<![\w.])([a-z_]\w*)\s?\(", text, re.IGNORECASE)
+    assert [name for name in called if name.lower() not in WORDS] == []
+
+
+@pytest.mark.parametrize("text", texts(), ids=lambda text: text[:30])
+def test_locks_are_never_taken_by_a_filter_or_under_a_limit(text: str) -> None:
+    """C034: no lock function in a WHERE or JOIN condition, no LIMIT, no ORDER BY that could pull rows through one."""
+    assert not re.search(r"\b(LIMIT|FETCH|OFFSET)\b", text)
+    for condition in re.findall(r"\b(?:WHERE|ON|HAVING)\s(.*?)(?:\)|$)", text):
+        assert "advisory" not in condition
+
+
+@each_style
+@each_set
+def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: Style) -> None:
+    """As many marks as values, in each text, and no key among the words."""
+    sql = LockSql(keys, style)
+    for text, args in (
+        (sql.try_text, (7, *sql.unlock_args)),
+        (sql.wait_text, sql.wait_args(250)),
+        (sql.unlock_text, sql.unlock_args),
+    ):
+        marks = text.count("%s") if style == "format" else len(set(re.findall(r"\$\d+", text)))
+        assert marks == len(args)
+        assert not re.search(r"\d{5,}", text)
+
+
+@given(st.lists(st.one_of(whole, pairs), min_size=1, max_size=6), st.integers(1, 2**31 - 1))
+def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> None:
+    """Rule 17: a DO block takes no parameters; what stands in it are int64 literals of ours, quoted, and nothing else."""
+    block = LockSql(resolve(keys, ""), "format").quiet_wait(limit)
+    rest = re.sub(r"'-?\d{1,19}'::bigint|'-?\d{1,10}'::integer|'\d+'(?=, true)", "?", block)
+    assert not re.search(r"\d", rest)
+    assert rest.count("$$") == 2
+
+
+@each_set
+def test_all_waits_come_before_all_holds(keys: Any) -> None:
+    """Rule 2: taken key by key, a timeout would leave a prefix behind."""
+    order = re.findall(r"pg_advisory(_xact)?_lock", LockSql(keys, "format").quiet_wait(250))
+    assert order == ["_xact"] * len(keys) + [""] * len(keys)
+
+
+def rows(connection: psycopg.Connection[Any], text: str, args: Any = None) -> list[Any]:
+    return connection.execute(text, args).fetchall()
+
+
+@pytest.fixture
+def session(dsn: str) -> Any:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+@each_set
+def test_each_answers_with_one_row(keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]) -> None:
+    """A driver may fetch one row and stop there: what is not computed by then is never locked."""
+    sql, pid = LockSql(keys, "format"), session.info.backend_pid
+    assert [row[0] for row in rows(session, sql.try_text, (pid, *sql.unlock_args))] == [True]
+    assert len(advisory_rows()) == len(keys)
+    assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
+    assert advisory_rows() == []
+    assert len(rows(session, sql.wait_text, sql.wait_args(250))) == 1
+    assert len(advisory_rows()) == len(keys)
+    assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
+    session.execute(sql.quiet_wait(250))
+    assert rows(session, QUIET_CHECK) == [(1,)]
+    assert len(advisory_rows()) == len(keys)
+    assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
+    assert advisory_rows() == []
+
+
+@each_set
+def test_a_try_on_another_backend_takes_nothing(
+    keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
+) -> None:
+    """C019: behind a pooler the statement may land elsewhere: it answers null there."""
+    sql = LockSql(keys, "format")
+    assert [row[0] for row in rows(session, sql.try_text, (session.info.backend_pid + 1, *sql.unlock_args))] == [None]
+    assert advisory_rows() == []
+
+
+@each_set
+def test_an_unlock_of_what_is_not_held_is_false(keys: Any, session: psycopg.Connection[Any]) -> None:
+    """C005: also when only the last of them is missing."""
+    sql = LockSql(keys, "format")
+    assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [False]
+    session.execute(sql.try_text, (session.info.backend_pid, *sql.unlock_args))
+    last = LockSql(keys[-1:], "format")
+    session.execute(last.unlock_text, last.unlock_args)
+    assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [False]
+
+
+@each_set
+def test_a_wait_that_times_out_holds_nothing(
+    keys: Any, dsn: str, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
+) -> None:
+    """Rule 2: 55P03 from the first form, an empty answer from the quiet one, after a grant before it as well."""
+    sql, last = LockSql(keys, "format"), LockSql(keys[-1:], "format")
+    session.execute(sql.quiet_wait(250))
+    session.execute(sql.unlock_text, sql.unlock_args)
+    with psycopg.connect(dsn, autocommit=True) as holder:
+        holder.execute(last.try_text, (holder.info.backend_pid, *last.unlock_args))
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            session.execute(sql.wait_text, sql.wait_args(5))
+        assert len(advisory_rows()) == 1
+        session.execute(sql.quiet_wait(5))
+        assert rows(session, QUIET_CHECK) == []
+        assert len(advisory_rows()) == 1
+        holder.execute(last.unlock_text, last.unlock_args)
+    assert rows(session, "SHOW lock_timeout") == [("0",)]
+
+
+def test_the_keys_of_a_set_are_taken_in_its_order(dsn: str, session: psycopg.Connection[Any]) -> None:
+    """C032: everybody takes them in the same order, so the first refusal stops the try before the keys behind it."""
+    keys = SETS["many"]
+    first, sql = LockSql(keys[:1], "format"), LockSql(keys, "format")
+    with psycopg.connect(dsn, autocommit=True) as holder:
+        holder.execute(first.try_text, (holder.info.backend_pid, *first.unlock_args))
+        (answer,) = rows(session, sql.try_text, (session.info.backend_pid, *sql.unlock_args))
+        assert answer[0] is False
+        assert answer[1] == 0
+        holder.execute(first.unlock_text, first.unlock_args)
+
+
+def test_a_hostile_search_path_changes_nothing(
+    admin: psycopg.Connection[Any], session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
+) -> None:
+    """Functions of the same name in front of PostgreSQL's own are not called."""
+    admin.execute("DROP SCHEMA IF EXISTS evil CASCADE; CREATE SCHEMA evil")
+    for head in ("pg_try_advisory_lock(bigint)", "pg_advisory_unlock(bigint)"):
+        admin.execute(f"CREATE FUNCTION evil.{head} RETURNS boolean LANGUAGE sql AS 'SELECT true'")
+    admin.execute("CREATE FUNCTION evil.current_setting(text, boolean) RETURNS text LANGUAGE sql AS $$SELECT 't'$$")
+    session.execute("SET search_path = evil, pg_catalog")
+    for keys in SETS.values():
+        sql = LockSql(keys, "format")
+        assert rows(session, sql.try_text, (session.info.backend_pid, *sql.unlock_args))[0][0] is True
+        assert len(advisory_rows()) == len(keys)
+        assert rows(session, sql.unlock_text, sql.unlock_args)[0][0] is True
+    assert rows(session, QUIET_CHECK) == []
+    admin.execute("DROP SCHEMA evil CASCADE")

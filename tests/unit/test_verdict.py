@@ -1,0 +1,162 @@
+"""What the facts of a server allow: pure judgement, without a server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgfence._sql.server import DRIVERS, Facts, capacity, style_of, verdict
+from pgfence.errors import CapacityError, PoolerError, StandbyError, UnsupportedServerError
+
+GOOD = Facts(
+    backend_pid=100,
+    standby=False,
+    version="PostgreSQL 16.4 on x86_64-pc-linux-gnu, compiled by gcc",
+    number=160004,
+    deadlock_timeout=1.0,
+    lock_limit=6400,
+    locks_used=3,
+    locks_seen=1,
+    settings={"statement_timeout": "0"},
+)
+
+
+def test_a_direct_primary_is_trusted() -> None:
+    """The driver's pid is the server's, and no second client was asked."""
+    assert verdict(GOOD, 100, "auto", None) is None
+    assert verdict(GOOD, 100, "direct", None) is None
+    assert verdict(GOOD, 100, "session", None) is None
+
+
+@pytest.mark.parametrize("declared", ["auto", "direct"])
+def test_another_pid_is_a_pooler_of_unknown_mode(declared: Any) -> None:
+    """C019: refused, with the ways out: a direct engine, or the caller's word for session pooling."""
+    refusal = verdict(GOOD, 999, declared, 101)
+    assert isinstance(refusal, PoolerError)
+    assert refusal.mode == "unknown"
+    assert "lock_engine" in str(refusal)
+    assert 'pooler="session"' in str(refusal)
+
+
+def test_two_clients_on_one_backend_prove_transaction_pooling() -> None:
+    """C019, C021: refused whatever was declared: the caller's word is not stronger than the proof."""
+    for declared in ("auto", "direct", "session", "transaction"):
+        refusal = verdict(GOOD, 999, declared, 100)  # type: ignore[arg-type]
+        assert isinstance(refusal, PoolerError)
+        assert refusal.mode == "transaction"
+        assert "lock_engine" in str(refusal)
+
+
+def test_a_declared_session_pooler_is_taken_at_its_word() -> None:
+    """Another pid is expected there; a second client on another backend agrees with it."""
+    assert verdict(GOOD, 999, "session", None) is None
+    assert verdict(GOOD, 999, "session", 101) is None
+
+
+def test_a_declared_transaction_pooler_is_refused_without_asking() -> None:
+    """Even where the pids are equal, as some proxies pass the true one on."""
+    refusal = verdict(GOOD, 100, "transaction", None)
+    assert isinstance(refusal, PoolerError)
+    assert refusal.mode == "transaction"
+
+
+def test_a_standby_excludes_nobody() -> None:
+    """C022: refused with the way to the primary, before poolers are thought of."""
+    refusal = verdict(replace(GOOD, standby=True), 999, "auto", 100)
+    assert isinstance(refusal, StandbyError)
+    assert "primary" in str(refusal)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "CockroachDB CCL v23.1.11 (x86_64-pc-linux-gnu)",
+        "PostgreSQL 11.2-YB-2.20.1.0-b0 on x86_64-pc-linux-gnu",
+        "PostgreSQL 15.2-YB-2025.1 on x86_64",
+        "Amazon Redshift 1.0.0",
+        "DuckDB 1.0",
+        "",
+    ],
+)
+def test_look_alikes_are_refused(version: str) -> None:
+    """Rule 20: what only speaks PostgreSQL's protocol is no PostgreSQL, whatever number it gives."""
+    refusal = verdict(replace(GOOD, version=version), 100, "auto", None)
+    assert isinstance(refusal, UnsupportedServerError)
+
+
+def test_stub_functions_are_refused() -> None:
+    """Rule 20: a server that says "granted" and shows no lock keeps none, whatever it calls itself."""
+    refusal = verdict(replace(GOOD, locks_seen=0), 100, "auto", None)
+    assert isinstance(refusal, UnsupportedServerError)
+    assert "exclude nobody" in str(refusal)
+
+
+@pytest.mark.parametrize(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])
+def test_old_versions_are_refused(number: int, refused: bool) -> None:
+    """Rule 20: before 14 some settings that a quiet holder needs do not exist."""
+    answer = verdict(replace(GOOD, number=number), 100, "auto", None)
+    assert isinstance(answer, UnsupportedServerError) == refused
+
+
+def test_an_unsupported_server_is_said_to_be_that_first() -> None:
+    """A look-alike behind a pooler on a standby: no use in curing the pooler."""
+    bad = replace(GOOD, version="CockroachDB", standby=True)
+    assert isinstance(verdict(bad, 999, "transaction", 100), UnsupportedServerError)
+
+
+def test_facts_are_read_from_one_row() -> None:
+    """Milliseconds become seconds, the settings a mapping of text."""
+    row = (7, False, "PostgreSQL 16", 160000, 1500, 6400, 12, 1, json.dumps({"lock_timeout": "70"}))
+    facts = Facts.of(row)
+    assert (facts.backend_pid, facts.deadlock_timeout, facts.settings) == (7, 1.5, {"lock_timeout": "70"})
+
+
+@pytest.mark.parametrize(
+    ("used", "wanted", "answer"),
+    [(0, 1, "fine"), (0, 799, "fine"), (0, 800, "warn"), (799, 1, "warn"), (0, 899, "warn"), (890, 9, "warn")],
+)
+def test_the_lock_table_is_judged_with_the_request(used: int, wanted: int, answer: str) -> None:
+    """Rule 16: warn from 80 % on, of what would be in it afterwards."""
+    assert capacity(used, wanted, 1000) == answer
+
+
+@pytest.mark.parametrize(("used", "wanted"), [(0, 900), (899, 1), (5000, 1), (0, 20_000)])
+def test_a_nearly_full_lock_table_is_refused(used: int, wanted: int) -> None:
+    """Rule 16: from 90 % on, with both numbers and the setting to raise."""
+    refusal = capacity(used, wanted, 1000)
+    assert isinstance(refusal, CapacityError)
+    assert (refusal.used, refusal.limit, refusal.retryable) == (used, 1000, True)
+    assert "max_locks_per_transaction" in str(refusal)
+    assert str(used) in str(refusal)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**6), st.integers(1, 10**6))
+def test_more_is_never_better(used: int, wanted: int, limit: int) -> None:
+    """One lock more in the table never turns a refusal into a grant."""
+
+    def rank(value: Any) -> int:
+        return {"fine": 0, "warn": 1}.get(value, 2) if isinstance(value, str) else 2
+
+    assert rank(capacity(used, wanted, limit)) <= rank(capacity(used + 1, wanted, limit))
+    assert rank(capacity(used, wanted, limit)) <= rank(capacity(used, wanted + 1, limit))
+
+
+@pytest.mark.parametrize("driver", sorted(DRIVERS))
+def test_known_drivers_have_their_way_of_marking_parameters(driver: str) -> None:
+    """Each driver that is known, and no other."""
+    assert style_of(SimpleNamespace(name="postgresql", driver=driver)) in ("format", "numeric")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "driver"), [("sqlite", "pysqlite"), ("mysql", "pymysql"), ("postgresql", "pg8000"), ("cockroachdb", "psycopg")]
+)
+def test_other_dialects_and_drivers_are_refused(name: str, driver: str) -> None:
+    """Rule 20: before anything is connected to, and by name."""
+    with pytest.raises(UnsupportedServerError, match=f"{name}|{driver}"):
+        style_of(SimpleNamespace(name=name, driver=driver))  # type: ignore[arg-type]
