@@ -76,7 +76,7 @@ def configure(
         on_event: called with every `Event`.
 
     Raises:
-        ValueError: a value is out of range, or the engine was configured with other values.
+        ValueError: a value is out of range; the engine was configured with other values; or it is in use already.
         TypeError: a value has the wrong type.
     """
     LockKey.of("any", namespace=namespace)
@@ -108,15 +108,16 @@ def configure(
         raise ValueError("this engine already has other settings: configure it once, before its first use")
 
 
-def config_of(thing: Any) -> Config:
-    """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection."""
-    config: Config = vars(_dialect(thing)).get(_ATTRIBUTE, DEFAULT)
+def config_of(thing: Any, *, pin: bool = False) -> Config:
+    """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection.
+
+    Args:
+        thing: where to look.
+        pin: from now on something lives by them, so that other values come too late.
+    """
+    home = vars(_dialect(thing))
+    config: Config = home.setdefault(_ATTRIBUTE, DEFAULT) if pin else home.get(_ATTRIBUTE, DEFAULT)
     return config
-
-
-def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{what} has the wrong type: {type(value).__name__}")
 
 
 def _dialect(thing: Any) -> Dialect:

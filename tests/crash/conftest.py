@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgfence._runtime import aio_keeper, sync_keeper
+from pgfence._runtime import aio_keeper, aio_sessions, sync_keeper, sync_sessions
 from pgfence._runtime.aio_sessions import AsyncSession, BorrowedAsyncSession
 from pgfence._runtime.sync_sessions import BorrowedSyncSession, SyncSession
 from support.servers import own
@@ -44,6 +44,8 @@ def short_statements(monkeypatch: pytest.MonkeyPatch) -> float:
     """The budget of a statement, 30 s, cut to 1 s. Returns what a call may take until it is given up: that and the tick."""
     for kind in (SyncSession, BorrowedSyncSession, AsyncSession, BorrowedAsyncSession):
         monkeypatch.setitem(kind.ask.__kwdefaults__, "limit", 1.0)
+    for module in (sync_sessions, aio_sessions):
+        monkeypatch.setattr(module, "STATEMENT_BUDGET", 1.0)
     return 1.0 + 2 * 1.0 + 1.0
 
 

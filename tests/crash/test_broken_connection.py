@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
+from sqlalchemy import event
 
 from pgfence import configure
 from pgfence._runtime import roster
@@ -145,8 +147,42 @@ async def test_a_server_that_cannot_be_reached_is_never_called_busy(
             except LockTimeoutError as error:
                 pytest.fail(f"an unreachable server was called busy: {error}")
     await asyncio.to_thread(proxy.heal)
-    async with world.enter(lock(world, engine, name).hold(timeout=20)) as held:
-        held.check()
+    await comes_back(world, lock(world, engine, name))
+
+
+async def test_a_server_that_is_back_is_found_though_old_openings_hang_for_ever(
+    world: World, name: str, proxy: Proxy, dsn: str, short_opening: float
+) -> None:
+    """Nothing ends an opening whose peer accepted and fell silent: it must not keep this process out of a living server."""
+    engine = world.engine(dsn=proxy.dsn)
+    configure(engine, max_lock_connections=2)
+    ports = [proxy.port]
+
+    @event.listens_for(getattr(engine, "sync_engine", engine), "do_connect")
+    def redirect(_dialect: Any, _record: Any, _arguments: Any, parameters: dict[str, Any]) -> None:
+        parameters["port"] = ports[0]
+
+    await asyncio.to_thread(proxy.black_hole)
+    for number in range(3):
+        with pytest.raises(UnreachableError):
+            await world.call(lock(world, engine, f"{name}{number}").try_acquire)
+    ports[0] = urlsplit(dsn).port
+    await comes_back(world, lock(world, engine, name))
+    await asyncio.to_thread(proxy.heal)
+
+
+async def comes_back(world: World, one: Any) -> None:
+    """Wait until a lock can be had again."""
+
+    async def granted() -> bool:
+        try:
+            held = await world.call(one.acquire, timeout=5)
+        except UnreachableError:
+            return False
+        await world.call(held.release)
+        return True
+
+    await eventually(granted, deadline=10)
 
 
 async def test_a_refusing_server_is_unreachable_and_what_is_held_stays(

@@ -34,7 +34,7 @@ whole = st.integers(-(2**63), 2**63 - 1).map(LockKey.raw)
 pairs = st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)).map(lambda two: LockKey.pair(*two))
 
 # Not functions, though an opening bracket may follow.
-WORDS = {"as", "cast", "filter", "from", "in", "operator", "over", "values", "where", "with", "t", "u", "o", "and", "or"}
+WORDS = {"as", "materialized", "cast", "filter", "from", "in", "operator", "over", "values", "where", "with", "t", "u", "o", "and", "or"}
 
 
 def texts() -> list[str]:

@@ -76,7 +76,6 @@ class AsyncKeeper(Keeper[AsyncSession]):
 
     async def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> AsyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time."""
-        self.check_reach()
         bell = None
         with MUTEX:
             turn = self.roster.take()
@@ -112,6 +111,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
     async def _open(self, budget: float, keys: int) -> AsyncSession:
         """Open a session in a task of ours: a cancelled caller leaves it to whoever comes next."""
         counts = keys > 0
+        self.begin_opening(counts=counts)
         task = asyncio.ensure_future(self._opener(counts=counts))
         keep(task)
         try:

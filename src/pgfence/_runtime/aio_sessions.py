@@ -212,7 +212,7 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
         if facts is None:
             before = await wire.set_autocommit(True)
             try:
-                facts = server.Facts.of(await wire.query(server.READ_FACTS, ()))
+                facts = server.Facts.of(await wire.query(server.READ_FACTS, ()), set_up=False)
             finally:
                 await wire.set_autocommit(before)
             cls.learn(inner, dbapi_connection, facts)

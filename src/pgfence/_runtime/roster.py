@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import event
 
+from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import place
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.sessions import Session
@@ -135,6 +136,7 @@ class Keeper(ABC, Generic[S]):
         self.sessions: set[S] = set()
         self.stuck = 0
         """Openings that were given up and have not ended yet."""
+        self._opening_began = 0.0
         self.on_death = on_death
         self._counted_at = 0.0
         self._used = 0
@@ -195,10 +197,19 @@ class Keeper(ABC, Generic[S]):
         if limit is not None:
             self._limit = limit
 
-    def check_reach(self) -> None:
-        """Refuse at once when as many openings as there are places are stuck: the server is not there, not busy."""
-        if self.stuck >= self.roster.limit:
-            raise UnreachableError(f"{place(self.engine)} does not answer. Nothing is known about the lock")
+    def begin_opening(self, *, counts: bool) -> None:
+        """Refuse at once when as many openings as there are places are stuck: the server is not there, not busy.
+
+        One more is tried every few seconds, for a driver may hang long after the server is back.
+        """
+        now = time.monotonic()
+        with MUTEX:
+            if self.stuck < self.roster.limit or now - self._opening_began > OPEN_BUDGET:
+                self._opening_began = now
+                return
+            if counts:
+                self.roster.gone()
+        raise UnreachableError(f"{place(self.engine)} does not answer. Nothing is known about the lock")
 
     def room_for(self, keys: int) -> None:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""

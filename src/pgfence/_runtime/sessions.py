@@ -69,6 +69,8 @@ class Session(ABC):
         self.wire = wire
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
+        if 0 < facts.statement_timeout < 2 * self.slice:
+            self.slice = 0.0  # the site would end a wait in the server: poll instead
         self.facts = facts
         self.hold: Hold[Any] | None = None
         self.lent = False
@@ -201,9 +203,6 @@ class Borrowed(Session):
     def __init__(self, connection: Connection, dbapi_connection: Any, wire: Wire, facts: server.Facts) -> None:
         super().__init__(dbapi_connection, wire, facts)
         self.connection = connection
-        limit = int(facts.settings.get("statement_timeout", "0")) / 1000
-        if 0 < limit < 2 * self.slice:
-            self.slice = 0.0  # the site would end a wait in the server: poll instead
         self.watch()
         event.listen(connection, "before_cursor_execute", self._guard)
 

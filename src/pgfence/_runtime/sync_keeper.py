@@ -80,7 +80,6 @@ class SyncKeeper(Keeper[SyncSession]):
             keys: how many keys it is to hold.
             again: after one that ended: opening another may not take much longer than what is left.
         """
-        self.check_reach()
         gate = None
         with MUTEX:
             turn = self.roster.take()
@@ -116,6 +115,7 @@ class SyncKeeper(Keeper[SyncSession]):
     def _open(self, budget: float, keys: int) -> SyncSession:
         """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
         opening = Opening(counts=keys > 0)
+        self.begin_opening(counts=opening.counts)
         given_up = self.given_up if opening.counts else self.stuck_visitor
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(self._opener, opening), name="pgfence-opener", daemon=True).start()

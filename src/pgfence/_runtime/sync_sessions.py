@@ -139,7 +139,7 @@ class BorrowedSyncSession(Borrowed, SyncSession):
         if facts is None:
             before = wire.set_autocommit(True)
             try:
-                facts = server.Facts.of(wire.query(server.READ_FACTS, ()))
+                facts = server.Facts.of(wire.query(server.READ_FACTS, ()), set_up=False)
             finally:
                 wire.set_autocommit(before)
             cls.learn(connection, dbapi_connection, facts)

@@ -54,20 +54,20 @@ _TRY_MANY = (
     " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + "),"
     " t(i, got) AS (SELECT 0::bigint, b.mine FROM b UNION ALL"
     f" SELECT k.i, {_call('pg_try_advisory_lock', 'k.v', 'k.p')} FROM t JOIN k ON k.i = t.i + 1 WHERE t.got),"
-    " d AS MATERIALIZED (SELECT count(*) - 1 AS asked, bool_and(got) AS got FROM t)"
+    " d AS MATERIALIZED (SELECT pg_catalog.count(*) - 1 AS asked, pg_catalog.bool_and(got) AS got FROM t)"
     " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
-    f" (SELECT count({_call('pg_advisory_unlock')}) FROM k WHERE NOT d.got AND k.i < d.asked) FROM d"
+    f" (SELECT pg_catalog.count({_call('pg_advisory_unlock')}) FROM k WHERE NOT d.got AND k.i < d.asked) FROM d"
 )
 # The counts make one phase depend on the other; a CTE that nobody reads is never run.
 _WAIT_MANY = (
     "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set),"
     " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + " ORDER BY i),"
     f" x AS MATERIALIZED (SELECT {_call('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
-    " n AS MATERIALIZED (SELECT count(*) AS taken FROM x)"
+    " n AS MATERIALIZED (SELECT pg_catalog.count(*) AS taken FROM x)"
     # One row: a driver that reads only the first would leave the rest of the locks untaken.
-    f" SELECT count({_call('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
+    f" SELECT pg_catalog.count({_call('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
 )
-_UNLOCK_MANY = f"SELECT bool_and({_call('pg_advisory_unlock')}) FROM " + _KEYS.format("{1}", "{2}")
+_UNLOCK_MANY = f"SELECT pg_catalog.bool_and({_call('pg_advisory_unlock')}) FROM " + _KEYS.format("{1}", "{2}")
 
 _GRANTED = "pgfence.granted"
 _QUIET_WAIT = (

@@ -63,8 +63,8 @@ _FACTS = (
     " pg_catalog.current_setting('max_locks_per_transaction')::bigint"
     " * (pg_catalog.current_setting('max_connections')::bigint"
     " + pg_catalog.current_setting('max_prepared_transactions')::bigint),"
-    " (SELECT count(*) FROM pg_catalog.pg_locks),"
-    " (SELECT count(*) FROM pg_catalog.pg_locks WHERE probe.got AND locktype = 'advisory'"
+    " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks),"
+    " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks WHERE probe.got AND locktype = 'advisory'"
     " AND pid = pg_catalog.pg_backend_pid()), {settings} FROM probe"
 )
 # What was set before is read from the view's own snapshot, so the filter may set in passing.
@@ -87,7 +87,7 @@ _SET_UP = _FACTS.format(
 SET_UP: dict[Style, str] = {"format": _SET_UP.format("%s"), "numeric": _SET_UP.format("$1")}
 
 BACKEND_PID = "SELECT pg_catalog.pg_backend_pid()"
-LOCK_TABLE_USE = "SELECT count(*) FROM pg_catalog.pg_locks"
+LOCK_TABLE_USE = "SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +104,18 @@ class Facts:
     locks_seen: int
     settings: dict[str, str]
     """What was in force before we set anything, in the units of pg_settings."""
+    set_up: bool
+    """Whether our own settings are in force now."""
+
+    @property
+    def statement_timeout(self) -> float:
+        """What ends our statements, in seconds; 0: nothing."""
+        return 0.0 if self.set_up else int(self.settings.get("statement_timeout", "0")) / 1000
 
     @classmethod
-    def of(cls, row: Sequence[Any]) -> Facts:
+    def of(cls, row: Sequence[Any], *, set_up: bool) -> Facts:
         pid, standby, version, number, deadlock_ms, limit, used, seen, settings = row
-        return cls(pid, standby, version, number, deadlock_ms / 1000, limit, used, seen, json.loads(settings))
+        return cls(pid, standby, version, number, deadlock_ms / 1000, limit, used, seen, json.loads(settings), set_up)
 
 
 def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Facts:
@@ -120,8 +127,9 @@ def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Fact
         set_up: set what a quiet holder needs.
     """
     if not set_up:
-        return Facts.of(connection.exec_driver_sql(READ_FACTS).one())
-    return Facts.of(connection.exec_driver_sql(SET_UP[style_of(connection.dialect)], (driver_pid,)).one())
+        return Facts.of(connection.exec_driver_sql(READ_FACTS).one(), set_up=False)
+    row = connection.exec_driver_sql(SET_UP[style_of(connection.dialect)], (driver_pid,)).one()
+    return Facts.of(row, set_up=True)
 
 
 _THEIRS = (

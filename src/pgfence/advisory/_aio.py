@@ -162,12 +162,12 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         ):
             return home, self._sql, None
         if hasattr(engine, "sync_connection"):
-            config = config_of(engine)
+            config = config_of(engine, pin=True)
             domain = aio.domain_of(engine.engine, config)
             return domain, self._in_terms_of(config, domain.style), engine
         if not hasattr(engine, "sync_engine"):
             engine = engine()
-        config = config_of(engine)
+        config = config_of(engine, pin=True)
         domain = aio.domain_of(lock_engine(engine, config), config)
         self._home = domain
         return domain, self._in_terms_of(config, domain.style), None

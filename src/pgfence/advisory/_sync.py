@@ -165,12 +165,12 @@ class AdvisoryLock(Named, Verbs[H]):
         if home is not None and home.engine is engine and home.pid == PROCESS.pid:
             return home, self._sql, None
         if isinstance(engine, Connection):
-            config = config_of(engine)
+            config = config_of(engine, pin=True)
             domain = sync.domain_of(engine.engine, config)
             return domain, self._in_terms_of(config, domain.style), engine
         if not isinstance(engine, Engine):
             engine = engine()
-        config = config_of(engine)
+        config = config_of(engine, pin=True)
         domain = sync.domain_of(lock_engine(engine, config), config)
         self._home = domain
         return domain, self._in_terms_of(config, domain.style), None

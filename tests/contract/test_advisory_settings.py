@@ -1,0 +1,338 @@
+"""AdvisoryLock under the settings of an engine: listeners and echo, round trips, poolers, configure()."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, event
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from pgfence.config import configure
+from pgfence.errors import LockTimeoutError, PoolerError, UnreachableError
+from pgfence.keys import LockKey
+from support.locking import (
+    background,
+    elsewhere,
+    freed,
+    give,
+    is_free,
+    labelled,
+    lock,
+    run,
+    sessions,
+    terminate,
+    waits,
+)
+from support.proxy import Proxy
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+    from support.worlds import World
+
+
+def listen(engine: Any, what: str, seen: list[str]) -> None:
+    event.listen(getattr(engine, "sync_engine", engine), what, lambda *args: seen.append(args[2]))
+
+
+class CountingProxy(Proxy):
+    """Counts how often the server said that it is ready for the next question: one round trip each."""
+
+    trips = 0
+
+    async def _forward(self, sink: Any, data: bytes) -> None:
+        self.trips += data.count(b"Z\x00\x00\x00\x05")
+        await super()._forward(sink, data)
+
+
+@pytest.fixture
+def counting(dsn: str) -> Iterator[CountingProxy]:
+    proxy = CountingProxy(dsn)
+    yield proxy
+    proxy.close()
+
+
+async def test_a_free_lock_costs_two_round_trips(world: World, name: str, counting: CountingProxy) -> None:
+    """One for the try, one for the unlock, on a warm connection, by any verb and for many names as for one."""
+    engine = world.engine(dsn=counting.dsn)
+    for one in (lock(world, engine, name), lock(world, engine, name, name + "2")):
+        for _ in range(3):  # statements are prepared by then
+            await world.call((await world.call(one.try_acquire)).release)
+        for verb in (one.try_acquire, one.acquire):
+            before = counting.trips
+            held = await world.call(verb)
+            assert counting.trips - before == 1
+            held.check()
+            await world.call(held.release)
+            assert counting.trips - before == 2
+        before = counting.trips
+        async with world.enter(one.hold()):
+            pass
+        assert counting.trips - before == 2
+
+
+async def test_a_busy_try_costs_one_round_trip(world: World, name: str, dsn: str, counting: CountingProxy) -> None:
+    """For one name and for several: what was taken before the refusal goes back in the same trip."""
+    engine = world.engine(dsn=counting.dsn)
+    with elsewhere(dsn, name):
+        for one in (lock(world, engine, name), lock(world, engine, name, name + "2")):
+            await world.call(one.try_acquire)
+            await world.call(one.try_acquire)
+            before = counting.trips
+            assert await world.call(one.try_acquire) is None
+            assert counting.trips - before == 1
+
+
+async def test_listeners_see_every_statement(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hooks before and after see try, both kinds of wait and unlock, and the lock works as it does without them."""
+    engine, before, after = world.engine(), [], []
+    listen(engine, "before_cursor_execute", before)
+    listen(engine, "after_cursor_execute", after)
+    one = lock(world, engine, name)
+    async with world.enter(one.hold()):
+        assert not is_free(admin, name)
+    assert [text for text in before if "pg_try_advisory_lock" in text]
+    assert [text for text in before if "pg_advisory_unlock" in text]
+    other = world.other()
+    with elsewhere(dsn, name) as holder:
+        assert await other.call(one.try_acquire) is None
+        with pytest.raises(LockTimeoutError):
+            await other.call(one.acquire, timeout=0.12)
+        async with background(other.call(one.acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            await eventually(lambda: sum("DO $$" in text for text in before) >= 2)
+            give(holder, name)
+            held = await task
+    assert not is_free(admin, name)
+    await other.call(held.release)
+    assert is_free(admin, name)
+    assert [text for text in before if "pg_advisory_xact_lock" in text and "DO $$" not in text]
+    assert set(after) <= set(before)
+    assert [text for text in after if "pg_advisory_unlock" in text]
+
+
+async def test_echo_shows_every_statement(
+    world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """echo=True logs what is sent."""
+    engine = world.engine(echo=True)
+    logging.getLogger("sqlalchemy.engine.Engine").propagate = True
+    with caplog.at_level(logging.INFO, "sqlalchemy.engine"):
+        async with world.enter(lock(world, engine, name).hold()):
+            pass
+    assert "pg_try_advisory_lock" in caplog.text
+    assert "pg_advisory_unlock" in caplog.text
+
+
+async def test_a_hook_may_add_a_comment(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
+    """Tracing that writes a comment into each statement (retval=True) breaks no step of a wait."""
+    engine, other = world.engine(), world.other()
+
+    def comment(conn: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> Any:
+        return f"{statement} /* traceparent='00-1' */", parameters
+
+    event.listen(getattr(engine, "sync_engine", engine), "before_cursor_execute", comment, retval=True)
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            await asyncio.sleep(0.7)
+            give(holder, name)
+            held = await task
+    assert not is_free(admin, name)
+    await other.call(held.release)
+    assert is_free(admin, name)
+
+
+async def test_a_hook_that_fails_is_the_users_own_error(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """An exception in a hook goes on as it is; nothing is held, and without the hook all is well again."""
+    engine, broken = world.engine(), [True, "advisory"]
+
+    def fail(*args: Any) -> None:
+        if broken[0] and broken[1] in args[2]:
+            raise ZeroDivisionError("hook")
+
+    for moment in ("before_cursor_execute", "after_cursor_execute"):
+        event.listen(getattr(engine, "sync_engine", engine), moment, fail)
+        with pytest.raises(ZeroDivisionError):
+            await world.call(lock(world, engine, name).acquire)
+        await freed(admin, name)
+        event.remove(getattr(engine, "sync_engine", engine), moment, fail)
+    broken[1] = "unlock"
+    event.listen(getattr(engine, "sync_engine", engine), "before_cursor_execute", fail)
+    with pytest.raises(ZeroDivisionError):
+        async with world.enter(lock(world, engine, name).hold()):
+            pass
+    await freed(admin, name)  # C003: an unlock that cannot be proven closes the connection
+    broken[0] = False
+    async with world.enter(lock(world, engine, name).hold(timeout=5)):
+        pass
+
+
+async def test_a_failing_unlock_does_not_hide_the_bodys_error(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C003, C004: the body's ValueError wins, the hook's failure is a note on it, and the lock is free."""
+    engine = world.engine()
+
+    def fail(*args: Any) -> None:
+        if "unlock" in args[2]:
+            raise ZeroDivisionError("hook")
+
+    event.listen(getattr(engine, "sync_engine", engine), "before_cursor_execute", fail)
+    with pytest.raises(ValueError, match="body") as caught:
+        async with world.enter(lock(world, engine, name).hold()):
+            raise ValueError("body")
+    assert any("ZeroDivisionError" in note for note in caught.value.__notes__)
+    await freed(admin, name)
+
+
+async def test_a_listened_lock_is_lost_and_waited_for_like_any_other(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A killed holder is told, a killed waiter goes on, with hooks as without."""
+    engine, other = labelled(world, name), world.other()
+    listen(engine, "before_cursor_execute", [])
+    held = await world.call(lock(world, engine, name).acquire)
+    terminate(admin, sessions(admin, name)[0].pid)
+    await eventually(lambda: held.lost)
+    with pytest.raises(Exception, match="lost"):
+        await world.call(held.release)
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
+            await eventually(waits(admin, name))
+            for row in sessions(admin, name):
+                terminate(admin, row.pid)
+            await eventually(waits(admin, name))
+            give(holder, name)
+            await other.call((await task).release)
+
+
+async def test_a_small_statement_timeout_with_a_declared_pooler(
+    world: World, name: str, dsn: str, role: Callable[..., str]
+) -> None:
+    """C039: where nothing may be set, because a pooler was declared, a wait still ends at the caller's time."""
+    engine = world.engine(dsn=role(settings={"statement_timeout": "150ms"}))
+    configure(engine, pooler="session")
+    with elsewhere(dsn, name), pytest.raises(LockTimeoutError):
+        await world.call(lock(world, engine, name).acquire, timeout=0.6)
+    async with world.enter(lock(world, engine, name).hold(timeout=5)):
+        pass
+
+
+async def test_behind_a_declared_pooler_nothing_is_set(
+    world: World, name: str, role: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """What we set would reach the next client of the session: the lent connection shows the site's values, all of them."""
+    settings = {"statement_timeout": "9s", "idle_session_timeout": "8min", "lock_timeout": "7s"}
+    engine = world.engine(dsn=role(settings=settings))
+    configure(engine, pooler="session")
+    async with world.enter(lock(world, engine, name).connect()) as connection:
+        for setting, value in settings.items():
+            assert await run(world, connection, f"SHOW {setting}") == value
+
+
+async def test_a_declared_transaction_pooler_is_refused(world: World, name: str) -> None:
+    """C019: by every verb, with the way out."""
+    engine = world.engine()
+    configure(engine, pooler="transaction")
+    one = lock(world, engine, name)
+    for verb in (one.try_acquire, one.acquire):
+        with pytest.raises(PoolerError, match="lock_engine") as caught:
+            await world.call(verb)
+        assert caught.value.mode == "transaction"
+    with pytest.raises(PoolerError):
+        async with world.enter(one.connect()):
+            pass
+
+
+async def test_a_transaction_pooler_is_found_out(
+    world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C019, C021: through PgBouncer in transaction mode no verb grants; a direct lock_engine is the way out."""
+    through = await asyncio.to_thread(pgbouncer, "transaction")
+    arguments: dict[str, Any] = {"asyncpg": {"statement_cache_size": 0}, "psycopg2": {}}.get(
+        world.name, {"prepare_threshold": None}
+    )
+    engine = world.engine(dsn=through, connect_args=arguments)
+    for _ in range(3):
+        with pytest.raises(PoolerError) as caught:
+            await world.call(lock(world, engine, name).acquire)
+        assert "lock_engine" in str(caught.value)
+    assert caught.value.mode == "transaction"
+    assert is_free(admin, name)
+    app = world.engine(dsn=through, connect_args=arguments)
+    configure(app, lock_engine=world.engine())
+    async with world.enter(lock(world, app, name).hold()):
+        assert not is_free(admin, name)
+
+
+async def test_a_session_pooler_works_at_the_callers_word(
+    world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C019: refused as unknown at first, and used when declared: hold, wait, lend, lose; settings do not leak."""
+    through = await asyncio.to_thread(pgbouncer, "session")
+    with pytest.raises(PoolerError) as caught:
+        await world.call(lock(world, world.engine(dsn=through), name).acquire)
+    assert caught.value.mode == "unknown"
+    engine, other = world.engine(dsn=through), world.other()
+    configure(engine, pooler="session")
+    async with world.enter(lock(world, engine, name).hold()):
+        assert not is_free(admin, name)
+    assert is_free(admin, name)
+    with elsewhere(dsn, name) as holder:
+        async with background(other.call(lock(world, engine, name).acquire, timeout=10)) as task:
+            await eventually(waits(admin, name))
+            await asyncio.sleep(0.6)
+            give(holder, name)
+            await other.call((await task).release)
+    async with world.enter(lock(world, engine, name).connect()) as connection:
+        assert await run(world, connection, "SELECT 1") == 1
+    assert is_free(admin, name)
+
+
+async def test_settings_that_come_too_late_are_refused_or_hold(world: World, name: str, dsn: str) -> None:
+    """configure() belongs before the first use: afterwards it is an error or takes effect, never half of both."""
+    engine = world.engine()
+    async with world.enter(lock(world, engine, name).hold()):
+        pass
+    try:
+        configure(engine, default_timeout=0.1, namespace="late")
+    except ValueError:
+        expected = (30.0, "")
+    else:
+        expected = (0.1, "late")
+    with elsewhere(dsn, name):
+        async with world.enter(lock(world, engine, name + "x").hold()) as held:
+            assert held.keys == (LockKey.of(name + "x", namespace=expected[1]),)
+        assert lock(world, engine, name)._place()[0].config.default_timeout == expected[0]
+
+
+async def test_passwords_in_a_query_are_not_printed(world: World, name: str) -> None:
+    """A URL may carry its password as a parameter: no error shows it."""
+    url = f"postgresql+{world.driver}://somebody@127.0.0.1:1/nothing?password=s3cret-word"
+    engine = world.pick(create_engine, create_async_engine)(url)
+    with pytest.raises(UnreachableError) as caught:
+        await world.call(lock(world, engine, name).acquire)
+    error: BaseException | None = caught.value
+    assert "s3cret-word" not in str(error)
+    assert "s3cret-word" not in repr(error)
+    await world.call(engine.dispose)
+
+
+async def test_what_the_server_refuses_for_good_is_not_retryable(world: World, name: str, dsn: str) -> None:
+    """No such database: UnreachableError; where the driver passes the SQLSTATE on, it says that trying again is no use."""
+    engine = world.engine(dsn=dsn.rsplit("/", 1)[0] + "/no_such_database")
+    with pytest.raises(UnreachableError, match="no_such_database") as caught:
+        await world.call(lock(world, engine, name).acquire)
+    if world.name == "asyncpg":
+        assert (caught.value.sqlstate, caught.value.retryable) == ("3D000", False)
