@@ -120,6 +120,11 @@ def config_of(thing: Any, *, pin: bool = False) -> Config:
     return config
 
 
+def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{what} has the wrong type: {type(value).__name__}")
+
+
 def _dialect(thing: Any) -> Dialect:
     try:
         dialect: Dialect = thing.dialect
