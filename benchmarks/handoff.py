@@ -67,8 +67,14 @@ class Ours(peers.Client):
         self.engine.dispose()
 
 
+class RawLate(Raw):
+    """The same after a longer wait, when everybody's caches are cold."""
+
+    polls = 1.0
+
+
 class OursLate(Ours):
-    """Most of these waits last longer than their first slice in the server."""
+    """Half of these waits last longer than their first slice in the server."""
 
     polls = 1.0
 
@@ -146,6 +152,7 @@ OWN: dict[str, Callable[[], type[peers.Client]]] = {
     "raw psycopg": lambda: Raw,
     "raw psycopg, again": lambda: Raw,
     "pgfence": lambda: Ours,
+    "raw psycopg, after up to a second": lambda: RawLate,
     "pgfence, after up to a second": lambda: OursLate,
     "raw psycopg async": lambda: RawPsycopgAsync,
     "raw psycopg async, again": lambda: RawPsycopgAsync,
@@ -229,7 +236,7 @@ def _pair(place: Place, field: tuple[str, ...], cycles: int) -> dict[str, list[f
         polls = {name: there[name] for there in (end.recv() for end in ends) for name in there}
         for _ in range(cycles + 2):
             for name in random.sample(field, len(field)):
-                # Who polls takes long, and is as good with few samples.
+                # Who polls, or waits long, needs few samples.
                 if polls[name] and random.random() > 0.05 / polls[name] and len(took[name]) > 2:
                     continue
                 took[name].append(_hand_over(*ends, name, polls[name]))

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from support.servers import database
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 PROGRAMS = TESTS / "typing" / "uses"
+CASEBOOK = ROOT / "docs" / "casebook.md"
 
 
 def all_pages() -> list[Path]:
@@ -80,15 +82,32 @@ def test_each_command_a_stranger_types_is_one_line() -> None:
         assert [command.count("\n") for command in marked] == [1], what
 
 
-def test_every_case_of_the_casebook_is_held_by_the_tests_it_names() -> None:
-    """The casebook lists the cases that tests name, each with the files of those tests, and no others."""
-    page = (ROOT / "docs" / "casebook.md").read_text(encoding="utf-8")
-    listed = {
-        case: set(re.findall(r"`(tests/\S+?\.py)`", section))
-        for case, section in re.findall(r"^## (C\d{3})(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    }
-    held: dict[str, set[str]] = {}
+def files_by_case() -> dict[str, list[str]]:
+    """Return the files of the tests that name each case."""
+    found: dict[str, list[str]] = {}
     for file in sorted(TESTS.rglob("test_*.py")):
-        for case in set(re.findall(r"\bC\d{3}\b", file.read_text(encoding="utf-8"))):
-            held.setdefault(case, set()).add(called(file))
-    assert listed == held
+        for case in sorted(set(re.findall(r"\bC\d{3}\b", file.read_text(encoding="utf-8")))):
+            found.setdefault(case, []).append(called(file))
+    return found
+
+
+def casebook(page: str) -> str:
+    """Return the casebook with the files of the tests as they are now."""
+    files = files_by_case()
+
+    def held_by(section: re.Match[str]) -> str:
+        listed = "**Held by** " + ", ".join(f"`{file}`" for file in files.get(section["case"], []))
+        return section["text"] + textwrap.fill(listed, 120, break_long_words=False, break_on_hyphens=False)
+
+    return re.sub(r"(?ms)(?P<text>^## (?P<case>C\d{3}).*?)^\*\*Held by\*\* .*?(?=\n\n|\n?\Z)", held_by, page)
+
+
+def test_every_case_of_the_casebook_is_held_by_the_tests_it_names() -> None:
+    """The casebook has a section for each case that tests name, with the files of those tests, and no other section."""
+    page = CASEBOOK.read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^## (C\d{3})", page, re.MULTILINE)) == sorted(files_by_case())
+    assert page == casebook(page), "python tests/test_docs.py --write"
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    CASEBOOK.write_text(casebook(CASEBOOK.read_text(encoding="utf-8")), encoding="utf-8")

@@ -392,7 +392,7 @@ def in_line(engine: Any, count: int) -> Callable[[], bool]:
     def look() -> bool:
         (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
         tickets = {id(ticket): ticket for line in domain.lines._lines.values() for ticket in line}
-        return sum(ticket.ahead > 0 for ticket in tickets.values()) == count
+        return sum(not ticket.lines.first(ticket) for ticket in tickets.values()) == count
 
     return look
 

@@ -31,7 +31,7 @@ def standing(engine: Any) -> int:
     sync_engine = getattr(engine, "sync_engine", engine)
     found = domains.Homes.of(sync_engine).values()
     tickets = {id(t): t for domain in found for line in domain.lines._lines.values() for t in line}
-    return sum(ticket.ahead > 0 for ticket in tickets.values())
+    return sum(not ticket.lines.first(ticket) for ticket in tickets.values())
 
 
 async def test_two_hundred_threads_wait_on_one_connection(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:

@@ -185,7 +185,7 @@ def in_line(engine: Any) -> int:
 
     (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
     tickets = {id(ticket): ticket for line in domain.lines._lines.values() for ticket in line}
-    return sum(ticket.ahead > 0 for ticket in tickets.values())
+    return sum(not ticket.lines.first(ticket) for ticket in tickets.values())
 
 
 async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: str, dsn: str) -> None:

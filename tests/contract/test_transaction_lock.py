@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, TransactionStateError
 from pgfence.keys import LockKey
+from pgfence.transaction import AsyncTransactionLock, TransactionLock
 from support.transactions import connection, factory, lock, run, scoped, session, statements, value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import psycopg
 
     from support.worlds import World
 
-Rows = "Callable[[], list[Any]]"
 FREE_WAYS = pytest.mark.parametrize(
     "way",
     [("try_acquire", {}), *(("acquire", {"timeout": t}) for t in (None, 0, 5, float("inf")))],
@@ -76,15 +76,17 @@ async def test_the_same_lock_again_in_one_transaction_costs_nothing(world: World
         assert len(sent) == 1
 
 
-async def test_a_new_transaction_asks_again(world: World, name: str) -> None:
+@pytest.mark.parametrize("opener", [session, connection])
+async def test_a_new_transaction_asks_again(world: World, name: str, opener: Any) -> None:
     """What one transaction held says nothing about the next one on the same session and connection."""
     engine = world.engine(pool_size=1, max_overflow=0)
-    async with session(world, engine) as work:
+    async with opener(world, engine) as work:
         for end in (work.commit, work.rollback, work.commit):
             with statements(engine) as sent:
                 await world.call(lock(work, name).acquire)
             assert len(sent) == 1
             await world.call(end)
+            await run(world, work, "SELECT 1")
 
 
 # ---------------------------------------------------------------- exclusion
@@ -181,16 +183,10 @@ async def test_hold_does_not_release_at_the_end_of_its_block(world: World, name:
         assert advisory_rows() == []
 
 
-def test_hold_says_so_in_its_first_line() -> None:
+@pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])
+def test_hold_says_so_in_its_first_line(kind: Any) -> None:
     """C013: the first line of its docstring says that it does not release."""
-    for kind in (lock_class() for lock_class in _both()):
-        assert "NOT release" in (kind.hold.__doc__ or "").splitlines()[0]
-
-
-def _both() -> list[Callable[[], Any]]:
-    from pgfence.transaction import AsyncTransactionLock, TransactionLock
-
-    return [lambda: TransactionLock, lambda: AsyncTransactionLock]
+    assert "NOT release" in kind.hold.__doc__.splitlines()[0]
 
 
 async def test_a_refused_try_is_false_and_runs_no_block(world: World, name: str) -> None:
@@ -205,14 +201,10 @@ async def test_a_refused_try_is_false_and_runs_no_block(world: World, name: str)
                 pytest.fail("the body ran without the lock")
 
 
-async def test_an_unawaited_try_is_noticed(dsn: str, name: str) -> None:
+def test_an_unawaited_try_is_noticed(name: str) -> None:
     """C018: an async try that nobody awaits warns, as Python does for every such coroutine."""
-    from sqlalchemy.ext.asyncio import AsyncSession
-
     with pytest.warns(RuntimeWarning, match="never awaited"):
         lock(AsyncSession(), name).try_acquire()
-        import gc
-
         gc.collect()
 
 
@@ -424,7 +416,7 @@ async def test_eight_writers_lose_no_update(world: World, name: str, admin: psyc
 
     async def add(number: int) -> None:
         who = world.other()
-        begin = lock_begin(world)
+        begin = world.pick(TransactionLock, AsyncTransactionLock).begin
         for _ in range(10):
             async with who.enter(begin(make, name, timeout=30)) as work:
                 seen = await value(who, work, "SELECT n FROM tally")
@@ -435,9 +427,3 @@ async def test_eight_writers_lose_no_update(world: World, name: str, admin: psyc
         assert admin.execute("SELECT n FROM tally").fetchone() == (80,)
     finally:
         admin.execute("DROP TABLE tally")
-
-
-def lock_begin(world: World) -> Any:
-    from pgfence.transaction import AsyncTransactionLock, TransactionLock
-
-    return world.pick(TransactionLock, AsyncTransactionLock).begin

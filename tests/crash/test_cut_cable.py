@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgfence import configure
-from pgfence.errors import LockLostError, UnreachableError
+from pgfence.errors import LockLostError
 from support import transactions
-from support.locking import background, is_free, labelled, lock, run
+from support.locking import is_free, labelled, lock, run
 from support.waiting import eventually
 from support.worlds import NAMES, World
 
@@ -76,6 +75,12 @@ async def test_the_users_own_sockets_are_left_alone(world: World, name: str) -> 
         await world.call(held.release)
 
 
+async def work(world: World, busy: Any, one: Any) -> None:
+    """Run a statement that takes longer than any budget, on the lock's own connection."""
+    async with busy.enter(one.connect()) as connection:
+        await run(busy, connection, "SELECT pg_sleep(300)")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_holder_behind_a_cut_cable_is_told_before_its_lock_is_given_away(
@@ -85,9 +90,14 @@ async def test_a_holder_behind_a_cut_cable_is_told_before_its_lock_is_given_away
     worlds = [World(each, dsn) for each in NAMES]
     locks = [lock(world, labelled(world, name, dsn=far_server.dsn), f"{name} {world.name}") for world in worlds]
     holders = [await world.call(one.acquire) for world, one in zip(worlds, locks, strict=True)]
+    busy = worlds[0].other()
+    working = asyncio.ensure_future(
+        work(worlds[0], busy, lock(worlds[0], worlds[0].engine(dsn=far_server.dsn), f"{name} busy"))
+    )
     near = f"host={far_server.folder} port={far_server.port} user=postgres dbname=postgres"
     with psycopg.connect(near, autocommit=True) as admin:
         assert not any(is_free(admin, f"{name} {world.name}") for world in worlds)
+        await eventually(lambda: not is_free(admin, f"{name} busy"), deadline=10)
         told: dict[str, float] = {}
         for world, holder in zip(worlds, holders, strict=True):
             holder.on_lost(lambda world=world: told.setdefault(world.name, time.monotonic()))
@@ -95,15 +105,20 @@ async def test_a_holder_behind_a_cut_cable_is_told_before_its_lock_is_given_away
         await asyncio.to_thread(far_server.network.cut)
         freed: dict[str, float] = {}
 
+        working.add_done_callback(lambda _: told.setdefault("busy", time.monotonic()))
+
         def all_over() -> bool:
-            for world in worlds:
-                if world.name not in freed and is_free(admin, f"{name} {world.name}"):
-                    freed[world.name] = time.monotonic()
-            return len(freed) == len(told) == len(worlds)
+            for each in [*NAMES, "busy"]:
+                if each not in freed and is_free(admin, f"{name} {each}"):
+                    freed[each] = time.monotonic()
+            return len(freed) == len(told) == len(worlds) + 1
 
         await eventually(all_over, deadline=60)
         print({each: (round(told[each] - cut, 1), round(freed[each] - cut, 1)) for each in told})
         assert max(told.values()) - cut < 25
+        assert told["busy"] < freed["busy"]
+        with pytest.raises(Exception, match=r"(?i)connection|timed out"):
+            await working
         for world, holder in zip(worlds, holders, strict=True):
             assert told[world.name] < freed[world.name]
             assert (holder.state, holder.loss_reason) == ("lost", "cut off"), world.name

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Each child of this program ends in one of the ways, as a program of its own. `kept` lives until the interpreter ends.
 ENDINGS = """
+create_async_engine(sys.argv[1])  # loads the driver, once for all
 kept = []
 WAITS = "SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted)"
 {ways}

@@ -110,7 +110,7 @@ async def test_a_block_on_a_hung_backend_can_be_left(
     one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
     for manager in (one.hold(), one.connect()):
         hung = frozen()
-        with pytest.raises(ValueError, match="mine") as caught:  # noqa: PT012
+        with pytest.raises(ValueError, match="mine") as caught:
             async with world.enter(manager):
                 (session,) = [s for s in sessions(admin, name) if s.state == "idle"]
                 hung = frozen(session.pid)

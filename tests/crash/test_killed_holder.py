@@ -11,7 +11,7 @@ import pytest
 
 from support.locking import background, freed, is_free, lock, waits
 from support.processes import alive
-from support.programs import holder
+from support.programs import IMPORTS, holder
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -20,15 +20,28 @@ if TYPE_CHECKING:
     import psycopg
 
     from support.processes import Script
+    from support.proxy import Proxy
     from support.worlds import World
 
 FORKED = {
     "alone": "say('held'); park()",
     "with a living child": "fork_child(); say('held'); park()",
+    "on the caller's own connection": """
+await held.release()
+connection = await engine.connect()
+held = await AsyncAdvisoryLock(connection, sys.argv[2]).acquire()
+fork_child(); say('held'); park()
+""",
+    "on connect()": """
+await held.release()
+manager = lock.connect()
+connection = await manager.__aenter__()
+fork_child(); say('held'); park()
+""",
 }
 
 
-@pytest.mark.parametrize("body", FORKED.values(), ids=FORKED)
+@pytest.mark.parametrize("body", FORKED.values(), ids=[how.replace(" ", "-") for how in FORKED])
 async def test_a_killed_holder_frees_its_lock_for_the_next_at_once(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], body: str
 ) -> None:
@@ -45,6 +58,46 @@ async def test_a_killed_holder_frees_its_lock_for_the_next_at_once(
     assert held.state == "held"
     assert holding.child is None or alive(holding.child)
     await waiter.call(held.release)
+
+
+SYNC_OPENING = """
+held = []
+thread = threading.Thread(target=lambda: held.append(AdvisoryLock(create_engine(sys.argv[1]), sys.argv[2]).acquire()))
+thread.start()
+say("opening"); park()
+fork_child(); say("forked")
+thread.join()
+say("held"); signal.pause()
+"""
+ASYNC_OPENING = """
+async def main():
+    task = asyncio.ensure_future(AsyncAdvisoryLock(create_async_engine(sys.argv[1]), sys.argv[2]).acquire())
+    say("opening")
+    await asyncio.to_thread(park)
+    fork_child(); say("forked")
+    held = await task
+    say("held"); signal.pause()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_fork_in_mid_opening_does_not_keep_the_lock_of_a_killed_holder(
+    world: World, name: str, script: Callable[..., Script], proxy: Proxy, admin: psycopg.Connection[Any]
+) -> None:
+    """C012: forked while a connection is being opened, a child has a copy of a socket that nobody has noted yet."""
+    proxy.delay(1)
+    holding = script(IMPORTS + world.pick(SYNC_OPENING, ASYNC_OPENING), world.url_of(proxy.dsn), name)
+    holding.wait_for("opening")
+    await eventually(lambda: proxy.connections() >= 1)
+    holding._popen.stdin.close()
+    holding.wait_for("forked")
+    proxy.delay(0)
+    holding.wait_for("held")
+    assert not is_free(admin, name)
+    holding.kill()
+    assert alive(holding.child)
+    await freed(admin, name, within=2)
 
 
 CHILDREN = """
@@ -136,7 +189,9 @@ async def test_a_killed_child_leaves_the_lock_with_its_parent(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
     """C012: the child's end closes its copies of the parent's sockets, no more."""
-    holding = script(holder(world, "fork_child(); say('held'); park(); held.check(); await held.release()"), world.url, name)
+    holding = script(
+        holder(world, "fork_child(); say('held'); park(); held.check(); await held.release()"), world.url, name
+    )
     holding.wait_for("held")
     os.kill(holding.child, signal.SIGKILL)
     await eventually(lambda: not alive(holding.child))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-import psycopg
 import pytest
 
 from pgfence import LockKey
@@ -16,6 +15,8 @@ from support.transactions import statements
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import psycopg
 
     from support.worlds import World
 
@@ -49,9 +50,7 @@ async def test_pairs_and_whole_numbers_never_meet(
 
 async def test_the_documented_sql_meets_our_key(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C028: what psql takes by the documented expression excludes ours, and the other way round."""
-    key = (
-        "('x' || left(encode(sha256(convert_to(%s || chr(31) || %s, 'UTF8')), 'hex'), 16))::bit(64)::bigint"
-    )
+    key = "('x' || left(encode(sha256(convert_to(%s || chr(31) || %s, 'UTF8')), 'hex'), 16))::bit(64)::bigint"
     one = lock(world, world.engine(), name)
     async with world.enter(one.hold()):
         assert admin.execute(f"SELECT pg_try_advisory_lock({key})", ["", name]).fetchone() == (False,)

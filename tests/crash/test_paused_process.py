@@ -7,20 +7,21 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from pgfence._runtime import watch
 from pgfence.errors import LockLostError
 from support.locking import freed, is_free, labelled, lock, sessions, terminate
+from support.processes import frozen
 from support.programs import holder
 from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import psycopg
-
     from support.processes import Script
+    from support.servers import OwnServer
     from support.worlds import World
 
 # A reader on a thread of its own: the loop of an async holder has to be free for the answer to its question.
@@ -36,7 +37,7 @@ def observe():
             say(seen)
         time.sleep(0.001)
 
-held.on_lost(lambda: say("told"))
+held.on_lost(lambda: say("told", held.loss_reason))
 threading.Thread(target=observe, daemon=True).start()
 while True:
     await asyncio.sleep(0.05)
@@ -53,17 +54,20 @@ async def paused(holding: Script) -> None:
 
 
 async def test_a_process_that_stood_still_believes_nothing_until_the_server_answers(
-    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+    world: World, name: str, script: Callable[..., Script], private_server: OwnServer
 ) -> None:
-    """Silence is not possession: on waking the state is unknown, and held again after one round trip."""
-    holding = script(holder(world, OBSERVER), world.url, name)
+    """Silence is not possession: on waking the state is unknown for as long as the server is silent, and held after its answer."""
+    holding = script(holder(world, OBSERVER), world.url_of(private_server.dsn), name)
     holding.wait_for("held")
-    await paused(holding)
-    assert holding.read_line() == "unknown"
-    assert holding.read_line() == "held"
-    assert not is_free(admin, name)
-    holding.kill()
-    await freed(admin, name)
+    with psycopg.connect(private_server.dsn, autocommit=True) as admin:
+        (pid,) = admin.execute("SELECT pid FROM pg_locks WHERE locktype = 'advisory'").fetchone()
+        with frozen(pid):
+            await paused(holding)
+            assert holding.read_line() == "unknown"
+        assert holding.read_line() == "held"
+        assert not is_free(admin, name)
+        holding.kill()
+        await freed(admin, name)
 
 
 async def test_a_process_that_lost_its_lock_while_it_stood_still_hears_of_it_on_waking(
@@ -73,7 +77,7 @@ async def test_a_process_that_lost_its_lock_while_it_stood_still_hears_of_it_on_
     admin: psycopg.Connection[Any],
     advisory_rows: Callable[[], list[Any]],
 ) -> None:
-    """Terminated while it was stopped: lost and told at once when it runs again, and never held in between."""
+    """Terminated while it was stopped: lost and told at once when it runs again, with the true reason, and never held again."""
     holding = script(holder(world, OBSERVER), world.url, name)
     holding.wait_for("held")
     (row,) = advisory_rows()
@@ -84,7 +88,7 @@ async def test_a_process_that_lost_its_lock_while_it_stood_still_hears_of_it_on_
     said = {holding.read_line(), holding.read_line()}
     if "unknown" in said:
         said = said - {"unknown"} | {holding.read_line()}
-    assert said == {"lost", "told"}
+    assert said == {"lost", "told killed"}
 
 
 async def test_the_question_after_a_pause_disturbs_no_statement_of_the_holder(

@@ -69,7 +69,9 @@ async def test_work_on_the_holders_connection_ends_with_the_server(
     with connect(private_server) as admin:
         admin.execute("CREATE TABLE IF NOT EXISTS written (what text)")
     with pytest.raises(LockLostError):
-        async with world.enter(lock(world, labelled(world, name, dsn=private_server.dsn), name).connect()) as connection:
+        async with world.enter(
+            lock(world, labelled(world, name, dsn=private_server.dsn), name).connect()
+        ) as connection:
             private_server.restart("immediate")
             for _ in range(2):
                 with pytest.raises(Exception):  # noqa: B017 each driver has its own

@@ -37,9 +37,7 @@ def rows(server: OwnServer) -> list[Any]:
         return connection.execute(_ROWS).fetchall()
 
 
-async def test_a_session_lock_is_refused_on_a_standby(
-    world: World, name: str, pair: tuple[OwnServer, Standby]
-) -> None:
+async def test_a_session_lock_is_refused_on_a_standby(world: World, name: str, pair: tuple[OwnServer, Standby]) -> None:
     """C046: every verb, one name or many, on an engine or the caller's own connection; no row is left on either server."""
     primary, copy = pair
     engine = world.engine(dsn=copy.dsn)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from support.processes import Script
     from support.worlds import World
 
+
 async def test_a_killed_client_of_a_session_pooler_frees_its_lock(
     world: World,
     name: str,

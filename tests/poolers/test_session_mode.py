@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 SITE = {"statement_timeout": "47s", "lock_timeout": "46s", "idle_in_transaction_session_timeout": "45s"}
-ASKED = (*SITE, "idle_session_timeout", "default_transaction_isolation", "tcp_user_timeout", "client_connection_check_interval")
+ASKED = (
+    *SITE,
+    "idle_session_timeout",
+    "default_transaction_isolation",
+    "tcp_user_timeout",
+    "client_connection_check_interval",
+)
 
 
 @pytest.fixture

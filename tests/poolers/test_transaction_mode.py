@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 SITE = {"statement_timeout": "47s", "lock_timeout": "46s", "idle_in_transaction_session_timeout": "45s"}
-ASKED = (*SITE, "idle_session_timeout", "default_transaction_isolation", "tcp_user_timeout", "client_connection_check_interval")
+ASKED = (
+    *SITE,
+    "idle_session_timeout",
+    "default_transaction_isolation",
+    "tcp_user_timeout",
+    "client_connection_check_interval",
+)
 
 
 def pooled(world: World, through: str, **kwargs: Any) -> Any:
@@ -56,7 +62,8 @@ async def test_a_session_lock_is_refused_with_the_ways_out(
     world: World, name: str, pgbouncer: Callable[..., str], advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """C019: undeclared, on an idle pool: proven by a second client; the message names both ways out, and nothing is left."""
-    one = lock(world, pooled(world, pgbouncer("transaction")), name)
+    engine = pooled(world, pgbouncer("transaction"))
+    one = lock(world, engine, name)
     for call in (one.try_acquire, one.acquire):
         with pytest.raises(PoolerError, match=r"(?s)lock_engine=.*pooler=\"session\"") as caught:
             await world.call(call)
@@ -67,6 +74,9 @@ async def test_a_session_lock_is_refused_with_the_ways_out(
     with pytest.raises(PoolerError):
         async with world.enter(one.connect()):
             pytest.fail("entered")
+    async with transactions.connection(world, engine) as connection:
+        with pytest.raises(PoolerError):
+            await world.call(lock(world, connection, name).acquire)
     assert advisory_rows() == []
 
 

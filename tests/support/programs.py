@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from support.worlds import World
 
-_IMPORTS = """
+IMPORTS = """
 import asyncio, contextlib, os, random, signal, sys, threading, time
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -47,7 +47,7 @@ def program(world: World, code: str) -> str:
     if not world.is_async:
         for theirs, ours in _TO_SYNC:
             code = code.replace(theirs, ours)
-    return _IMPORTS + code
+    return IMPORTS + code
 
 
 def holder(world: World, body: str = "say('held'); park()", **settings: object) -> str:

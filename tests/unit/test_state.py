@@ -11,6 +11,7 @@ import pytest
 
 from pgfence._runtime.localqueue import MUTEX, Contender, Lines, Ticket
 from pgfence._runtime.state import Hold, emit, named
+from pgfence._sql.advisory import LockSql
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError
 from pgfence.keys import LockKey
@@ -18,8 +19,9 @@ from pgfence.keys import LockKey
 
 def make(*names: str) -> Hold[Any]:
     names = names or ("job",)
-    keys = sorted(LockKey.of(name) for name in names)
-    return Hold(names, Ticket(keys, Contender("thread"), Lines()), object())
+    keys = tuple(sorted(LockKey.of(name) for name in names))
+    sql = LockSql(keys, "format")
+    return Hold(names, sql, Ticket(sql.places, Contender("thread"), Lines()), object())
 
 
 def released(hold: Hold[Any]) -> bool:
@@ -65,7 +67,7 @@ def test_what_is_released_cannot_be_lost() -> None:
     assert released(hold)
     assert not hold.lose("killed")
     assert (hold.state, hold.reason, told) == ("released", None, [])
-    with pytest.raises(LockNotHeldError, match="'job'.*released"):
+    with pytest.raises(LockNotHeldError, match=r"'job'.*released"):
         hold.check()
 
 

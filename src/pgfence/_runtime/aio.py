@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, keep, on_loop
@@ -26,7 +26,7 @@ from pgfence._sql import activity, server
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 __all__ = ["AsyncDomain", "contender", "contender_here", "domain_of", "keep", "on_loop"]
+
+HandleT = TypeVar("HandleT")
 
 _HERE: weakref.WeakKeyDictionary[asyncio.Task[Any], Contender] = weakref.WeakKeyDictionary()
 
@@ -72,14 +74,21 @@ class AsyncDomain(Domain[AsyncSession]):
         self.keeper = AsyncKeeper(engine.sync_engine, config, weak_method(self.session_died))
 
     async def acquire(
-        self, names: tuple[str, ...], sql: LockSql, timeout: float, *, on: AsyncConnection | None = None
-    ) -> Hold[AsyncSession] | None:
-        """Return a hold, or None when somebody else has it and `timeout` is 0.
+        self,
+        names: tuple[str, ...],
+        sql: LockSql,
+        timeout: float,
+        make: Callable[[AsyncDomain, Hold[AsyncSession]], HandleT],
+        *,
+        on: AsyncConnection | None = None,
+    ) -> HandleT | None:
+        """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
         Args:
             names: for messages.
             sql: the keys to take.
             timeout: in seconds.
+            make: makes the handle. From then on its finaliser answers for the lock, until then we do.
             on: the caller's own connection; None takes one of ours.
 
         Raises:
@@ -87,21 +96,24 @@ class AsyncDomain(Domain[AsyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout)
-        warm: AsyncSession | None = None
-        with MUTEX:
-            ticket = self.line_up(request)
-            if ticket is None:
-                return None
-            if not ticket.ahead and on is None:
-                warm = self.keeper.roster.warm()
+        ticket = Ticket(sql.places, request.owner, self.lines)
+        session: AsyncSession | None = None
         try:
-            session = await self._in_line(request, ticket, on) if ticket.ahead else None
-            if session is None:
+            with MUTEX:
+                if not self.line_up(request, ticket):
+                    return None
+                front = self.lines.first(ticket)
+                if front and on is None:
+                    session = self.keeper.roster.warm()
+            if not front:
+                session = await self._in_line(request, ticket, on)
+            if ticket.gift is None:
+                warm, session = session, None
                 session = await self._at_server(request, on, warm)
             if session is not None:
-                return self.held(request, ticket, session)
+                return make(self, self.held(request, ticket, session))
         except BaseException:
-            self._give_up(ticket)
+            self._give_up(ticket, session)
             raise
         self.step_out(ticket)
         return None
@@ -111,14 +123,14 @@ class AsyncDomain(Domain[AsyncSession]):
         bell = Bell()
         with MUTEX:
             ticket.wake = bell.ring
-            if not ticket.ahead:
+            if self.lines.first(ticket):
                 bell.ring()
         if request.left > WARN_AFTER and not await bell.wait(WARN_AFTER):
             self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
         await bell.wait(request.left)
         with MUTEX:
             request.owner.waits = None
-            first = not ticket.ahead
+            first = self.lines.first(ticket)
         if not first:
             raise self.timed_out(request, self.holders_here(request) or await self._look_quietly(request.keys))
         session: AsyncSession | None = ticket.gift
@@ -128,10 +140,12 @@ class AsyncDomain(Domain[AsyncSession]):
         await self._pass_by(session, request.sql)
         return None
 
-    def _give_up(self, ticket: Ticket) -> None:
-        if ticket.gift is not None:
-            self.keeper.discard(ticket.gift)
-        self.step_out(ticket)
+    def _give_up(self, ticket: Ticket, session: AsyncSession | None) -> None:
+        """Leave nothing behind, whatever happened."""
+        for one in (session, ticket.gift):
+            if one is not None:
+                self.keeper.discard(one)
+        self.torn(ticket)
 
     async def _at_server(
         self, request: Request, on: AsyncConnection | None, warm: AsyncSession | None
@@ -304,6 +318,7 @@ class AsyncDomain(Domain[AsyncSession]):
             return await self._look(session, keys)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
+            session.retired = True
             return []
 
     async def _look_quietly(self, keys: Sequence[LockKey]) -> list[Holder]:

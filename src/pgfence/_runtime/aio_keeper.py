@@ -11,6 +11,7 @@ from pgfence._runtime.aio_sessions import AsyncSession, BorrowedAsyncSession, ke
 from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import in_greenlet, judge, open_connection
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn, close_all
 from pgfence._runtime.sessions import Borrowed
 from pgfence.errors import CapacityError
@@ -144,16 +145,25 @@ class AsyncKeeper(Keeper[AsyncSession]):
             if not self._armed:
                 self._armed = True
                 await anext(self._goodbye)
-            engine, pooler = self.engine, self.config.pooler
-            dbapi_connection, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler))
-            session = AsyncSession(dbapi_connection, self._wire(driver), facts)
-            session.watch()
+            session = await self._opened_alone()
             return session
         finally:
             with MUTEX:
                 late = asyncio.current_task() in self._late
                 self._late.discard(asyncio.current_task())
                 self.opened(session, generation, counts=counts, given_up=late)
+
+    async def _opened_alone(self) -> AsyncSession:
+        """Open a session of which no child that is forked meanwhile keeps the socket; see the sync twin."""
+        engine, pooler = self.engine, self.config.pooler
+        while True:
+            forks = PROCESS.forks
+            dbapi_connection, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler))
+            session = AsyncSession(dbapi_connection, self._wire(driver), facts)
+            session.watch()
+            if forks == PROCESS.forks:
+                return session
+            session.close()
 
     async def borrow(self, connection: AsyncConnection) -> AsyncSession:
         """Make the caller's own connection a session, for one lock."""

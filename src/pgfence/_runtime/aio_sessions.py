@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
-from pgfence._runtime.opening import R, at_once, in_greenlet, listened, strange_backend, wrapped
+from pgfence._runtime.opening import R, at_once, in_greenlet, listened, strange_backend, through, wrapped
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
 from pgfence._sql import server
@@ -118,7 +118,7 @@ class AsyncSession(Session):
         """Run sync code on this session by way of SQLAlchemy."""
 
         def call() -> R:
-            with wrapped(engine, self.dbapi_connection) as connection:
+            with through(engine, self.dbapi_connection) as connection:
                 return run(connection)
 
         return await in_greenlet(call)
@@ -158,7 +158,7 @@ class AsyncSession(Session):
         """Make the session an ordinary AsyncConnection for the user's code: transactions, and the site's own limits."""
 
         def lend() -> Any:
-            with wrapped(engine, self.dbapi_connection) as connection:
+            with through(engine, self.dbapi_connection) as connection:
                 server.put_back(connection, self.facts)
             engine.dialect.reset_isolation_level(self.dbapi_connection)
             return wrapped(engine, self.dbapi_connection, reconnects=False)

@@ -96,8 +96,8 @@ class Domain(ABC, Generic[S]):
     def request(self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float) -> Request:
         return Request(names, sql, owner, Deadline.after(timeout, clock()) if timeout else _NOW)
 
-    def line_up(self, request: Request) -> Ticket | None:
-        """Enter the lines, under the mutex. None: somebody is before us, and we do not wait.
+    def line_up(self, request: Request, ticket: Ticket) -> bool:
+        """Enter the lines, under the mutex. False: somebody is before us, and we do not wait.
 
         Raises:
             SelfDeadlockError: the wait would never end inside this process.
@@ -109,13 +109,12 @@ class Domain(ABC, Generic[S]):
                 " or use one lock with many names",
                 names=names,
             )
-        ticket = Ticket(request.sql.places, owner, self.lines)
         if self.lines.arrive(ticket):
-            return ticket
+            return True
         circle = request.waits and closes_circle(ticket)
         if request.waits and not circle:
             owner.waits = ticket
-            return ticket
+            return True
         self.lines.leave(ticket)
         if circle:
             raise SelfDeadlockError(
@@ -123,7 +122,7 @@ class Domain(ABC, Generic[S]):
                 f" {named(_held_here(owner))}, held here. Take both at once: one lock with many names",
                 names=names,
             )
-        return None
+        return False
 
     def step_out(self, ticket: Ticket) -> None:
         """Leave the lines; a second time does nothing."""
@@ -136,6 +135,12 @@ class Domain(ABC, Generic[S]):
         ticket.lines.leave(ticket)
 
     # ------------------------------------------------------------ holds
+
+    def torn(self, ticket: Ticket) -> None:
+        """Forget what a grant left behind that was interrupted before its handle was there."""
+        with MUTEX:
+            ticket.owner.holds[:] = [hold for hold in ticket.owner.holds if hold.ticket is not ticket]
+            self._leave(ticket)
 
     def held(self, request: Request, ticket: Ticket, session: S) -> Hold[S]:
         """Record a grant."""

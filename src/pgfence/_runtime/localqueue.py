@@ -46,19 +46,15 @@ class Contender:
 class Ticket:
     """A place in the lines of some keys."""
 
-    __slots__ = ("ahead", "gift", "gone", "hold", "lines", "owner", "places", "wake")
+    __slots__ = ("gift", "hold", "lines", "owner", "places", "wake")
 
     def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines) -> None:
         self.places = places
         """The keys it is for, sorted."""
         self.owner = owner
         self.lines = lines
-        self.ahead = 0
-        """In how many lines somebody stands before it."""
         self.gift: Any = None
         """The session on which these very keys are held already: handed over by the ticket before."""
-        self.gone = False
-        """Whether it has left its lines."""
         self.hold: Hold[Any] | None = None
         """What it was granted."""
         self.wake: Callable[[], object] | None = None
@@ -74,31 +70,41 @@ class Lines:
 
     def arrive(self, ticket: Ticket) -> bool:
         """Put a ticket at the end of its lines and say whether it stands first in all of them."""
+        first = True
         for place in ticket.places:
             line = self._lines.get(place)
             if line is None:
                 self._lines[place] = deque((ticket,))
             else:
                 line.append(ticket)
-                ticket.ahead += 1
-        return not ticket.ahead
+                first = False
+        return first
+
+    def first(self, ticket: Ticket) -> bool:
+        """Say whether a ticket stands first in all its lines."""
+        for place in ticket.places:
+            line = self._lines.get(place)
+            if line is None or line[0] is not ticket:
+                return False
+        return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Take a ticket out, first or not, and wake those who stand first in all their lines now; once."""
-        if ticket.gone:
-            return
-        ticket.gone = True
+        """Take a ticket out, first or not, and wake those who stand first in all their lines now.
+
+        A second time does no harm, also after a first one that an interrupt tore.
+        """
         for place in ticket.places:
-            line = self._lines[place]
-            if line[0] is not ticket:
+            line = self._lines.get(place)
+            if line is None:
+                continue
+            if line[0] is ticket:
+                line.popleft()
+            elif ticket in line:
                 line.remove(ticket)
                 continue
-            line.popleft()
             if not line:
                 del self._lines[place]
-                continue
-            line[0].ahead -= 1
-            if not line[0].ahead and line[0].wake is not None:
+            elif line[0].wake is not None and self.first(line[0]):
                 line[0].wake()
 
     def next_for(self, ticket: Ticket) -> Ticket | None:

@@ -6,6 +6,7 @@ This is the one place that makes "a connection like this engine's, unpooled", sy
 from __future__ import annotations
 
 import contextlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection
@@ -17,7 +18,7 @@ from pgfence._sql.sqlstate import sqlstate
 from pgfence.errors import PgfenceError, PoolerError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Engine
 
@@ -156,6 +157,19 @@ def strange_backend() -> PoolerError:
         " between. Give an engine with a direct URL as configure(engine, lock_engine=...)",
         mode="transaction",
     )
+
+
+@contextmanager
+def through(engine: Engine, dbapi_connection: Any) -> Iterator[Connection]:
+    """Yield a Connection over a session of ours for a moment; an exception is never replaced by one of the clean-up."""
+    connection = wrapped(engine, dbapi_connection)
+    try:
+        yield connection
+    except BaseException:
+        with contextlib.suppress(Exception):
+            connection.close()
+        raise
+    connection.close()
 
 
 def at_once(call: Callable[[], object]) -> None:

@@ -8,10 +8,15 @@ import os
 class Process:
     """This process. A forked child finds its own number here before any other code of it runs."""
 
-    __slots__ = ("pid",)
+    __slots__ = ("forks", "pid")
 
     def __init__(self) -> None:
+        self.forks = 0
+        """How often it has forked: a child has a copy of a socket that was being opened at that moment."""
         self.renew()
+
+    def forked(self) -> None:
+        self.forks += 1
 
     def renew(self) -> None:
         self.pid = os.getpid()
@@ -19,4 +24,4 @@ class Process:
 
 PROCESS = Process()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PROCESS.renew)
+    os.register_at_fork(after_in_parent=PROCESS.forked, after_in_child=PROCESS.renew)

@@ -145,12 +145,14 @@ class Session(ABC):
         """End the connection. Only for its owner: never while another thread is in a statement on it."""
         if self.closed:
             return
-        self.closed = True
         self.dead = self.dead or "killed"
-        WATCHER.unwatch(self)
-        _OPEN.discard(self)
-        with contextlib.suppress(Exception):
-            self.wire.close()
+        try:
+            WATCHER.unwatch(self)
+        finally:
+            _OPEN.discard(self)
+            with contextlib.suppress(Exception):
+                self.wire.close()
+        self.closed = True
 
     def begin(self, limit: float) -> None:
         self.limit = limit

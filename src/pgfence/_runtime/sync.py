@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
-from pgfence._runtime.opening import lost_connection, unreachable, wrapped
+from pgfence._runtime.opening import lost_connection, through, unreachable
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
@@ -19,10 +19,11 @@ from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import activity, server
+from pgfence.errors import LockNotHeldError
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pgfence.config import Config
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
+
+HandleT = TypeVar("HandleT")
 
 _HERE = threading.local()
 _MAKING = threading.Lock()
@@ -54,14 +57,21 @@ class SyncDomain(Domain[SyncSession]):
         self.keeper = SyncKeeper(engine, config, weak_method(self.session_died))
 
     def acquire(
-        self, names: tuple[str, ...], sql: LockSql, timeout: float, *, on: Connection | None = None
-    ) -> Hold[SyncSession] | None:
-        """Return a hold, or None when somebody else has it and `timeout` is 0.
+        self,
+        names: tuple[str, ...],
+        sql: LockSql,
+        timeout: float,
+        make: Callable[[SyncDomain, Hold[SyncSession]], HandleT],
+        *,
+        on: Connection | None = None,
+    ) -> HandleT | None:
+        """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
         Args:
             names: for messages.
             sql: the keys to take.
             timeout: in seconds.
+            make: makes the handle. From then on its finaliser answers for the lock, until then we do.
             on: the caller's own connection; None takes one of ours.
 
         Raises:
@@ -69,21 +79,24 @@ class SyncDomain(Domain[SyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout)
-        warm: SyncSession | None = None
-        with MUTEX:
-            ticket = self.line_up(request)
-            if ticket is None:
-                return None
-            if not ticket.ahead and on is None:
-                warm = self.keeper.roster.warm()
+        ticket = Ticket(sql.places, request.owner, self.lines)
+        session: SyncSession | None = None
         try:
-            session = self._in_line(request, ticket, on) if ticket.ahead else None
-            if session is None:
+            with MUTEX:
+                if not self.line_up(request, ticket):
+                    return None
+                front = self.lines.first(ticket)
+                if front and on is None:
+                    session = self.keeper.roster.warm()
+            if not front:
+                session = self._in_line(request, ticket, on)
+            if ticket.gift is None:
+                warm, session = session, None
                 session = self._at_server(request, on, warm)
             if session is not None:
-                return self.held(request, ticket, session)
+                return make(self, self.held(request, ticket, session))
         except BaseException:
-            self._give_up(ticket)
+            self._give_up(ticket, session)
             raise
         self.step_out(ticket)
         return None
@@ -93,14 +106,14 @@ class SyncDomain(Domain[SyncSession]):
         gate = Gate()
         with MUTEX:
             ticket.wake = gate.open
-            if not ticket.ahead:
+            if self.lines.first(ticket):
                 gate.open()
         if request.left > WARN_AFTER and not gate.wait(WARN_AFTER):
             self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
         gate.wait(request.left)
         with MUTEX:
             request.owner.waits = None
-            first = not ticket.ahead
+            first = self.lines.first(ticket)
         if not first:
             raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.keys))
         session: SyncSession | None = ticket.gift
@@ -110,10 +123,16 @@ class SyncDomain(Domain[SyncSession]):
         self._pass_by(session, request.sql)
         return None
 
-    def _give_up(self, ticket: Ticket) -> None:
-        if ticket.gift is not None:
-            self.keeper.discard(ticket.gift)
-        self.step_out(ticket)
+    def _give_up(self, ticket: Ticket, session: SyncSession | None) -> None:
+        """Leave nothing behind, whatever happened; certainly, for the exception may be a signal's, and another may follow."""
+
+        def clean() -> None:
+            for one in (session, ticket.gift):
+                if one is not None:
+                    self.keeper.discard(one)
+            self.torn(ticket)
+
+        for_certain(clean)
 
     def _at_server(self, request: Request, on: Connection | None, warm: SyncSession | None) -> SyncSession | None:
         """Contend with other processes. Returns the session that holds, or None: not free, and no time to wait."""
@@ -199,21 +218,26 @@ class SyncDomain(Domain[SyncSession]):
             TransactionStateError: the caller's own connection is in a transaction. Unless a block ends, the lock stays.
         """
         spoiled = self.spoiled(hold, leaving=leaving)
-        mine, handed_over = self.let_go(hold)
-        if not mine:
-            raise hold.not_held_error()
-        if not handed_over:
-            kept = False
-            try:
-                if hold.reason is None and not spoiled:
-                    kept = self._unlock(hold, hold.session)
-            finally:
-                if kept:
-                    self.keeper.park(hold.session)
-                else:
-                    self.keeper.discard(hold.session)
+        try:
+            mine, handed_over = self.let_go(hold)
+            if not mine:
+                raise hold.not_held_error()
+            if not handed_over:
+                kept = hold.reason is None and not spoiled and self._unlock(hold, hold.session)
+                (self.keeper.park if kept else self.keeper.discard)(hold.session)
                 self.step_out(hold.ticket)
+        except LockNotHeldError:
+            raise
+        except BaseException:
+            for_certain(lambda: self._end(hold))
+            raise
         self.released(hold, spoiled=spoiled and not failing)
+
+    def _end(self, hold: Hold[SyncSession]) -> None:
+        """Finish a release that was torn, by closing the connection, unless it serves somebody else already."""
+        if hold.session.hold in (None, hold):
+            self.keeper.discard(hold.session)
+        self.torn(hold.ticket)
 
     def _unlock(self, hold: Hold[SyncSession], session: SyncSession) -> bool:
         """Unlock on the server. Returns whether the session may be used again."""
@@ -274,7 +298,7 @@ class SyncDomain(Domain[SyncSession]):
         return found
 
     def _look(self, session: SyncSession, keys: Sequence[LockKey]) -> list[Holder]:
-        with wrapped(self.engine, session.dbapi_connection) as connection:
+        with through(self.engine, session.dbapi_connection) as connection:
             return activity.holders(connection, keys)
 
     def _look_on(self, session: SyncSession, keys: Sequence[LockKey]) -> list[Holder]:
@@ -283,6 +307,7 @@ class SyncDomain(Domain[SyncSession]):
             return self._look(session, keys)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
+            session.retired = True
             return []
 
     def _look_quietly(self, keys: Sequence[LockKey]) -> list[Holder]:
@@ -295,6 +320,15 @@ class SyncDomain(Domain[SyncSession]):
             return self._look_on(idle, keys)
         finally:
             self.keeper.park(idle)
+
+
+def for_certain(clean: Callable[[], None]) -> None:
+    """Run a clean-up that may be run twice, also if a signal's exception tears it: then once more, where none arrives."""
+    try:
+        clean()
+    except BaseException:
+        WATCHER.post(clean)
+        raise
 
 
 def domain_of(engine: Engine, config: Config) -> SyncDomain:

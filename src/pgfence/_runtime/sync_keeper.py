@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import judge, open_connection
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
 from pgfence._runtime.sessions import Borrowed
 from pgfence._runtime.sync_sessions import BorrowedSyncSession, SyncSession
@@ -140,9 +141,7 @@ class SyncKeeper(Keeper[SyncSession]):
         error: Exception | None = UnreachableError("the thread that opened a session was ended")
         generation = self.generation
         try:
-            dbapi_connection, driver, facts = open_connection(self.engine, self.config.pooler)
-            session = SyncSession(dbapi_connection, self._wire(driver), facts)
-            session.watch()
+            session = self._opened_alone()
         except Exception as caught:
             error = caught
         finally:
@@ -152,6 +151,17 @@ class SyncKeeper(Keeper[SyncSession]):
             opening.gate.open()
             if opening.abandoned and session is not None:
                 self.park(session)
+
+    def _opened_alone(self) -> SyncSession:
+        """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
+        while True:
+            forks = PROCESS.forks
+            dbapi_connection, driver, facts = open_connection(self.engine, self.config.pooler)
+            session = SyncSession(dbapi_connection, self._wire(driver), facts)
+            session.watch()
+            if forks == PROCESS.forks:
+                return session
+            session.close()
 
     def borrow(self, connection: Connection) -> SyncSession:
         """Make the caller's own connection a session, for one lock."""

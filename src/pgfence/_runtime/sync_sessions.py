@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
-from pgfence._runtime.opening import listened, strange_backend, wrapped
+from pgfence._runtime.opening import listened, strange_backend, through, wrapped
 from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
@@ -41,7 +41,7 @@ class SyncSession(Session):
         self.begin(limit)
         try:
             if listened(engine):
-                with wrapped(engine, self.dbapi_connection) as connection:
+                with through(engine, self.dbapi_connection) as connection:
                     return connection.exec_driver_sql(text, tuple(args)).one()[0]
             return self.wire.query(text, args, prepare=prepare)[0]
         finally:
@@ -80,7 +80,7 @@ class SyncSession(Session):
     def run_script(self, engine: Engine, wait: str) -> bool:
         if not listened(engine):
             return self.wire.script(f"{wait}; {QUIET_CHECK}")
-        with wrapped(engine, self.dbapi_connection) as connection:
+        with through(engine, self.dbapi_connection) as connection:
             connection.exec_driver_sql(wait)
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
@@ -114,7 +114,7 @@ class SyncSession(Session):
     def lend(self, engine: Engine) -> Connection:
         """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
         self.lent = True
-        with wrapped(engine, self.dbapi_connection) as connection:
+        with through(engine, self.dbapi_connection) as connection:
             server.put_back(connection, self.facts)
         engine.dialect.reset_isolation_level(self.dbapi_connection)
         return wrapped(engine, self.dbapi_connection, reconnects=False)

@@ -91,13 +91,16 @@ class Watcher:
     def unwatch(self, session: Watched) -> None:
         """Forget a session, before its connection is closed: the duplicate would keep the socket open."""
         with self._lock:
-            dup, session.dup = session.dup, -1
+            dup = session.dup
             if dup < 0 or self._sessions.pop(dup, None) is None:
                 return
-            if self._epoll is not None:
-                with contextlib.suppress(OSError):
-                    self._epoll.unregister(dup)
-            os.close(dup)
+            try:
+                if self._epoll is not None:
+                    with contextlib.suppress(OSError):
+                        self._epoll.unregister(dup)
+            finally:
+                session.dup = -1
+                os.close(dup)
 
     def shut_down(self, session: Watched) -> None:
         """End the conversation from any thread; whoever waits for an answer gets an error at once."""
@@ -143,6 +146,8 @@ class Watcher:
                 events = epoll.poll(TICK)
             now = clock()  # it runs through a suspend, which must be noticed too
             paused = now - before > TICK + PAUSE
+            if paused and epoll is not None:  # what happened meanwhile says more than what a question would
+                events += epoll.poll(0)
             for dup, _ in events:
                 self._hang_up(dup)
             if paused or now - before >= TICK:

@@ -80,11 +80,11 @@ class Record:
         if statement.startswith(_HARMLESS) and ";" not in statement:
             return
         if found := _SAVEPOINT.fullmatch(statement):
-            self._savepoints.append((_folded(found), self._keys.copy()))
+            self._savepoints.append((found["name"], self._keys.copy()))
         elif found := _ROLLBACK_TO.fullmatch(statement):
-            self._roll_back_to(_folded(found))
+            self._roll_back_to(found["name"])
         elif found := _RELEASE.fullmatch(statement):
-            self._cut(_folded(found))
+            self._cut(found["name"])
         elif _ENDS.search(statement):
             self.forget()
 
@@ -103,9 +103,3 @@ class Record:
             return
         self._keys = keys
         self._savepoints.append((name, keys.copy()))
-
-
-def _folded(found: re.Match[str]) -> str:
-    """Return a savepoint's name as the server compares it."""
-    name = found["name"]
-    return name[1:-1] if name.startswith('"') else name.lower()

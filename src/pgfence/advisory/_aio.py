@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
     from pgfence._runtime.aio import AsyncDomain
+    from pgfence._runtime.state import Hold
     from pgfence._sql.advisory import LockSql
     from pgfence.grants import Holder
     from pgfence.keys import Name
@@ -77,6 +78,9 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             )
         super().__init__(engine, names, namespace)
 
+    def _handle(self, domain: AsyncDomain, hold: Hold[Any]) -> AH:
+        return AsyncHeld(domain, hold)  # type: ignore[return-value]
+
     async def try_acquire(self) -> AH | None:
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
 
@@ -84,8 +88,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         domain, sql, on = self._place()
-        hold = await domain.acquire(self._labels, sql, 0.0, on=on)
-        return None if hold is None else AsyncHeld(domain, hold)  # type: ignore[return-value]
+        return await domain.acquire(self._labels, sql, 0.0, self._handle, on=on)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
         """Wait until the lock is held.
@@ -104,10 +107,10 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         """
         domain, sql, on = self._place()
         limit = domain.timeout(timeout, aio.contender())
-        hold = await domain.acquire(self._labels, sql, limit, on=on)
-        if hold is None:
+        handle = await domain.acquire(self._labels, sql, limit, self._handle, on=on)
+        if handle is None:
             raise domain.timed_out(domain.request(self._labels, sql, aio.contender(), 0.0), await self.holders())
-        return AsyncHeld(domain, hold)  # type: ignore[return-value]
+        return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
         """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.

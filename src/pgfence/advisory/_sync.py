@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, scoped_session
 
+    from pgfence._runtime.state import Hold
     from pgfence._runtime.sync import SyncDomain
     from pgfence._sql.advisory import LockSql
     from pgfence.grants import Holder
@@ -84,6 +85,9 @@ class AdvisoryLock(Named, Verbs[H]):
             )
         super().__init__(engine, names, namespace)
 
+    def _handle(self, domain: SyncDomain, hold: Hold[Any]) -> H:
+        return Held(domain, hold)  # type: ignore[return-value]
+
     def try_acquire(self) -> H | None:
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
 
@@ -91,8 +95,7 @@ class AdvisoryLock(Named, Verbs[H]):
             as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         domain, sql, on = self._place()
-        hold = domain.acquire(self._labels, sql, 0.0, on=on)
-        return None if hold is None else Held(domain, hold)  # type: ignore[return-value]
+        return domain.acquire(self._labels, sql, 0.0, self._handle, on=on)
 
     def acquire(self, *, timeout: Seconds | None = None) -> H:
         """Wait until the lock is held.
@@ -111,10 +114,10 @@ class AdvisoryLock(Named, Verbs[H]):
         """
         domain, sql, on = self._place()
         limit = domain.timeout(timeout, sync.contender())
-        hold = domain.acquire(self._labels, sql, limit, on=on)
-        if hold is None:
+        handle = domain.acquire(self._labels, sql, limit, self._handle, on=on)
+        if handle is None:
             raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self.holders())
-        return Held(domain, hold)  # type: ignore[return-value]
+        return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
         """Hold the lock on the very connection that does the work: a lost lock is a lost connection, so no stale write.
