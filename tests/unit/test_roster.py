@@ -18,6 +18,8 @@ class Stub(SimpleNamespace):
     """What a roster needs of a session."""
 
     cold = Session.cold
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 def session() -> Any:

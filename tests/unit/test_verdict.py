@@ -24,6 +24,7 @@ GOOD = Facts(
     locks_used=3,
     locks_seen=1,
     settings={"statement_timeout": "0"},
+    set_up=True,
 )
 
 
