@@ -32,9 +32,9 @@ def run(quick: bool) -> dict[str, Any]:
     kills = 5 if quick else 150
     with server() as place, place.connect() as killer:
         told = {"psycopg": _sync(place, "psycopg", killer, kills), "psycopg2": _sync(place, "psycopg2", killer, kills)}
-        for driver in ("psycopg", "asyncpg"):
+        for driver, name in (("psycopg", "psycopg async"), ("asyncpg", "asyncpg")):
             callback, cancelled = asyncio.run(_async(place, driver, killer, kills))
-            told |= {f"{driver} async, callback": callback, f"{driver} async, block cancelled": cancelled}
+            told |= {f"{name}, callback": callback, f"{name}, block cancelled": cancelled}
     return {
         "scenario": "loss",
         "title": "Told of a killed backend",
@@ -99,14 +99,15 @@ async def _async(
     callback: list[float] = []
     cancelled: list[float] = []
     for _ in range(kills):
-        start = 0.0
+        told = asyncio.get_running_loop().create_future()
         with contextlib.suppress(LockLostError):
             async with lock.hold() as held:
-                held.on_lost(lambda: callback.append(time.monotonic() - start))  # noqa: B023
+                held.on_lost(lambda told=told: told.set_result(time.monotonic()))
                 start = time.monotonic()
                 # On this very thread: the loop is free again once the server has the order.
                 killer.execute(KILL)
                 await asyncio.sleep(30)
         cancelled.append(time.monotonic() - start)
+        callback.append(await told - start)
     await engine.dispose()
     return callback, cancelled

@@ -27,6 +27,7 @@ LOCK = sa.text("SELECT pg_advisory_xact_lock(:k)")
 BASE, AGAIN = "BEGIN; SELECT 1; COMMIT", "BEGIN; SELECT 1; COMMIT, again"
 OURS, TIMED = "TransactionLock(connection)", "TransactionLock(connection), timeout=2"
 SESSION, ON_SESSION = "the same on a Session", "TransactionLock(session)"
+ASYNC = {"psycopg": "psycopg async", "asyncpg": "asyncpg"}
 # What the null test may be off is no cost.
 LIMIT = rounds.NULL_TEST[1]
 
@@ -44,13 +45,12 @@ def run(quick: bool) -> dict[str, Any]:
             report.null_test(rounds.ratio(medians, AGAIN, BASE), "transaction on a Connection"),
         ]
         tables = [_table("Sync, psycopg", medians)]
-        for driver in ("psycopg", "asyncpg"):
-            name = f"{driver} async".replace("asyncpg async", "asyncpg")
+        for driver, name in ASYNC.items():
             medians = rounds.alternate_async(place, _async_field(driver), effort)
             bars.append(_bar(medians, OURS, BASE, name))
             bars.append(report.null_test(rounds.ratio(medians, AGAIN, BASE), f"transaction, {name}"))
             tables.append(_table(f"Async, {name}", medians))
-        bars += [_trips(place, field), *(_trips_async(place, driver) for driver in ("psycopg", "asyncpg"))]
+        bars += [_trips(place, field), *(_trips_async(place, driver) for driver in ASYNC)]
     return {
         "scenario": "transactions",
         "title": "A lock that ends with the transaction",
@@ -188,4 +188,5 @@ def _trips_async(place: Place, driver: str) -> dict[str, Any]:
 
     with wire.counted(place.url(driver)) as (url, counter):
         trips = asyncio.run(count(counter))
-    return report.bar(f"round trips of a free lock in a transaction, {driver} async", "1", trips, 1, digits=0)
+    what = f"round trips of a free lock in a transaction, {ASYNC[driver]}"
+    return report.bar(what, "1", trips, 1, digits=0)

@@ -141,4 +141,5 @@ def _trips_async(place: Place, driver: str) -> dict[str, Any]:
 
     with wire.counted(place.url(driver)) as (url, counter):
         trips = asyncio.run(cycle(url, counter))
-    return report.bar(f"round trips of acquire + release, {driver} async", "2", trips, 2, digits=0)
+    name = {"psycopg": "psycopg async"}.get(driver, driver)
+    return report.bar(f"round trips of acquire + release, {name}", "2", trips, 2, digits=0)
