@@ -67,7 +67,8 @@ class Verbs(ABC, Generic[H]):
             on_loss: "cancel": leaving the block after a loss raises LockLostError. "flag": it does not; look at `lost`.
 
         Raises:
-            as `acquire`, on entering; LockLostError on leaving, unless the block itself raised.
+            PgfenceError: on entering, as `acquire`.
+            LockLostError: on leaving, unless the block itself raised.
         """
         choice("on_loss", on_loss, ("cancel", "flag"))
         return _Holding(self, timeout, flag=on_loss == "flag")
@@ -199,7 +200,8 @@ class AsyncVerbs(ABC, Generic[AH]):
             on_loss: "cancel": a loss cancels the block, and leaving it raises LockLostError. "flag": neither; look at `lost`.
 
         Raises:
-            as `acquire`, on entering; LockLostError on leaving, unless the block itself raised something else.
+            PgfenceError: on entering, as `acquire`.
+            LockLostError: on leaving, unless the block itself raised something else.
         """
         choice("on_loss", on_loss, ("cancel", "flag"))
         return _AsyncHolding(self, timeout, flag=on_loss == "flag")

@@ -221,7 +221,7 @@ async def test_looking(world: World, name: str, admin: psycopg.Connection[Any]) 
 async def test_a_wait_in_the_server(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """Cancelled at any moment of a wait, with the holder leaving at the same time: nothing is left, neighbours are served."""
     engine = labelled(world, name)
-    for at in range(0, 12):
+    for at in range(12):
         for times in (1, 2):
             with elsewhere(dsn, name) as holder:
 
@@ -276,7 +276,9 @@ async def test_a_cancelled_task_ends_as_cancelled(world: World, name: str, dsn: 
         await freed(holder, name)
 
 
-async def test_a_release_that_is_cancelled_frees_the_lock(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_release_that_is_cancelled_frees_the_lock(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """Cancelled in the middle of the unlock: the connection is closed, and the lock with it; the handle is released."""
     engine = labelled(world, name)
     for times in (1, 2):

@@ -57,7 +57,9 @@ class Gun:
 
 
 @pytest.fixture(params=["psycopg", "psycopg2"])
-def interrupted(request: pytest.FixtureRequest, script: Callable[..., Script], dsn: str, name: str) -> Callable[..., Script]:
+def interrupted(
+    request: pytest.FixtureRequest, script: Callable[..., Script], dsn: str, name: str
+) -> Callable[..., Script]:
     """A function that runs a script on each sync driver."""
     return lambda body: script(COMMON + body, request.param, dsn, name)
 

@@ -234,9 +234,7 @@ async def test_after_a_reconnect_nothing_runs_without_the_lock(
     assert admin.execute("SELECT to_regclass('without_the_lock')").fetchone() == (None,)
 
 
-async def test_the_guard_knows_a_loss_that_nobody_told(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_the_guard_knows_a_loss_that_nobody_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C044: invalidated and reconnected by the user at once: the first statement on the other backend is refused."""
     async with world.enter(world.engine().connect()) as connection:
         held = await world.call(lock(world, connection, name).acquire)
@@ -268,7 +266,12 @@ async def test_the_pool_gets_a_clean_connection_back(
 ) -> None:
     """No lock, no setting, no hook, no mode: what comes back is what was lent, and the next user re-enters nothing."""
     engine = world.engine(pool_size=1, max_overflow=0)
-    asked = ("SHOW lock_timeout", "SHOW statement_timeout", "SHOW application_name", "SHOW default_transaction_isolation")
+    asked = (
+        "SHOW lock_timeout",
+        "SHOW statement_timeout",
+        "SHOW application_name",
+        "SHOW default_transaction_isolation",
+    )
 
     async def state() -> list[Any]:
         async with world.enter(engine.connect()) as connection:
@@ -465,9 +468,7 @@ async def test_the_server_behind_a_callers_connection_is_judged_too(
         assert await run(world, connection, "SELECT 1") == 1
 
 
-async def test_sessions_of_ours_are_not_opened_for_it(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_sessions_of_ours_are_not_opened_for_it(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Taking, waiting and giving back use that one connection and no other."""
     async with world.enter(labelled(world, name).connect()) as connection:
         async with world.enter(lock(world, connection, name).hold()):

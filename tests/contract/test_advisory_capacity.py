@@ -190,9 +190,7 @@ async def test_a_warm_connection_is_used_again(world: World, name: str, admin: p
             assert len(sessions(admin, name)) == 2
 
 
-async def test_dispose_keeps_holds_and_closes_the_rest(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_dispose_keeps_holds_and_closes_the_rest(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Rule 6: a hold outlives engine.dispose(); idle connections close at once, that of the hold when it ends."""
     engine = labelled(world, name)
     first = await world.call(lock(world, engine, name).acquire)
@@ -229,7 +227,9 @@ async def test_an_engine_that_is_dropped_takes_its_connections_along(
     from sqlalchemy import create_engine
     from sqlalchemy.ext.asyncio import create_async_engine
 
-    arguments = {"server_settings": {"application_name": name}} if world.name == "asyncpg" else {"application_name": name}
+    arguments = (
+        {"server_settings": {"application_name": name}} if world.name == "asyncpg" else {"application_name": name}
+    )
 
     async def use() -> None:
         engine = world.pick(create_engine, create_async_engine)(world.url, connect_args=arguments)
@@ -327,9 +327,7 @@ async def test_whoever_gives_up_its_turn_leaves_it_to_the_next(world: World, nam
             pass
 
 
-async def test_connections_that_died_free_their_places(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_connections_that_died_free_their_places(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Killed while idle or while holding, ten times at a limit of one: the next lock is had all the same."""
     engine = labelled(world, name)
     configure(engine, max_lock_connections=1)
@@ -423,9 +421,7 @@ async def test_separate_locks_do_not_share_a_session(
             await world.call(held.release)
 
 
-async def test_a_lock_engine_is_where_locks_live(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_a_lock_engine_is_where_locks_live(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """configure(lock_engine=...), an engine or a function: sessions are made there, the user's engine opens none."""
     direct = labelled(world, name)
     for given in (direct, lambda: direct):
@@ -462,7 +458,9 @@ async def test_a_cancelled_or_timed_out_opener_leaves_no_connection(
 
 
 def labelled_at(world: World, label: str, dsn: str) -> Any:
-    arguments = {"server_settings": {"application_name": label}} if world.name == "asyncpg" else {"application_name": label}
+    arguments = (
+        {"server_settings": {"application_name": label}} if world.name == "asyncpg" else {"application_name": label}
+    )
     return world.engine(dsn=dsn, connect_args=arguments)
 
 

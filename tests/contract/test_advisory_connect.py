@@ -86,7 +86,9 @@ async def test_a_session_works_on_it(world: World, name: str, table: str, admin:
     assert is_free(admin, name)
 
 
-async def test_leaving_rolls_back_what_is_open(world: World, name: str, table: str, admin: psycopg.Connection[Any]) -> None:
+async def test_leaving_rolls_back_what_is_open(
+    world: World, name: str, table: str, admin: psycopg.Connection[Any]
+) -> None:
     """C015: what was not committed inside is undone before the lock goes: the next holder cannot miss it."""
     one = lock(world, world.engine(), name)
     async with world.enter(one.connect()) as connection:
@@ -165,9 +167,7 @@ async def test_a_loss_inside_a_transaction_undoes_it(
     assert numbers(admin, table) == []
 
 
-async def test_the_users_exception_wins_over_the_loss(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_the_users_exception_wins_over_the_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C005: a ValueError on its way goes on, with a note that the lock was lost."""
     with pytest.raises(ValueError, match="body") as caught:
         async with world.enter(lock(world, world.engine(), name).connect()) as connection:
@@ -258,7 +258,9 @@ async def test_the_sites_limits_are_in_force_inside(
     assert is_free(admin, name)
 
 
-async def test_a_busy_lock_gives_no_connection(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_busy_lock_gives_no_connection(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
     """The timeout is raised on entering, and the body never runs."""
     engine = labelled(world, name)
     with elsewhere(dsn, name), pytest.raises(LockTimeoutError):

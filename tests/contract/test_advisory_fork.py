@@ -143,9 +143,7 @@ def go_on(script: Script) -> None:
     script._popen.stdin.flush()
 
 
-def test_a_child_can_lock_for_itself(
-    forking: Callable[..., Script], name: str, admin: psycopg.Connection[Any]
-) -> None:
+def test_a_child_can_lock_for_itself(forking: Callable[..., Script], name: str, admin: psycopg.Connection[Any]) -> None:
     """With connections of its own: refused what the parent holds, granted what is free, told of its own losses."""
     parent = forking("""
 engine = make()

@@ -19,8 +19,6 @@ from support.locking import background, elsewhere, give, is_free, labelled, lock
 from support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import psycopg
 
     from support.worlds import World
@@ -136,7 +134,9 @@ async def test_a_try_behind_a_holder_of_the_process_asks_nobody(
         assert len(sessions(admin, name)) == 1
 
 
-async def test_the_line_moves_on_past_those_who_give_up(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_the_line_moves_on_past_those_who_give_up(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """A timeout in the middle of the line is its own affair; those behind are served."""
     engine, served = world.engine(), []
     held = await world.call(lock(world, engine, name).acquire)
@@ -393,7 +393,9 @@ async def test_a_session_that_dies_on_its_way_to_the_next_is_no_lock(
         async with background(other.call(lock(world, engine, name).acquire, timeout=20)) as task:
             await eventually(lambda: standing(engine) == 1)
             pid = holder(admin, name)
-            await asyncio.gather(world.call(held.release), asyncio.to_thread(terminate, admin, pid), return_exceptions=True)
+            await asyncio.gather(
+                world.call(held.release), asyncio.to_thread(terminate, admin, pid), return_exceptions=True
+            )
             second = await task
         await eventually(lambda second=second: second.lost or not is_free(admin, name))
         try:

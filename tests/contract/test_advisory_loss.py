@@ -150,9 +150,7 @@ async def test_a_callback_may_use_the_lock_itself(world: World, name: str, admin
     await world.call(taken[0].release)
 
 
-async def test_a_slow_callback_keeps_nobody_elses_lock(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_a_slow_callback_keeps_nobody_elses_lock(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """While one callback blocks, another loss is noticed and a lock whose handle was dropped is freed."""
     if world.is_async:
         pytest.skip("a callback on the loop blocks the loop, by its nature")
@@ -206,9 +204,7 @@ async def test_wait_lost_ends_when_the_lock_is_released(world: World, name: str)
     assert await asyncio.wait_for(world.other().call(held.wait_lost), 2) is False
 
 
-async def test_an_async_body_is_cancelled_and_told_why(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_an_async_body_is_cancelled_and_told_why(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Async: the block is cancelled where it waits, and LockLostError comes out, not a cancellation."""
     if not world.is_async:
         pytest.skip("sync code cannot be interrupted")
@@ -268,7 +264,9 @@ async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.
                     assert world.is_async
                 raise ValueError("body")
         notes = getattr(caught.value, "__notes__", [])
-        assert [name in note and "LockLostError" in note for note in notes] == ([True] if on_loss == "cancel" else notes)
+        assert [name in note and "LockLostError" in note for note in notes] == (
+            [True] if on_loss == "cancel" else notes
+        )
 
 
 async def test_a_body_that_swallows_the_cancel_is_told_at_its_end(

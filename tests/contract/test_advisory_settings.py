@@ -119,9 +119,7 @@ async def test_listeners_see_every_statement(
     assert [text for text in after if "pg_advisory_unlock" in text]
 
 
-async def test_echo_shows_every_statement(
-    world: World, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_echo_shows_every_statement(world: World, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """echo=True logs what is sent."""
     engine = world.engine(echo=True)
     logging.getLogger("sqlalchemy.engine.Engine").propagate = True

@@ -142,7 +142,9 @@ async def test_the_configured_default_holds_where_a_call_says_nothing(world: Wor
         assert caught.value.timeout == 0.15
 
 
-async def test_infinity_waits_until_it_is_free(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
+async def test_infinity_waits_until_it_is_free(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
     """math.inf has no end of its own."""
     with elsewhere(dsn, name) as holder:
         async with background(world.other().call(lock(world, world.engine(), name).acquire, timeout=math.inf)) as task:
@@ -326,7 +328,9 @@ async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) 
             assert seen.key == key
 
 
-async def test_what_the_process_knows_costs_no_statement(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_what_the_process_knows_costs_no_statement(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """check(), state, lost and names answer without the server: even while it is dead for us."""
     seen: list[str] = []
     engine = world.engine()
@@ -424,7 +428,9 @@ async def test_only_engines_and_connections_carry_a_lock(world: World, name: str
             lock(world, thing, name)
 
 
-async def test_an_engine_may_be_found_when_it_is_needed(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_an_engine_may_be_found_when_it_is_needed(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """A function that returns an engine is called at use, not before."""
     made: list[Any] = []
 
@@ -470,7 +476,7 @@ async def test_a_handle_that_was_lost_is_dropped_in_silence(
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     (session,) = sessions(admin, name)
     terminate(admin, session.pid)
-    await eventually(lambda: held.lost)
+    await eventually(lambda: held.lost)  # noqa: F821  deleted below
     del held
     await world.call(int)
     gc.collect()
@@ -519,5 +525,3 @@ async def test_a_name_frees_up_for_others_at_once(world: World, name: str, admin
             assert not is_free(admin, name)
         assert is_free(admin, name)
     await freed(admin, name, within=0.1)
-
-

@@ -268,7 +268,9 @@ async def test_a_wait_writes_one_line_into_the_servers_log(name: str, make_serve
     async def granted(world: World) -> None:
         mine = f"{name}:{world.name}"
         with elsewhere(server.dsn, mine) as holder:
-            async with background(world.call(lock(world, world.engine(), mine, mine + "2").acquire, timeout=10)) as task:
+            async with background(
+                world.call(lock(world, world.engine(), mine, mine + "2").acquire, timeout=10)
+            ) as task:
                 await asyncio.sleep(1.7)
                 give(holder, mine)
                 await world.call((await task).release)

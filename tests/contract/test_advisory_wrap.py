@@ -250,9 +250,7 @@ def nowhere() -> str:
     return f"postgresql://user:s3cret@127.0.0.1:{port}/nothing"
 
 
-async def test_without_a_server_the_author_decides(
-    world: World, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_a_server_the_author_decides(world: World, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """raise: UnreachableError without the password; run: unprotected, with a warning; skip: None, with a warning."""
     engine, ran = world.engine(dsn=nowhere()), []
 
@@ -280,9 +278,7 @@ async def test_without_a_server_the_author_decides(
     assert "s3cret" not in caplog.text
 
 
-async def test_an_unreachable_server_of_the_function_itself_is_its_own_error(
-    world: World, name: str
-) -> None:
+async def test_an_unreachable_server_of_the_function_itself_is_its_own_error(world: World, name: str) -> None:
     """Only our own way to the server is excused: what the body raises goes on, and it does not run twice."""
     ran = []
 
@@ -313,9 +309,7 @@ async def test_a_timeout_of_the_function_itself_is_its_own_error(world: World, n
         await world.call(guarded)
 
 
-async def test_a_loss_inside_the_call_is_raised(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_a_loss_inside_the_call_is_raised(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """An async body is cancelled, a sync one finds out by itself; both end in LockLostError."""
     engine, after = labelled(world, name), []
 

@@ -31,10 +31,29 @@ each_set = pytest.mark.parametrize("keys", SETS.values(), ids=SETS)
 each_style = pytest.mark.parametrize("style", STYLES)
 
 whole = st.integers(-(2**63), 2**63 - 1).map(LockKey.raw)
-pairs = st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)).map(lambda two: LockKey.pair(*two))
+pairs = st.tuples(st.integers(-(2**31), 2**31 - 1), st.integers(-(2**31), 2**31 - 1)).map(
+    lambda two: LockKey.pair(*two)
+)
 
 # Not functions, though an opening bracket may follow.
-WORDS = {"as", "materialized", "cast", "filter", "from", "in", "operator", "over", "values", "where", "with", "t", "u", "o", "and", "or"}
+WORDS = {
+    "as",
+    "materialized",
+    "cast",
+    "filter",
+    "from",
+    "in",
+    "operator",
+    "over",
+    "values",
+    "where",
+    "with",
+    "t",
+    "u",
+    "o",
+    "and",
+    "or",
+}
 
 
 def texts() -> list[str]:
@@ -100,7 +119,9 @@ def session(dsn: str) -> Any:
 
 
 @each_set
-def test_each_answers_with_one_row(keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]) -> None:
+def test_each_answers_with_one_row(
+    keys: Any, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
+) -> None:
     """A driver may fetch one row and stop there: what is not computed by then is never locked."""
     sql, pid = LockSql(keys, "format"), session.info.backend_pid
     assert [row[0] for row in rows(session, sql.try_text, (pid, *sql.unlock_args))] == [True]

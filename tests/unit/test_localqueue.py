@@ -75,7 +75,9 @@ class Queue(RuleBasedStateMachine):
 
     @invariant()
     def counts_agree(self) -> None:
-        assert [self.lines.first(ticket) for ticket in self.order] == [not self.blocked(ticket) for ticket in self.order]
+        assert [self.lines.first(ticket) for ticket in self.order] == [
+            not self.blocked(ticket) for ticket in self.order
+        ]
         assert all(ticket in self.lines.line(place) for ticket in self.order for place in ticket.places)
         assert len(self.lines) == len({key for ticket in self.order for key in ticket.places})
 

@@ -68,7 +68,7 @@ def test_a_declared_transaction_pooler_is_refused_without_asking() -> None:
 
 
 def test_a_standby_excludes_nobody() -> None:
-    """C022: refused with the way to the primary, before poolers are thought of."""
+    """C046: refused with the way to the primary, before poolers are thought of."""
     refusal = verdict(replace(GOOD, standby=True), 999, "auto", 100)
     assert isinstance(refusal, StandbyError)
     assert "primary" in str(refusal)
@@ -155,7 +155,8 @@ def test_known_drivers_have_their_way_of_marking_parameters(driver: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "driver"), [("sqlite", "pysqlite"), ("mysql", "pymysql"), ("postgresql", "pg8000"), ("cockroachdb", "psycopg")]
+    ("name", "driver"),
+    [("sqlite", "pysqlite"), ("mysql", "pymysql"), ("postgresql", "pg8000"), ("cockroachdb", "psycopg")],
 )
 def test_other_dialects_and_drivers_are_refused(name: str, driver: str) -> None:
     """Rule 20: before anything is connected to, and by name."""

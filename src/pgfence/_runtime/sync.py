@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 HandleT = TypeVar("HandleT")
 
 _HERE = threading.local()
-_MAKING = threading.Lock()
 
 
 def contender() -> Contender:
@@ -337,7 +336,7 @@ def domain_of(engine: Engine, config: Config) -> SyncDomain:
     domain = home.get("sync")
     if isinstance(domain, SyncDomain) and domain.pid == PROCESS.pid:
         return domain
-    with _MAKING:
+    with MUTEX:
         domain = home.get("sync")
         if not isinstance(domain, SyncDomain) or domain.pid != PROCESS.pid:
             domain = home["sync"] = SyncDomain(engine, config)

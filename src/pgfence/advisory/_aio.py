@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
-    """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`.
+    """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`::
 
         async with AsyncAdvisoryLock(engine, "indexer").hold(timeout=5) as held:
             async for chunk in chunks():
@@ -85,7 +85,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
 
         Raises:
-            as `acquire`; LockTimeoutError only when all connections for locks are in use.
+            PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         domain, sql, on = self._place()
         return await domain.acquire(self._labels, sql, 0.0, self._handle, on=on)
@@ -121,7 +121,8 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             timeout: as in `acquire`.
 
         Raises:
-            as `acquire`, on entering; LockLostError on leaving after a loss, unless the block itself raised something else.
+            PgfenceError: on entering, as `acquire`.
+            LockLostError: on leaving after a loss, unless the block itself raised something else.
             TypeError: the lock was made with an AsyncConnection.
         """
         if hasattr(self._engine, "sync_connection"):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AdvisoryLock(Named, Verbs[H]):
-    """A session-level advisory lock: exclusive, by name, on a connection of its own.
+    """A session-level advisory lock: exclusive, by name, on a connection of its own::
 
         with AdvisoryLock(engine, "indexer").hold(timeout=5) as held:
             for chunk in chunks():
@@ -92,7 +92,7 @@ class AdvisoryLock(Named, Verbs[H]):
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
 
         Raises:
-            as `acquire`; LockTimeoutError only when all connections for locks are in use.
+            PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         domain, sql, on = self._place()
         return domain.acquire(self._labels, sql, 0.0, self._handle, on=on)
@@ -130,7 +130,8 @@ class AdvisoryLock(Named, Verbs[H]):
             timeout: as in `acquire`.
 
         Raises:
-            as `acquire`, on entering; LockLostError on leaving after a loss, unless the block itself raised.
+            PgfenceError: on entering, as `acquire`.
+            LockLostError: on leaving after a loss, unless the block itself raised.
             TypeError: the lock was made with a Connection.
         """
         if isinstance(self._engine, Connection):

@@ -1,0 +1,219 @@
+"""Sync code interrupted at every moment at which a signal handler can raise in it: entering and leaving each function."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+import pgfence
+from pgfence import AdvisoryLock
+from pgfence.config import configure
+from support.locking import elsewhere, give, waits
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+ROOT = os.path.dirname(pgfence.__file__)
+
+
+class SoftLimit(Exception):
+    """What a task queue raises from its signal handler."""
+
+
+class Interrupt:
+    """Raises at the n-th moment in our own code; a profiler sees calls and returns, where CPython looks for signals."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def __call__(self, frame: Any, event: str, arg: Any) -> None:
+        """Count, and raise when it is time."""
+        if event == "c_call" or not frame.f_code.co_filename.startswith(ROOT):
+            return
+        if frame.f_code.co_name == "__del__":
+            return  # Python ignores an exception there, wherever it comes from
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            self.where = f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_lineno} {event} {getattr(arg, '__name__', '')}"
+            raise SoftLimit
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[Interrupt]:
+    """Interrupt the block at its n-th moment."""
+    interrupt = Interrupt(at)
+    sys.setprofile(interrupt)
+    try:
+        yield interrupt
+    finally:
+        sys.setprofile(None)
+
+
+def usable(engine: Any, name: str) -> bool:
+    """Say whether another thread gets the lock."""
+    got: list[bool] = []
+
+    def take() -> None:
+        try:
+            AdvisoryLock(engine, name).acquire(timeout=1).release()
+            got.append(True)
+        except pgfence.errors.LockTimeoutError:
+            got.append(False)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return got == [True]
+
+
+def at_every_moment(make: Callable[[], Any], name: str, work: Callable[[Any], None], most: int = 600) -> None:
+    """Interrupt work at each of its moments in turn; after each the lock can be had, and the interrupt is what came out."""
+    engine = make()
+    leaks, strange = [], []
+    for at in range(1, most):
+        outcome: BaseException | None = None
+        with interrupted(at) as interrupt:
+            try:
+                work(engine)
+            except BaseException as error:
+                outcome = error
+        if not interrupt.where:
+            assert outcome is None
+            break
+        if not isinstance(outcome, SoftLimit):
+            strange.append((interrupt.where, repr(outcome)))
+        del outcome
+        if not usable(engine, name):
+            gc.collect()
+            if not usable(engine, name):
+                leaks.append(interrupt.where)
+                engine.dispose()
+                engine = make()
+                name_free(name)
+    else:
+        raise AssertionError("more moments than expected")
+    assert (leaks, strange) == ([], [])
+
+
+def name_free(name: str) -> None:
+    """A lock that leaked stays with its session: end them all, so that one leak is told once."""
+    import psycopg
+
+    with psycopg.connect(ADMIN["dsn"], autocommit=True) as admin:
+        admin.execute("SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE application_name = %s", [name])
+
+
+ADMIN: dict[str, str] = {}
+
+
+@pytest.fixture(params=["psycopg", "psycopg2"])
+def make(request: pytest.FixtureRequest, dsn: str, name: str) -> Iterator[Callable[[], Any]]:
+    """A function that makes an engine with few places for connections, so that a lost one shows."""
+    engines: list[Any] = []
+    ADMIN["dsn"] = dsn
+
+    def engine() -> Any:
+        url = f"postgresql+{request.param}://{dsn.split('://', 1)[1]}"
+        engines.append(create_engine(url, connect_args={"application_name": name}))
+        configure(engines[-1], max_lock_connections=3)
+        return engines[-1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield engine
+        gc.collect()
+    for one in engines:
+        one.dispose()
+
+
+def test_a_free_lock(make: Callable[[], Any], name: str) -> None:
+    """acquire, body, release."""
+
+    def work(engine: Any) -> None:
+        with AdvisoryLock(engine, name).hold(timeout=5):
+            pass
+
+    at_every_moment(make, name, work)
+
+
+def test_a_lent_connection(make: Callable[[], Any], name: str) -> None:
+    """connect(), a statement, commit, and the end."""
+
+    def work(engine: Any) -> None:
+        with AdvisoryLock(engine, name).connect(timeout=5) as connection:
+            connection.execute(text("SELECT 1"))
+            connection.commit()
+
+    at_every_moment(make, name, work)
+
+
+def test_a_wait_behind_a_neighbour(make: Callable[[], Any], name: str) -> None:
+    """In the line of the process, up to and including the hand-over."""
+
+    def work(engine: Any) -> None:
+        ready, go = threading.Event(), threading.Event()
+
+        def neighbour() -> None:
+            with AdvisoryLock(engine, name).hold(timeout=5):
+                ready.set()
+                go.wait(5)
+
+        thread = threading.Thread(target=neighbour)
+        thread.start()
+        ready.wait(5)
+        threading.Timer(0.003, go.set).start()
+        try:
+            with AdvisoryLock(engine, name).hold(timeout=5):
+                pass
+        finally:
+            go.set()
+            thread.join()
+
+    at_every_moment(make, name, work)
+
+
+def test_a_wait_in_the_server(
+    make: Callable[[], Any], name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Granted in the first slice."""
+
+    def work(engine: Any) -> None:
+        with elsewhere(dsn, name) as holder:
+
+            def leave() -> None:
+                eventually(lambda: waits(admin, name)() or done.is_set())
+                give(holder, name)
+
+            done = threading.Event()
+            thread = threading.Thread(target=leave)
+            thread.start()
+            try:
+                with AdvisoryLock(engine, name).hold(timeout=5):
+                    pass
+            finally:
+                done.set()
+                thread.join()
+
+    at_every_moment(make, name, work)
+
+
+def test_looking(make: Callable[[], Any], name: str) -> None:
+    """holders(): no place for a connection is lost."""
+
+    def work(engine: Any) -> None:
+        AdvisoryLock(engine, name).is_held()
+
+    at_every_moment(make, name, work)
