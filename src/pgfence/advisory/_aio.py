@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
-    """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`::
+    """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`.
+
+    ::
 
         async with AsyncAdvisoryLock(engine, "indexer").hold(timeout=5) as held:
             async for chunk in chunks():

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 class AdvisoryLock(Named, Verbs[H]):
-    """A session-level advisory lock: exclusive, by name, on a connection of its own::
+    """A session-level advisory lock: exclusive, by name, on a connection of its own.
+
+    ::
 
         with AdvisoryLock(engine, "indexer").hold(timeout=5) as held:
             for chunk in chunks():

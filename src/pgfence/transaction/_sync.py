@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 class TransactionLock(Request):
     """A lock that belongs to the caller's transaction and ends with it: with COMMIT or ROLLBACK, always.
 
+    ::
+
         with SessionLocal.begin() as session:
             TransactionLock(session, "account:1", "account:2").acquire(timeout=2)
             one, two = session.get_one(Account, 1), session.get_one(Account, 2)
