@@ -155,8 +155,9 @@ class Held(_Handle):
         self._leave(exc, flag=False)
 
     def __del__(self) -> None:
-        if not self._hold.released:
-            _dropped(self._hold, self._domain, self)
+        hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
+        if hold is not None and not hold.released:
+            _dropped(hold, self._domain, self)
 
 
 class AsyncHeld(_Handle):
@@ -229,8 +230,9 @@ class AsyncHeld(_Handle):
         await self._leave(exc, flag=False)
 
     def __del__(self) -> None:
-        if not self._hold.released:
-            _dropped(self._hold, self._domain, self)
+        hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
+        if hold is not None and not hold.released:
+            _dropped(hold, self._domain, self)
 
 
 def _run(cb: Callable[[], object]) -> None:

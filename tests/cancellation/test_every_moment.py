@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     import psycopg
 
-ROOT = os.path.dirname(pgfence.__file__)
+ROOT = str(Path(pgfence.__file__).parent)
 
 
-class SoftLimit(Exception):
-    """What a task queue raises from its signal handler."""
+class Stop(BaseException):
+    """What a signal handler raises, as KeyboardInterrupt is: `except Exception` does not see it."""
 
 
 class Interrupt:
@@ -42,13 +42,24 @@ class Interrupt:
         """Count, and raise when it is time."""
         if event == "c_call" or not frame.f_code.co_filename.startswith(ROOT):
             return
-        if frame.f_code.co_name == "__del__":
-            return  # Python ignores an exception there, wherever it comes from
+        if finalising(frame):
+            return
         self.left -= 1
         if self.left == 0:
             sys.setprofile(None)
-            self.where = f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_lineno} {event} {getattr(arg, '__name__', '')}"
-            raise SoftLimit
+            self.where = (
+                f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_lineno} {event} {getattr(arg, '__name__', '')}"
+            )
+            raise Stop
+
+
+def finalising(frame: Any) -> bool:
+    """Say whether a finaliser runs: Python ignores an exception there, wherever it comes from."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_dropped"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -93,7 +104,7 @@ def at_every_moment(make: Callable[[], Any], name: str, work: Callable[[Any], No
         if not interrupt.where:
             assert outcome is None
             break
-        if not isinstance(outcome, SoftLimit):
+        if not isinstance(outcome, Stop):
             strange.append((interrupt.where, repr(outcome)))
         del outcome
         if not usable(engine, name):
@@ -113,7 +124,9 @@ def name_free(name: str) -> None:
     import psycopg
 
     with psycopg.connect(ADMIN["dsn"], autocommit=True) as admin:
-        admin.execute("SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE application_name = %s", [name])
+        admin.execute(
+            "SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE application_name = %s", [name]
+        )
 
 
 ADMIN: dict[str, str] = {}
@@ -185,9 +198,7 @@ def test_a_wait_behind_a_neighbour(make: Callable[[], Any], name: str) -> None:
     at_every_moment(make, name, work)
 
 
-def test_a_wait_in_the_server(
-    make: Callable[[], Any], name: str, dsn: str, admin: psycopg.Connection[Any]
-) -> None:
+def test_a_wait_in_the_server(make: Callable[[], Any], name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """Granted in the first slice."""
 
     def work(engine: Any) -> None:

@@ -22,6 +22,7 @@ from support.locking import (
     lock,
     run,
     sessions,
+    standing,
     take,
     terminate,
     waits,
@@ -377,27 +378,16 @@ async def test_a_neighbour_with_an_engine_is_neither_handed_to_nor_handed_from(
         pid = await backend(world, connection)
         held = await world.call(mine.acquire)
         async with background(other.call(theirs.acquire, timeout=5)) as task:
-            await eventually(in_line(engine, 1))
+            await eventually(lambda: standing(engine) == 1)
             await world.call(held.release)
             second = await task
         assert holder_of(admin, name) != pid
         async with background(world.call(mine.acquire, timeout=5)) as task:
-            await eventually(in_line(engine, 1))
+            await eventually(lambda: standing(engine) == 1)
             await other.call(second.release)
             third = await task
         assert holder_of(admin, name) == pid
         await world.call(third.release)
-
-
-def in_line(engine: Any, count: int) -> Callable[[], bool]:
-    from pgfence._runtime.domain import Homes
-
-    def look() -> bool:
-        (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
-        tickets = {id(ticket): ticket for line in domain.lines._lines.values() for ticket in line}
-        return sum(not ticket.lines.first(ticket) for ticket in tickets.values()) == count
-
-    return look
 
 
 def holder_of(admin: psycopg.Connection[Any], name: str) -> int:
@@ -418,7 +408,7 @@ async def test_a_lock_handed_over_in_vain_harms_no_other(
     async with world.enter(engine.connect()) as connection:
         held = await holder.call(lock(world, engine, name).acquire)
         async with background(world.call(lock(world, connection, name).acquire, timeout=1.2)) as task:
-            await eventually(in_line(engine, 1))
+            await eventually(lambda: standing(engine) == 1)
             with elsewhere(dsn) as rival:
                 async with background(asyncio.to_thread(take, rival, name)) as queued:
                     await eventually(waits(admin, name))

@@ -15,21 +15,26 @@ from pgfence._runtime import aio, sync
 from pgfence._runtime import domain as domains
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
-from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions, take, terminate, waits
+from support.locking import (
+    background,
+    elsewhere,
+    give,
+    is_free,
+    labelled,
+    lock,
+    run,
+    sessions,
+    standing,
+    take,
+    terminate,
+    waits,
+)
 from support.waiting import eventually
 
 if TYPE_CHECKING:
     import psycopg
 
     from support.worlds import World
-
-
-def standing(engine: Any) -> int:
-    """How many contenders of this process stand behind somebody."""
-    sync_engine = getattr(engine, "sync_engine", engine)
-    found = domains.Homes.of(sync_engine).values()
-    tickets = {id(t): t for domain in found for line in domain.lines._lines.values() for t in line}
-    return sum(not ticket.lines.first(ticket) for ticket in tickets.values())
 
 
 async def test_two_hundred_threads_wait_on_one_connection(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
-from support.locking import background, elsewhere, give, is_free, labelled, lock, sessions, take, waits
+from support.locking import background, elsewhere, give, is_free, labelled, lock, sessions, standing, take, waits
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -173,19 +173,10 @@ async def test_overlapping_sets_stand_in_one_line(world: World, name: str) -> No
     tasks = []
     for label, names in (("ab", (a, b)), ("bc", (b, c)), ("c", (c,))):
         tasks.append(asyncio.create_task(contend(label, *names)))
-        await eventually(lambda expected=len(tasks): in_line(engine) == expected)
+        await eventually(lambda expected=len(tasks): standing(engine) == expected)
     await world.call(held.release)
     await asyncio.gather(*tasks)
     assert served == ["ab", "bc", "c"]
-
-
-def in_line(engine: Any) -> int:
-    """How many contenders of this process stand behind somebody."""
-    from pgfence._runtime.domain import Homes
-
-    (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
-    tickets = {id(ticket): ticket for line in domain.lines._lines.values() for ticket in line}
-    return sum(not ticket.lines.first(ticket) for ticket in tickets.values())
 
 
 async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: str, dsn: str) -> None:
@@ -238,7 +229,7 @@ async def test_a_set_of_names_is_handed_over_like_one(
     held = await world.call(lock(world, engine, a, b).acquire)
     other = world.other()
     async with background(other.call(lock(world, engine, b, a).acquire, timeout=5)) as task:
-        await eventually(lambda: in_line(engine) == 1)
+        await eventually(lambda: standing(engine) == 1)
         await world.call(held.release)
         second = await task
     assert len(sessions(admin, name)) == 1

@@ -10,6 +10,7 @@ import psycopg
 from sqlalchemy import text
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
+from pgfence._runtime.domain import Homes
 from pgfence.keys import LockKey
 from support.waiting import eventually
 
@@ -82,6 +83,12 @@ def waits(admin: psycopg.Connection[Any], name: str | LockKey, count: int = 1) -
         " AND (classid::bigint << 32 | objid::bigint) = %s"
     )
     return lambda: admin.execute(query, [value]).fetchone()[0] >= count
+
+
+def standing(engine: Any) -> int:
+    """Return how many contenders of this process stand behind somebody, in the lines of one engine."""
+    found = Homes.of(getattr(engine, "sync_engine", engine)).values()
+    return len({id(ticket) for domain in found for line in domain.lines._lines.values() for ticket in list(line)[1:]})
 
 
 def terminate(admin: psycopg.Connection[Any], pid: int) -> None:

@@ -46,7 +46,7 @@ class Contender:
 class Ticket:
     """A place in the lines of some keys."""
 
-    __slots__ = ("gift", "hold", "lines", "owner", "places", "wake")
+    __slots__ = ("gift", "hold", "lines", "owner", "places", "session", "wake")
 
     def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines) -> None:
         self.places = places
@@ -55,6 +55,8 @@ class Ticket:
         self.lines = lines
         self.gift: Any = None
         """The session on which these very keys are held already: handed over by the ticket before."""
+        self.session: Any = None
+        """The session that it is at, from before the server is asked."""
         self.hold: Hold[Any] | None = None
         """What it was granted."""
         self.wake: Callable[[], object] | None = None
@@ -98,13 +100,14 @@ class Lines:
             if line is None:
                 continue
             if line[0] is ticket:
+                if len(line) == 1:  # in one step: an interrupt must not leave an empty line behind
+                    del self._lines[place]
+                    continue
                 line.popleft()
             elif ticket in line:
                 line.remove(ticket)
                 continue
-            if not line:
-                del self._lines[place]
-            elif line[0].wake is not None and self.first(line[0]):
+            if line[0].wake is not None and self.first(line[0]):
                 line[0].wake()
 
     def next_for(self, ticket: Ticket) -> Ticket | None:

@@ -79,29 +79,26 @@ class SyncDomain(Domain[SyncSession]):
         """
         request = self.request(names, sql, contender(), timeout)
         ticket = Ticket(sql.places, request.owner, self.lines)
-        session: SyncSession | None = None
         try:
             with MUTEX:
                 if not self.line_up(request, ticket):
                     return None
                 front = self.lines.first(ticket)
                 if front and on is None:
-                    session = self.keeper.roster.warm()
+                    ticket.session = self.keeper.roster.warm()
             if not front:
-                session = self._in_line(request, ticket, on)
-            if ticket.gift is None:
-                warm, session = session, None
-                session = self._at_server(request, on, warm)
-            if session is not None:
+                self._in_line(request, ticket, on)
+            if ticket.gift is not None or self._at_server(request, ticket, on):
+                session: SyncSession = ticket.gift or ticket.session
                 return make(self, self.held(request, ticket, session))
         except BaseException:
-            self._give_up(ticket, session)
+            self._give_up(ticket)
             raise
         self.step_out(ticket)
         return None
 
-    def _in_line(self, request: Request, ticket: Ticket, on: Connection | None) -> SyncSession | None:
-        """Wait to be the first in line. Returns the session that was handed over with the lock, if one was."""
+    def _in_line(self, request: Request, ticket: Ticket, on: Connection | None) -> None:
+        """Wait to be the first in line. The ticket's gift is the session that was handed over with the lock, if one was."""
         gate = Gate()
         with MUTEX:
             ticket.wake = gate.open
@@ -115,50 +112,47 @@ class SyncDomain(Domain[SyncSession]):
             first = self.lines.first(ticket)
         if not first:
             raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.keys))
-        session: SyncSession | None = ticket.gift
-        if session is None or on is None:
-            return session
-        ticket.gift = None
-        self._pass_by(session, request.sql)
-        return None
+        if ticket.gift is not None and on is not None:
+            ticket.session, ticket.gift = ticket.gift, None
+            self._pass_by(ticket.session, request.sql)
+            ticket.session = None
 
-    def _give_up(self, ticket: Ticket, session: SyncSession | None) -> None:
+    def _give_up(self, ticket: Ticket) -> None:
         """Leave nothing behind, whatever happened; certainly, for the exception may be a signal's, and another may follow."""
 
         def clean() -> None:
-            for one in (session, ticket.gift):
-                if one is not None:
-                    self.keeper.discard(one)
+            for session in (ticket.session, ticket.gift):
+                if session is not None:
+                    self.keeper.discard(session)
             self.torn(ticket)
 
         for_certain(clean)
 
-    def _at_server(self, request: Request, on: Connection | None, warm: SyncSession | None) -> SyncSession | None:
-        """Contend with other processes. Returns the session that holds, or None: not free, and no time to wait."""
-        session, failures = warm, 0
+    def _at_server(self, request: Request, ticket: Ticket, on: Connection | None) -> bool:
+        """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""
+        failures = 0
         while True:
-            if session is None:
-                session = self._session(request, on, failures)
+            if ticket.session is None:
+                ticket.session = self._session(request, on, failures)
+            session: SyncSession = ticket.session
             began = time.monotonic()
             try:
                 if self._contend(session, request):
                     session.burst, session.granted_at = 0, time.monotonic()
-                    return session
+                    return True
                 holders = self._look_on(session, request.keys) if request.waits else []
             except GoneError as gone:
                 self.keeper.discard(session)
+                ticket.session = None
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
                 failures = self.again(request, gone, began, failures)
-                session = None
                 continue
-            except BaseException:
-                self.keeper.discard(session)
-                raise
             self.keeper.park(session)
+            ticket.session = None
             if request.waits:
                 raise self.timed_out(request, holders)
-            return None
+            return False
 
     def _session(self, request: Request, on: Connection | None, failures: int) -> SyncSession:
         if on is not None:

@@ -33,6 +33,8 @@ _ASYNCIO = "sqlalchemy.ext.asyncio"
 class AsyncTransactionLock(Request):
     """A lock that belongs to the caller's transaction and ends with it; the async twin of `TransactionLock`.
 
+    ::
+
         async with AsyncSessionLocal.begin() as session:
             await AsyncTransactionLock(session, "account:1", "account:2").acquire(timeout=2)
             one, two = await session.get_one(Account, 1), await session.get_one(Account, 2)
