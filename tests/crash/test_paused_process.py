@@ -27,17 +27,20 @@ if TYPE_CHECKING:
 # A reader on a thread of its own: the loop of an async holder has to be free for the answer to its question.
 OBSERVER = """
 from pgfence._runtime import watch
-watch.PAUSE = 0.5
+watch.PAUSE = 1.0
+
+def tell(line):
+    os.write(1, f"{line}\\n".encode())  # whole, whichever thread speaks
 
 def observe():
     seen = None
     while seen != "lost":
         if held.state != seen:
             seen = held.state
-            say(seen)
+            tell(seen)
         time.sleep(0.001)
 
-held.on_lost(lambda: say("told", held.loss_reason))
+held.on_lost(lambda: tell(f"told {held.loss_reason}"))
 threading.Thread(target=observe, daemon=True).start()
 while True:
     await asyncio.sleep(0.05)
