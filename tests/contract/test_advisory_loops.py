@@ -157,7 +157,7 @@ async def test_the_other_halfs_engine_is_refused_by_name(world: World, name: str
     if world.is_async:
         with pytest.raises((UnsupportedServerError, TypeError)):
             await asyncio.to_thread(AdvisoryLock(engine.sync_engine, name).try_acquire)
-        with pytest.raises(TypeError, match="AdvisoryLock"):
+        with pytest.raises((UnsupportedServerError, TypeError)):
             await asyncio.to_thread(AdvisoryLock(lambda: engine, name).try_acquire)
     else:
         with pytest.raises(TypeError, match="AsyncAdvisoryLock"):
@@ -176,9 +176,7 @@ async def test_a_lock_engine_of_the_other_half_is_refused(world: World, name: st
         await world.call(lock(world, engine, name).try_acquire)
 
 
-async def test_one_block_object_shared_by_contenders(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_one_block_object_shared_by_contenders(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A module's `guard = lock.hold()` used by all: leaving it ends the hold of whoever leaves, also after a loss."""
     engine, other = labelled(world, name), world.other()
     guard = lock(world, engine, name).hold(timeout=10)
@@ -227,8 +225,11 @@ async def test_the_longest_waits_are_waits(
             await eventually(lambda: standing(one) == 1)
             await asyncio.sleep(0.05)
             await world.call(held.release)
-            for task, place in ((mine, here), (theirs, there)):
-                await place.call((await asyncio.wait_for(asyncio.shield(task), 10)).release)
+            places = {mine: here, theirs: there}
+            while places:
+                done, _ = await asyncio.wait(places, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+                (task,) = done
+                await places.pop(task).call((await task).release)
     await freed(admin, name)
 
 

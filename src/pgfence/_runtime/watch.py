@@ -158,7 +158,7 @@ class Watcher:
         with self._lock:
             reference = self._sessions.get(dup)
             session = reference() if reference is not None else None
-            if session is None or session.dup != dup:
+            if session is None or session.dup != dup or not hung_up(dup):
                 return
             if self._epoll is not None:
                 with contextlib.suppress(OSError):
@@ -188,6 +188,13 @@ class Watcher:
             self._epoll.close()
         self._reset()
         return sessions
+
+
+def hung_up(dup: int) -> bool:
+    """Ask again: the event may be about a session that was closed since, and the number another one's by now."""
+    now = select.poll()
+    now.register(dup, select.POLLRDHUP)
+    return bool(now.poll(0))
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:

@@ -1,0 +1,45 @@
+"""The watcher believes a hang-up only of the session that it is about."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence import AdvisoryLock
+from pgfence._runtime.watch import HAS_HANGUP, WATCHER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+
+@pytest.mark.skipif(not HAS_HANGUP, reason="this kernel does not tell of a hang-up")
+def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
+    dsn: str, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
+) -> None:
+    """C042: the event of a dead session is fetched, its number goes to a living one, and that one stays held."""
+    engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    dead, living = AdvisoryLock(engine, f"{name}:1").acquire(), AdvisoryLock(engine, f"{name}:2").acquire()
+    one, two = dead._hold.session, living._hold.session
+    number = one.dup
+    with WATCHER._lock:  # stands for a watcher that is not scheduled between its event and its lock
+        admin.execute("SELECT pg_terminate_backend(%s, 2000)", [one.pid])
+        deadline = time.monotonic() + 5
+        while WATCHER._epoll is not None and not WATCHER._epoll.poll(0) and time.monotonic() < deadline:
+            pass  # until the kernel has told it
+        WATCHER.unwatch(one)
+        WATCHER.unwatch(two)
+        WATCHER.watch(two, two.wire.fileno())
+        assert two.dup == number
+    assert not living.wait_lost(timeout=0.5)
+    assert living.state == "held"
+    living.release()
+    one.died("killed")  # nobody watches it any more
+    eventually(lambda: dead.lost)
+    with pytest.raises(Exception, match="was lost"):
+        dead.release()
+    engine.dispose()
