@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, overload
 
 from typing_extensions import TypeVar
 
-from pgfence._runtime import aio
+from pgfence._runtime import aio, sync
 from pgfence.errors import LockTimeoutError, UnreachableError
 from pgfence.handles import AsyncHeld, Held
 from pgfence.wrapping import Policy, called, choice, no_generator, templates
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from pgfence._runtime.localqueue import Contender
     from pgfence.grants import Holder, OnLoss
     from pgfence.keys import Name
     from pgfence.timing import Seconds
@@ -142,23 +143,27 @@ class Verbs(ABC, Generic[H]):
 
 
 class _Holding(AbstractContextManager[H, None]):
-    """One `with lock.hold()`."""
+    """What `hold()` returns. Several threads may share it, each for a block of its own."""
 
-    __slots__ = ("_flag", "_handle", "_lock", "_timeout")
+    __slots__ = ("_flag", "_handles", "_lock", "_timeout")
 
     def __init__(self, lock: Verbs[H], timeout: Seconds | None, *, flag: bool) -> None:
         self._lock = lock
         self._timeout = timeout
         self._flag = flag
+        self._handles: dict[Contender, H] = {}
 
     def __enter__(self) -> H:
-        self._handle = self._lock.acquire(timeout=self._timeout)
-        return self._handle
+        handle = self._lock.acquire(timeout=self._timeout)
+        self._handles[sync.contender()] = handle
+        return handle
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        self._handle._leave(exc, flag=self._flag)
+        # A block may be left by another thread than the one that entered it.
+        handle = self._handles.pop(sync.contender(), None) or self._handles.popitem()[1]
+        handle._leave(exc, flag=self._flag)
 
     def __call__(self, _: object) -> Never:
         """Refuse to be a decorator."""
@@ -267,13 +272,13 @@ class AsyncVerbs(ABC, Generic[AH]):
 class Watching:
     """An async block that is cancelled when its lock is lost, and then raises LockLostError."""
 
-    __slots__ = ("_cancelled", "_flag", "_handle", "_requests", "_task")
-
     _handle: AsyncHeld
+    _requests: int
 
     def __init__(self, *, flag: bool = False) -> None:
         self._flag = flag
         self._cancelled = False
+        self._task: asyncio.Task[Any] | None = None
 
     def start(self, handle: AsyncHeld) -> None:
         """Watch this handle, for the running task."""
@@ -282,20 +287,18 @@ class Watching:
             raise RuntimeError("hold() needs a task")
         self._handle = handle
         self._task = task
+        self._cancelled = False
         self._requests = task.cancelling()
         if not self._flag:
-            handle._hold.subscribe(self._lost)
+            handle._hold.subscribe(lambda: aio.on_loop(task.get_loop(), lambda: self._cancel(handle, task)))
 
     async def __aenter__(self) -> Any:
         return self._handle
 
-    def _lost(self) -> None:
-        aio.on_loop(self._task.get_loop(), self._cancel)
-
-    def _cancel(self) -> None:
-        if not self._handle._hold.released:
+    def _cancel(self, handle: AsyncHeld, task: asyncio.Task[Any]) -> None:
+        if self._handle is handle and not handle._hold.released:
             self._cancelled = True
-            self._task.cancel("the lock was lost")
+            task.cancel("the lock was lost")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
@@ -304,7 +307,7 @@ class Watching:
             await self._handle._leave(exc, flag=self._flag)
             return
         cancel = exc if isinstance(exc, asyncio.CancelledError) else await _pending_cancel()
-        if self._task.uncancel() <= self._requests:
+        if self._task is not None and self._task.uncancel() <= self._requests:
             try:
                 await self._handle._leave(None if cancel is exc else exc, flag=False)
             except Exception as error:
@@ -326,17 +329,35 @@ async def _pending_cancel() -> asyncio.CancelledError | None:
 
 
 class _AsyncHolding(Watching, AbstractAsyncContextManager[AH, None]):
-    """One `async with lock.hold()`."""
+    """What `hold()` returns. Several tasks may share it, each for a block of its own."""
 
     def __init__(self, lock: AsyncVerbs[AH], timeout: Seconds | None, *, flag: bool) -> None:
         super().__init__(flag=flag)
         self._lock = lock
         self._timeout = timeout
+        self._others: dict[asyncio.Task[Any] | None, Watching] = {}
+        """The blocks of further tasks, while the first one's goes on."""
 
     async def __aenter__(self) -> AH:
         handle = await self._lock.acquire(timeout=self._timeout)
-        self.start(handle)
+        if self._task is None:
+            self.start(handle)
+        else:
+            other = Watching(flag=self._flag)
+            other.start(handle)
+            self._others[other._task] = other
         return handle
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        if self._others and (other := self._others.pop(asyncio.current_task(), None)) is not None:
+            await other.__aexit__(kind, exc, tb)
+            return
+        try:
+            await super().__aexit__(kind, exc, tb)
+        finally:
+            self._task = None
 
     def __call__(self, _: object) -> Never:
         """Refuse to be a decorator."""

@@ -67,11 +67,11 @@ def interrupted(
 def test_an_interrupt_anywhere_in_a_cycle_leaves_nothing(
     interrupted: Callable[..., Script], name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Hit at 300 random moments of acquire, body and release: the lock is free, and the process can take it again at once."""
+    """Hit at 150 random moments of acquire, body and release: the lock is free, and the process can take it again at once."""
     script = interrupted("""
 configure(engine, max_lock_connections=3)
 stuck = []
-for number in range(300):
+for number in range(150):
     gun = Gun(dice.random() * 0.0012)
     try:
         gun.aim()
@@ -82,7 +82,6 @@ for number in range(300):
     except SoftLimit:
         pass
     gun.thread.join()
-    gc.collect()
     free = []
     def try_it():
         try:
@@ -90,11 +89,15 @@ for number in range(300):
             free.append(True)
         except BaseException as error:
             free.append(repr(error))
-    thread = threading.Thread(target=try_it)
-    thread.start()
-    thread.join()
-    if free != [True]:
-        stuck.append((number, free[0]))
+    for _ in range(2):
+        thread = threading.Thread(target=try_it)
+        thread.start()
+        thread.join()
+        if free[-1] is True:
+            break
+        gc.collect()  # what an exception still refers to
+    if free[-1] is not True:
+        stuck.append((number, free[-1]))
         if len(stuck) > 2:
             break
 say("stuck", stuck)
@@ -161,7 +164,7 @@ def test_an_interrupt_in_a_lent_connection_leaves_nothing(
     """In connect(), at random moments: the lock is free, and the user's exception is the one that comes out."""
     script = interrupted("""
 strange = []
-for number in range(60):
+for number in range(50):
     gun = Gun(dice.random() * 0.012)
     try:
         gun.aim()
@@ -175,7 +178,6 @@ for number in range(60):
     except Exception as error:
         strange.append(repr(error))
     gun.thread.join()
-    gc.collect()
     thread = threading.Thread(target=lambda: AdvisoryLock(engine, name).acquire(timeout=3).release())
     thread.start()
     thread.join()

@@ -237,5 +237,8 @@ async def _goodbye(sessions: set[AsyncSession]) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        holds = [session.hold for session in sessions if session.hold is not None]
         close_all(sessions)
+        for hold in holds:
+            hold.lose("killed")
         await asyncio.sleep(0)  # for the transports' own farewell

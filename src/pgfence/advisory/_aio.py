@@ -173,6 +173,8 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             return domain, self._in_terms_of(config, domain.style), engine
         if not hasattr(engine, "sync_engine"):
             engine = engine()
+        if not hasattr(engine, "sync_engine"):
+            raise TypeError(f"AsyncAdvisoryLock needs an AsyncEngine, not {engine!r}: use AdvisoryLock")
         config = config_of(engine, pin=True)
         domain = aio.domain_of(lock_engine(engine, config), config)
         self._home = domain

@@ -176,6 +176,8 @@ class AdvisoryLock(Named, Verbs[H]):
             return domain, self._in_terms_of(config, domain.style), engine
         if not isinstance(engine, Engine):
             engine = engine()
+        if not isinstance(engine, Engine) or engine.dialect.is_async:
+            raise TypeError(f"AdvisoryLock needs a sync Engine, not {engine!r}: use AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
         domain = sync.domain_of(lock_engine(engine, config), config)
         self._home = domain
