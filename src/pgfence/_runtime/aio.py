@@ -172,8 +172,8 @@ class AsyncDomain(Domain[AsyncSession]):
                     raise gone_error(request, gone) from gone.__cause__
                 failures = self.again(request, gone, began, failures)
                 continue
-            self.keeper.park(session)
             ticket.session = None
+            self.keeper.park(session)
             if request.waits:
                 raise self.timed_out(request, holders)
             return False

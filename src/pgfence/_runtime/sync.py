@@ -158,8 +158,8 @@ class SyncDomain(Domain[SyncSession]):
                     raise gone_error(request, gone) from gone.__cause__
                 failures = self.again(request, gone, began, failures)
                 continue
-            self.keeper.park(session)
             ticket.session = None
+            self.keeper.park(session)
             if request.waits:
                 raise self.timed_out(request, holders)
             return False
@@ -225,8 +225,12 @@ class SyncDomain(Domain[SyncSession]):
 
     def _end(self, hold: Hold[SyncSession]) -> None:
         """Finish a release that was torn, by closing the connection, unless it serves somebody else already."""
-        if hold.session.hold in (None, hold):
-            self.keeper.discard(hold.session)
+        session = hold.session
+        if session.hold in (None, hold):
+            if session.since:  # somebody else is inside a statement on it by now
+                WATCHER.shut_down(session)
+            else:
+                self.keeper.discard(session)
         self.torn(hold.ticket)
 
     def _unlock(self, hold: Hold[SyncSession], session: SyncSession) -> bool:

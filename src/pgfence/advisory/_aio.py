@@ -159,14 +159,14 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
 
     def _place(self) -> tuple[AsyncDomain, LockSql, AsyncConnection | None]:
         engine = self._engine
-        home = self._home
+        found = self._found
         if (
-            home is not None
-            and home.async_engine is engine
-            and home.loop is asyncio.get_running_loop()
-            and home.pid == PROCESS.pid
+            found is not None
+            and found[0].async_engine is engine
+            and found[0].loop is asyncio.get_running_loop()
+            and found[0].pid == PROCESS.pid
         ):
-            return home, self._sql, None
+            return *found, None
         if hasattr(engine, "sync_connection"):
             config = config_of(engine, pin=True)
             domain = aio.domain_of(engine.engine, config)
@@ -177,5 +177,6 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             raise TypeError(f"AsyncAdvisoryLock needs an AsyncEngine, not {engine!r}: use AdvisoryLock")
         config = config_of(engine, pin=True)
         domain = aio.domain_of(lock_engine(engine, config), config)
-        self._home = domain
-        return domain, self._in_terms_of(config, domain.style), None
+        sql = self._in_terms_of(config, domain.style)
+        self._found = domain, sql
+        return domain, sql, None

@@ -31,18 +31,17 @@ class Named:
     _names: Sequence[Name]
     _namespace: str | None
     _labels: tuple[str, ...]
-    _sql: LockSql
-    _in: str
-    """The namespace that `_sql` was made with."""
-    _home: Any = None
-    """The domain that was found last, for an engine that is its own lock engine."""
+    _made: tuple[str, Style, LockSql]
+    """The statements, and the namespace and style that they were made with."""
+    _found: tuple[Any, LockSql] | None = None
+    """The domain that was found last, and the statements for it, for an engine that is its own lock engine."""
 
     def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None) -> None:
         self._engine = engine
         self._names = tuple(names)
         self._namespace = namespace
-        self._in = namespace or ""
-        self._sql = LockSql(resolve(names, self._in), "format")
+        assumed = namespace or ""
+        self._made = assumed, "format", LockSql(resolve(names, assumed), "format")
         self._labels = tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in names))
 
     def _named(self, names: Sequence[Name]) -> Self:
@@ -53,10 +52,11 @@ class Named:
     def _in_terms_of(self, config: Config, style: Style) -> LockSql:
         """The statements for this engine's namespace and driver, made once."""
         namespace = config.namespace if self._namespace is None else self._namespace
-        if namespace != self._in or style != self._sql.style:
-            self._in = namespace
-            self._sql = LockSql(resolve(self._names, namespace), style)
-        return self._sql
+        made = self._made
+        if made[0] != namespace or made[1] != style:
+            # Assigned at once: another thread at its first use must not see a new namespace beside old keys.
+            self._made = made = namespace, style, LockSql(resolve(self._names, namespace), style)
+        return made[2]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"

@@ -167,9 +167,9 @@ class AdvisoryLock(Named, Verbs[H]):
 
     def _place(self) -> tuple[SyncDomain, LockSql, Connection | None]:
         engine = self._engine
-        home = self._home
-        if home is not None and home.engine is engine and home.pid == PROCESS.pid:
-            return home, self._sql, None
+        found = self._found
+        if found is not None and found[0].engine is engine and found[0].pid == PROCESS.pid:
+            return *found, None
         if isinstance(engine, Connection):
             config = config_of(engine, pin=True)
             domain = sync.domain_of(engine.engine, config)
@@ -180,8 +180,9 @@ class AdvisoryLock(Named, Verbs[H]):
             raise TypeError(f"AdvisoryLock needs a sync Engine, not {engine!r}: use AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
         domain = sync.domain_of(lock_engine(engine, config), config)
-        self._home = domain
-        return domain, self._in_terms_of(config, domain.style), None
+        sql = self._in_terms_of(config, domain.style)
+        self._found = domain, sql
+        return domain, sql, None
 
 
 def _close(connection: Connection | None) -> None:
