@@ -107,20 +107,6 @@ def test_listeners_run_with_no_lock_of_ours_held() -> None:
     assert free == [True]
 
 
-def test_an_unsubscribed_listener_hears_nothing() -> None:
-    """Taken out once or twice, it is not called; one that was never in is no error."""
-    hold, told = make(), []
-
-    def listener() -> None:
-        told.append("lost")
-
-    hold.subscribe(listener)
-    hold.unsubscribe(listener)
-    hold.unsubscribe(listener)
-    hold.lose("killed")
-    assert told == []
-
-
 def test_the_lost_error_names_lock_and_reason() -> None:
     """It carries names and reason, and says what that means for the work done."""
     hold = make("a", "b")

@@ -149,10 +149,6 @@ class Hold(Generic[SessionT]):
         if lost:
             tell(listener)
 
-    def unsubscribe(self, listener: Callable[[], object]) -> None:
-        with MUTEX:
-            self._listeners = tuple(other for other in self._listeners if other != listener)
-
 
 def _nothing() -> None:
     """There is no handle (yet)."""

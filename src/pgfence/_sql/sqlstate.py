@@ -9,9 +9,6 @@ DEADLOCK_DETECTED = "40P01"
 OUT_OF_MEMORY = "53200"
 """The shared lock table is full."""
 
-QUERY_CANCELED = "57014"
-IN_FAILED_TRANSACTION = "25P02"
-
 
 def sqlstate(error: BaseException | None) -> str | None:
     """Return the SQLSTATE that an error carries, whatever wraps it; None where the server did not speak."""
