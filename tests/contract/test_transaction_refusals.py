@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import NullPool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
@@ -82,7 +82,7 @@ async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> No
 
 def test_another_dialect_is_named() -> None:
     """SQLite in somebody's tests is an error that says so, not a lock that holds nothing."""
-    with create_engine("sqlite://").connect() as work, pytest.raises(UnsupportedServerError, match="sqlite"):
+    with create_engine("sqlite://", poolclass=NullPool).connect() as work, pytest.raises(UnsupportedServerError, match="sqlite"):
         TransactionLock(work, "a").acquire()
 
 

@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import create_engine
+from sqlalchemy import NullPool, create_engine
 from sqlalchemy.orm import Session
 
 from pgfence import compat
@@ -168,7 +168,7 @@ def test_hashtext_asks_a_connection_and_nothing_else(thing: Any) -> None:
 )
 def test_hashtext_refuses_a_name_that_the_server_cannot_have(name: Any, error: type[Exception]) -> None:
     """Another type, NUL or a lone surrogate never reaches the driver."""
-    with create_engine("sqlite://").connect() as connection, pytest.raises(error):
+    with create_engine("sqlite://", poolclass=NullPool).connect() as connection, pytest.raises(error):
         hashtext_key(connection, name)
 
 
