@@ -171,6 +171,7 @@ def test_a_lent_connection(make: Callable[[], Any], name: str) -> None:
     at_every_moment(make, name, work)
 
 
+@pytest.mark.parametrize("make", ["psycopg"], indirect=True)
 def test_a_wait_behind_a_neighbour(make: Callable[[], Any], name: str) -> None:
     """In the line of the process, up to and including the hand-over."""
 
@@ -196,6 +197,7 @@ def test_a_wait_behind_a_neighbour(make: Callable[[], Any], name: str) -> None:
     at_every_moment(make, name, work)
 
 
+@pytest.mark.parametrize("make", ["psycopg"], indirect=True)
 def test_a_wait_in_the_server(make: Callable[[], Any], name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """Granted in the first slice."""
 
