@@ -82,7 +82,10 @@ async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> No
 
 def test_another_dialect_is_named() -> None:
     """SQLite in somebody's tests is an error that says so, not a lock that holds nothing."""
-    with create_engine("sqlite://", poolclass=NullPool).connect() as work, pytest.raises(UnsupportedServerError, match="sqlite"):
+    with (
+        create_engine("sqlite://", poolclass=NullPool).connect() as work,
+        pytest.raises(UnsupportedServerError, match="sqlite"),
+    ):
         TransactionLock(work, "a").acquire()
 
 
