@@ -7,6 +7,7 @@ server starts a private one with `own_server` or `make_server`.
 from __future__ import annotations
 
 import secrets
+import signal
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,13 @@ _ADVISORY = """
     FROM pg_locks l JOIN pg_database d ON d.oid = l.database LEFT JOIN pg_stat_activity a USING (pid)
     WHERE l.locktype = 'advisory' AND d.datname = current_database()
 """
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, and let programs under test hear it: a run in the background starts with the signal ignored."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

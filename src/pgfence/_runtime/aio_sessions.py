@@ -15,6 +15,7 @@ from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
 from pgfence._runtime.opening import R, at_once, in_greenlet, listened, strange_backend, through, wrapped
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
+from pgfence._runtime.watch import reason_of
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
@@ -60,7 +61,7 @@ class AsyncSession(Session):
 
     def _terminated(self, _: Any) -> None:
         if not self.closed:
-            self.died("killed")
+            self.died(reason_of(self.dup) if self.dup >= 0 else "killed")
 
     async def ask(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True

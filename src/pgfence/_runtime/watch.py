@@ -163,10 +163,7 @@ class Watcher:
             if self._epoll is not None:
                 with contextlib.suppress(OSError):
                     self._epoll.unregister(dup)
-            error = 0
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(dup)) as ours:
-                error = ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        reason: LossReason = "cut off" if error in _CUT else "killed"
+            reason = reason_of(dup)
         tell(lambda: session.died(reason))
 
     def _tick(self, now: float, paused: bool) -> None:
@@ -195,6 +192,21 @@ def hung_up(dup: int) -> bool:
     now = select.poll()
     now.register(dup, select.POLLRDHUP)
     return bool(now.poll(0))
+
+
+def reason_of(dup: int) -> LossReason:
+    """Say why a socket ended: the peer closed it, or the kernel gave up on a peer that was silent.
+
+    The socket's error is told once, and the driver may have read it before us; but the kernel also remembers probes and
+    retransmissions that nobody answered.
+    """
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(dup)) as ours:
+        if ours.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _CUT:
+            return "cut off"
+        if ours.family in (socket.AF_INET, socket.AF_INET6) and hasattr(socket, "TCP_INFO"):
+            _state, _congestion, retransmissions, probes = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
+            return "cut off" if retransmissions or probes else "killed"
+    return "killed"
 
 
 def _start_thread(name: str, target: Callable[..., None], *args: object) -> None:
