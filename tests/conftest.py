@@ -36,10 +36,11 @@ _ADVISORY = """
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, and let programs under test hear it: a run in the background starts with the signal ignored."""
-    for number in (signal.SIGINT, signal.SIGQUIT):
+    """Hear Ctrl-C and the like, and let programs under test hear them: a run in the background ignores some from the start."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+    for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
