@@ -60,7 +60,8 @@ def test_pgbench_is_kept_out_where_its_tables_would_land_elsewhere(
     monkeypatch.setattr(load, "_into_schema", lambda url: url)
     with load.tables(engine) as who:
         assert who == "SQL"
-        assert admin.execute("SELECT 1 FROM pg_tables WHERE schemaname = 'public'").fetchall() == []
+        strays = "SELECT tablename FROM pg_tables WHERE schemaname = 'public' AND tablename LIKE 'pgbench%'"
+        assert admin.execute(strays).fetchall() == []
 
 
 def test_the_password_is_no_argument_of_pgbench(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
