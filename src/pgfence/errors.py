@@ -152,3 +152,44 @@ class CapacityError(PgfenceError):
         super().__init__(message, sqlstate=sqlstate)
         self.used = used
         self.limit = limit
+
+
+class SchemaError(PgfenceError):
+    """pgfence's tables or functions are missing, too old, not as they were made, or not open to this role.
+
+    `command` is what cures it: a `pgfence install`, or a GRANT.
+    """
+
+    def __init__(
+        self, message: str, *, found: int | None = None, needed: int = 1, command: str = "", sqlstate: str | None = None
+    ) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.found = found
+        self.needed = needed
+        self.command = command
+
+
+class StaleFencingTokenError(PgfenceError):
+    """PostgreSQL refused a write (SQLSTATE PF001): another token counts for the resource by now. Nothing of it is committed.
+
+    `token` below `newest`: a newer holder has taken over. Above: the token was never issued for this resource, or the
+    lease's row was set back, by a restore or a fail-over.
+    """
+
+    http_status = 409
+
+    def __init__(
+        self, message: str, *, resource: str, token: int, newest: int, sqlstate: str | None = "PF001"
+    ) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.resource = resource
+        self.token = token
+        self.newest = newest
+
+
+class FenceRequiredError(PgfenceError):
+    """A guarded table or class was written to by a transaction that entered no gate (SQLSTATE PF002 where PostgreSQL refused)."""
+
+    def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.resource = resource

@@ -52,8 +52,9 @@ def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, se
         connection.commit()
         fairy.detach()
     except BaseException as error:
-        with contextlib.suppress(Exception):
-            fairy.invalidate()
+        if fairy.dbapi_connection is not None:  # SQLAlchemy itself may have given it up already, and would warn
+            with contextlib.suppress(Exception):
+                fairy.invalidate()
         if isinstance(error, Exception) and (told := unreachable(engine, error)):
             raise told from error
         raise
@@ -88,7 +89,8 @@ def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSettin
             other.execution_options(isolation_level="AUTOCOMMIT")
             other_pid = server.backend_pid(other)
         finally:
-            fairy.invalidate()
+            if fairy.dbapi_connection is not None:
+                fairy.invalidate()
     if refusal := server.verdict(facts, driver_pid, pooler, other_pid):
         raise refusal
 
