@@ -1,0 +1,47 @@
+"""How far a lock reaches: its name says, and the name is in every message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pgfence.errors import LockTimeoutError
+from support.locking import lock
+
+if TYPE_CHECKING:
+    from support.worlds import World
+
+
+async def test_tenants_with_a_lock_each_overlap_and_one_tenant_is_done_one_at_a_time(world: World, name: str) -> None:
+    """C030: with the schema in the name two schemas migrate at the same time, the same schema twice never does."""
+    engine = world.engine()
+    inside: dict[str, int] = {}
+    together: set[frozenset[str]] = set()
+    overlaps: list[str] = []
+    both = asyncio.Event()
+
+    async def migrate(schema: str) -> None:
+        async with world.other().enter(lock(world, engine, f"{name}:migrate:{schema}").hold(timeout=10)):
+            if inside.get(schema):
+                overlaps.append(schema)
+            inside[schema] = 1
+            together.add(frozenset(one for one, there in inside.items() if there))
+            if sum(inside.values()) == 2:
+                both.set()
+            await asyncio.wait_for(both.wait(), 10)
+            inside[schema] = 0
+
+    await asyncio.gather(migrate("red"), migrate("blue"), migrate("red"), migrate("blue"))
+    assert frozenset({"red", "blue"}) in together
+    assert not overlaps
+
+
+async def test_a_timeout_names_the_scope_it_waited_for(world: World, name: str) -> None:
+    """C030: whoever waits in vain reads which schema's lock it was."""
+    engine = world.engine()
+    async with world.enter(lock(world, engine, f"{name}:migrate:red").hold(timeout=5)):
+        with pytest.raises(LockTimeoutError, match=f"{name}:migrate:red") as caught:
+            await world.other().call(lock(world, engine, f"{name}:migrate:red").acquire, timeout=0.2)
+    assert caught.value.names == (f"{name}:migrate:red",)
