@@ -12,7 +12,18 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.place import RESULTS, machine
 
-SCENARIOS = ("uncontended", "handoff", "waiters", "transactions", "crowd", "loss", "imports", "transfers")
+SCENARIOS = (
+    "uncontended",
+    "handoff",
+    "waiters",
+    "transactions",
+    "crowd",
+    "loss",
+    "imports",
+    "leases",
+    "fences",
+    "transfers",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine
 
+from pgfence import schema
 from pgfence.errors import UnreachableError
 from support import servers
 from support.waiting import eventually as _eventually
@@ -79,6 +81,14 @@ def dsn(request: pytest.FixtureRequest) -> Iterator[str]:
     server = workerinput["pgfence_dsn"] if workerinput else request.config.stash[_SERVER].dsn
     with servers.database(server, workerinput["workerid"] if workerinput else "main") as name:
         yield name
+
+
+@pytest.fixture(scope="session")
+def tables(dsn: str) -> None:
+    """Tables and functions of pgfence in this worker's database, with default schema and prefix."""
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    schema.create_all(engine)
+    engine.dispose()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCENARIOS = ("uncontended", "handoff", "waiters", "transactions", "crowd", "loss", "imports", "transfers")
+SCENARIOS = (
+    "uncontended",
+    "handoff",
+    "waiters",
+    "transactions",
+    "crowd",
+    "loss",
+    "imports",
+    "leases",
+    "fences",
+    "transfers",
+)
 
 
 @pytest.mark.timeout(120)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 PAIRS = [name for name in pgfence.__all__ if f"Async{name}" in pgfence.__all__]
 # No input or output, so plain functions in both worlds.
-PLAIN = {"check", "on_lost", "wrap", "hold", "connect", "begin"}
+PLAIN = {"abandon", "begin", "check", "connect", "hold", "on_lost", "progress", "remaining", "wrap"}
 # Made by the locks alone: their constructors are no part of the surface.
-HANDLES = {"Held"}
+HANDLES = {"FencedHeld", "Held", "HeldLease", "Slot"}
 MAGIC = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__call__": "__call__"}
 
 

@@ -5,41 +5,65 @@ The everyday names. `pgfence.embedded`, `pgfence.testing` and the like are impor
 
 from __future__ import annotations
 
-from pgfence import compat
+from typing import TYPE_CHECKING
+
+from pgfence import compat, schema
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
     CapacityError,
     DeadlockError,
+    FenceRequiredError,
     LockLostError,
     LockNotHeldError,
     LockTimeoutError,
     LossReason,
     PgfenceError,
     PoolerError,
+    SchemaError,
     SelfDeadlockError,
+    StaleFencingTokenError,
     StandbyError,
     TransactionStateError,
     UnreachableError,
     UnsupportedServerError,
 )
+from pgfence.fence import fence, fenced
+from pgfence.fenced_handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
 from pgfence.grants import Event, Holder, OnLoss, State
 from pgfence.handles import AsyncHeld, Held, current, held
 from pgfence.keys import KeyFamily, LockKey, Name
+from pgfence.lease import AsyncLease, Lease, LeaseRef
+from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot
 from pgfence.timing import Seconds
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
+
+if TYPE_CHECKING:
+    from pgfence.fence import Fenced
 
 __all__ = [
     "AdvisoryLock",
     "AsyncAdvisoryLock",
+    "AsyncFencedHeld",
     "AsyncHeld",
+    "AsyncHeldLease",
+    "AsyncLease",
+    "AsyncOnce",
+    "AsyncSlot",
     "AsyncTransactionLock",
     "CapacityError",
+    "CatchUp",
     "DeadlockError",
     "Event",
+    "FenceRequiredError",
+    "Fenced",
+    "FencedHeld",
     "Held",
+    "HeldLease",
     "Holder",
     "KeyFamily",
+    "Lease",
+    "LeaseRef",
     "LockKey",
     "LockLostError",
     "LockNotHeldError",
@@ -47,10 +71,14 @@ __all__ = [
     "LossReason",
     "Name",
     "OnLoss",
+    "Once",
     "PgfenceError",
     "PoolerError",
+    "SchemaError",
     "Seconds",
     "SelfDeadlockError",
+    "Slot",
+    "StaleFencingTokenError",
     "StandbyError",
     "State",
     "TransactionLock",
@@ -61,16 +89,23 @@ __all__ = [
     "compat",
     "configure",
     "current",
+    "fence",
+    "fenced",
     "held",
+    "schema",
 ]
 
 __version__: str
 
 
-def __getattr__(name: str) -> str:
-    """Look the version up when it is asked for: reading the metadata takes longer than the import."""
+def __getattr__(name: str) -> object:
+    """Look up what takes longer than the import: the version, and the mixin, which needs SQLAlchemy's ORM."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("pgfence")
+    if name == "Fenced":
+        from pgfence.fence import Fenced
+
+        return Fenced
     raise AttributeError(f"module 'pgfence' has no attribute {name!r}")

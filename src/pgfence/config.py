@@ -25,6 +25,9 @@ PoolerSetting: TypeAlias = Literal["auto", "direct", "session", "transaction"]
 
 _ATTRIBUTE = "_pgfence_config"
 
+LONGEST_PREFIX = 40
+"""Names in PostgreSQL have 63 bytes at most, and the longest of ours needs what is left."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -85,10 +88,7 @@ def configure(
         raise ValueError("max_lock_connections must be 1 or more")
     if pooler not in get_args(PoolerSetting):
         raise ValueError(f"pooler must be one of {', '.join(get_args(PoolerSetting))}, not {pooler!r}")
-    _expect(prefix, str, "prefix")
-    _expect(schema, (str, type(None)), "schema")
-    if schema == "":
-        raise ValueError("schema must not be empty: None leaves it to the search path")
+    expect_place(schema, prefix)
     if lock_engine is not None and not callable(lock_engine):
         _dialect(lock_engine)
     if on_event is not None and not callable(on_event):
@@ -106,6 +106,23 @@ def configure(
     home = vars(_dialect(engine))
     if home.setdefault(_ATTRIBUTE, new) != new:
         raise ValueError("this engine already has other settings: configure it once, before its first use")
+
+
+def expect_place(schema: str | None, prefix: str) -> None:
+    """Raise if our tables could not be found there by these names.
+
+    Raises:
+        ValueError: the schema is empty, the prefix too long, or one of them holds NUL.
+        TypeError: one has the wrong type.
+    """
+    _expect(prefix, str, "prefix")
+    _expect(schema, (str, type(None)), "schema")
+    if schema == "":
+        raise ValueError("schema must not be empty: None leaves it to the search path")
+    if len(prefix.encode()) > LONGEST_PREFIX:
+        raise ValueError(f"prefix must not be longer than {LONGEST_PREFIX} bytes: the server would cut our names short")
+    if "\0" in prefix + (schema or ""):
+        raise ValueError("schema and prefix must not contain NUL")
 
 
 def config_of(thing: Any, *, pin: bool = False) -> Config:

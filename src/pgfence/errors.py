@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from sqlalchemy.exc import DontWrapMixin
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,8 +32,8 @@ def _restore(cls: type[PgfenceError], args: tuple[Any, ...], state: dict[str, An
     return error
 
 
-class PgfenceError(Exception):
-    """Root of every error that pgfence raises on purpose."""
+class PgfenceError(DontWrapMixin, Exception):
+    """Root of every error that pgfence raises on purpose. SQLAlchemy puts none of them into a StatementError."""
 
     http_status: ClassVar[int] = 500
     retryable: bool = False
@@ -152,3 +154,42 @@ class CapacityError(PgfenceError):
         super().__init__(message, sqlstate=sqlstate)
         self.used = used
         self.limit = limit
+
+
+class SchemaError(PgfenceError):
+    """pgfence's tables or functions are missing, too old, not as they were made, or not open to this role.
+
+    `command` is what cures it: a `pgfence install`, or a GRANT.
+    """
+
+    def __init__(
+        self, message: str, *, found: int | None = None, needed: int = 1, command: str = "", sqlstate: str | None = None
+    ) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.found = found
+        self.needed = needed
+        self.command = command
+
+
+class StaleFencingTokenError(PgfenceError):
+    """PostgreSQL refused a write (SQLSTATE PF001): another token counts for the resource by now. Nothing of it is committed.
+
+    `token` below `newest`: a newer holder has taken over. Above: the token was never issued for this resource, or the
+    lease's row was set back, by a restore or a fail-over.
+    """
+
+    http_status = 409
+
+    def __init__(self, message: str, *, resource: str, token: int, newest: int, sqlstate: str | None = "PF001") -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.resource = resource
+        self.token = token
+        self.newest = newest
+
+
+class FenceRequiredError(PgfenceError):
+    """A guarded table or class was written to by a transaction that entered no gate (SQLSTATE PF002 where PostgreSQL refused)."""
+
+    def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.resource = resource

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection
 
-    from pgfence._runtime.aio import AsyncDomain
     from pgfence._runtime.localqueue import Contender
-    from pgfence._runtime.state import Hold
-    from pgfence._runtime.sync import SyncDomain
+    from pgfence._runtime.state import BaseHold
     from pgfence.errors import LossReason
     from pgfence.grants import State
     from pgfence.keys import LockKey
@@ -50,7 +48,9 @@ class _Handle:
 
     __slots__ = ("__weakref__", "_hold")
 
-    _hold: Hold[Any]
+    _hold: BaseHold
+    _domain: Any
+    """Whoever gives it back."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -70,12 +70,12 @@ class _Handle:
     @property
     def lost(self) -> bool:
         """Whether it was lost while it was held. No I/O."""
-        return self._hold.ours and self._hold.reason is not None
+        return self._hold.state == "lost"
 
     @property
     def loss_reason(self) -> LossReason | None:
         """Why it was lost: "killed" (the server ended the session) or "cut off" (no answer any more)."""
-        return self._hold.reason
+        return self._hold.loss_reason
 
     def check(self) -> None:
         """Raise unless it is held as far as this process knows. No I/O: call it as often as you like.
@@ -99,7 +99,7 @@ class Held(_Handle):
 
     __slots__ = ("_domain",)
 
-    def __init__(self, domain: SyncDomain, hold: Hold[Any]) -> None:
+    def __init__(self, domain: Any, hold: BaseHold) -> None:
         self._domain = domain
         self._hold = hold
         hold.handle = weakref.ref(self)
@@ -169,7 +169,7 @@ class AsyncHeld(_Handle):
 
     __slots__ = ("_domain",)
 
-    def __init__(self, domain: AsyncDomain, hold: Hold[Any]) -> None:
+    def __init__(self, domain: Any, hold: BaseHold) -> None:
         self._domain = domain
         self._hold = hold
         hold.handle = weakref.ref(self)
@@ -252,7 +252,7 @@ def _run(cb: Callable[[], object]) -> None:
     tell(call)
 
 
-def _dropped(hold: Hold[Any], domain: SyncDomain | AsyncDomain, handle: _Handle) -> None:
+def _dropped(hold: BaseHold, domain: Any, handle: _Handle) -> None:
     """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
     if not hold.ours or sys.is_finalizing():
         return

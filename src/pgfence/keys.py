@@ -224,3 +224,28 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
     if not keys:
         raise ValueError("a lock needs at least one name")
     return tuple(sorted(set(keys)) if len(keys) > 1 else keys)
+
+
+LONGEST_STORED = 255
+
+
+def stored(name: object, namespace: str, what: str = "a name") -> str:
+    """Return the text under which a name stands in a table: the name itself, or namespace + U+001F + name.
+
+    Raises:
+        TypeError: it is no str (a ready LockKey has no text).
+        ValueError: it is empty, longer than 255 characters with its namespace, or holds NUL, U+001F or a lone surrogate.
+    """
+    text = _text(name, what)
+    if not text:
+        raise ValueError(f"{what} must not be empty")
+    namespace = _text(namespace, "a namespace")
+    whole = namespace + SEPARATOR + text if namespace else text
+    if len(whole) > LONGEST_STORED:
+        raise ValueError(f"{what} must not be longer than {LONGEST_STORED} characters with its namespace: {len(whole)}")
+    return whole
+
+
+def shown(text: str) -> str:
+    """Return what messages call a stored name."""
+    return text.replace(SEPARATOR, ":")

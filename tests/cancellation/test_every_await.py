@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,11 +10,12 @@ import pytest
 from pgfence import AsyncAdvisoryLock
 from pgfence.config import configure
 from support.locking import elsewhere, freed, give, is_free, labelled, run, sessions
+from support.stepping import at_every_step, stepped
 from support.waiting import eventually
 from support.worlds import World
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable
 
     import psycopg
 
@@ -28,63 +28,6 @@ async def world(request: pytest.FixtureRequest, dsn: str) -> AsyncIterator[World
     here = World(request.param, dsn)
     yield here
     await here.close()
-
-
-class Stepper:
-    """Runs a coroutine and cancels its task at the n-th suspension, and again at the next ones."""
-
-    def __init__(self, at: int, times: int) -> None:
-        self.at, self.times, self.count = at, times, 0
-
-    @types.coroutine
-    def drive(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Pass everything on, and cancel at the chosen moments."""
-        steps = coroutine.__await__()
-        outcome: tuple[Callable[[Any], Any], Any] = (steps.send, None)
-        while True:
-            try:
-                future = outcome[0](outcome[1])
-            except StopIteration as stop:
-                return stop.value
-            if self.at <= self.count < self.at + self.times:
-                asyncio.current_task().cancel()
-            self.count += 1
-            try:
-                outcome = (steps.send, (yield future))
-            except BaseException as error:
-                outcome = (steps.throw, error)
-
-
-async def stepped(work: Callable[[], Coroutine[Any, Any, Any]], at: int, times: int) -> tuple[bool, int]:
-    """Run work cancelled at a suspension. Returns whether it ended as cancelled, and how many suspensions there were."""
-    stepper = Stepper(at, times)
-
-    async def main() -> None:
-        await stepper.drive(work())
-
-    task = asyncio.create_task(main())
-    await asyncio.wait([task])
-    if task.cancelled():
-        return True, stepper.count
-    error = task.exception()
-    if error is not None:
-        raise error
-    return False, stepper.count
-
-
-async def at_every_step(
-    work: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[], Coroutine[Any, Any, Any]], most: int = 60
-) -> int:
-    """Cancel work at each of its suspensions in turn, once and twice, checking after each. Returns how many there are."""
-    for times in (1, 2):
-        for at in range(most):
-            cancelled, count = await stepped(work, at, times)
-            await check()
-            if not cancelled and at >= count:
-                break
-        else:
-            raise AssertionError(f"more than {most} suspensions")
-    return at
 
 
 def cold(world: World, name: str) -> Any:

@@ -13,12 +13,15 @@ from pgfence import errors
 from pgfence.errors import (
     CapacityError,
     DeadlockError,
+    FenceRequiredError,
     LockLostError,
     LockNotHeldError,
     LockTimeoutError,
     PgfenceError,
     PoolerError,
+    SchemaError,
     SelfDeadlockError,
+    StaleFencingTokenError,
     StandbyError,
     TransactionStateError,
     UnreachableError,
@@ -69,6 +72,9 @@ SAMPLES: list[tuple[PgfenceError, int, bool]] = [
     (UnreachableError("bad password", sqlstate="28P01", retryable=False), 503, False),
     (TransactionStateError("autocommit"), 500, False),
     (CapacityError("full", used=95, limit=100, sqlstate="53200"), 503, True),
+    (SchemaError("old", found=0, needed=1, command="pgfence install", sqlstate="42P01"), 500, False),
+    (StaleFencingTokenError("stale", resource="a", token=7, newest=8), 409, False),
+    (FenceRequiredError("no token", resource="a", sqlstate="PF002"), 500, False),
 ]
 each = pytest.mark.parametrize(("error", "http_status", "retryable"), SAMPLES, ids=[str(e) for e, _, _ in SAMPLES])
 

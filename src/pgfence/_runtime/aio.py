@@ -22,11 +22,12 @@ from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
 from pgfence._runtime.sessions import GoneError
 from pgfence._runtime.state import log
-from pgfence._sql import activity, server
+from pgfence._sql import server
+from pgfence._sql.token import TokenSql
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.grants import Holder
-    from pgfence.keys import LockKey
 
 __all__ = ["AsyncDomain", "contender", "contender_here", "domain_of", "keep", "on_loop"]
 
@@ -96,7 +96,7 @@ class AsyncDomain(Domain[AsyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout)
-        ticket = Ticket(sql.places, request.owner, self.lines)
+        ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             with MUTEX:
                 if not self.line_up(request, ticket):
@@ -129,7 +129,7 @@ class AsyncDomain(Domain[AsyncSession]):
             request.owner.waits = None
             first = self.lines.first(ticket)
         if not first:
-            raise self.timed_out(request, self.holders_here(request) or await self._look_quietly(request.keys))
+            raise self.timed_out(request, self.holders_here(request) or await self._look_quietly(request.sql))
         if ticket.gift is not None and on is not None:
             ticket.session, ticket.gift = ticket.gift, None
             await self._pass_by(ticket.session, request.sql)
@@ -158,13 +158,13 @@ class AsyncDomain(Domain[AsyncSession]):
                     if not granted and request.waits:
                         granted = await self._wait(session, request)
                 except Exception as error:
-                    raise translated(session, error) from error
+                    raise translated(session, error, request.sql) from error
                 if granted:
                     session.burst, session.granted_at = 0, time.monotonic()
                     if many:
                         self.keeper.took(len(request.keys))
                     return True
-                holders = await self._look_on(session, request.keys) if request.waits else []
+                holders = await self._look_on(session, request.sql) if request.waits else []
             except GoneError as gone:
                 self.keeper.discard(session)
                 ticket.session = None
@@ -203,7 +203,7 @@ class AsyncDomain(Domain[AsyncSession]):
             if granted:
                 return True
             if (news := plan.news(clock())) is not None and log.isEnabledFor(news[0]):
-                self.narrate(request, news, await self._look_on(session, request.keys))
+                self.narrate(request, news, await self._look_on(session, request.sql))
         return False
 
     # ------------------------------------------------------------ release
@@ -278,8 +278,8 @@ class AsyncDomain(Domain[AsyncSession]):
 
     # ------------------------------------------------------------ looking
 
-    async def holders(self, keys: Sequence[LockKey]) -> list[Holder]:
-        """Ask the server who holds the keys, on a session that holds nothing.
+    async def holders(self, sql: LockSql) -> list[Holder]:
+        """Ask the server who holds what the statements are for, on a session that holds nothing.
 
         Raises:
             UnreachableError: there is no server.
@@ -287,7 +287,7 @@ class AsyncDomain(Domain[AsyncSession]):
         """
         session = await self.keeper.visitor()
         try:
-            found = await self._look(session, keys)
+            found = await self._look(session, sql)
         except BaseException as error:
             self.keeper.discard(session)
             if isinstance(error, Exception) and (told := unreachable(self.engine, error)):
@@ -296,26 +296,26 @@ class AsyncDomain(Domain[AsyncSession]):
         self.keeper.park(session)
         return found
 
-    async def _look(self, session: AsyncSession, keys: Sequence[LockKey]) -> list[Holder]:
-        return await session.through(self.engine, lambda connection: activity.holders(connection, keys))
+    async def _look(self, session: AsyncSession, sql: LockSql) -> list[Holder]:
+        return await session.through(self.engine, sql.holders)
 
-    async def _look_on(self, session: AsyncSession, keys: Sequence[LockKey]) -> list[Holder]:
+    async def _look_on(self, session: AsyncSession, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail for it."""
         try:
-            return await self._look(session, keys)
+            return await self._look(session, sql)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
             session.retired = True
             return []
 
-    async def _look_quietly(self, keys: Sequence[LockKey]) -> list[Holder]:
+    async def _look_quietly(self, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail or wait for it."""
         with MUTEX:
             idle = self.keeper.roster.idle.pop() if self.keeper.roster.idle else None
         if idle is None:
             return []
         try:
-            found = await self._look_on(idle, keys)
+            found = await self._look_on(idle, sql)
         except BaseException:
             self.keeper.discard(idle)
             raise

@@ -13,7 +13,6 @@ from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import in_greenlet, judge, open_connection
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn, close_all
-from pgfence._runtime.sessions import Borrowed
 from pgfence.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -66,10 +65,12 @@ def _resolve(future: asyncio.Future[None]) -> None:
 class AsyncKeeper(Keeper[AsyncSession]):
     """The connections of one engine for the tasks of one loop."""
 
-    def __init__(self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object]) -> None:
+    def __init__(
+        self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object], **options: Any
+    ) -> None:
         self._wire = wire_for(engine.dialect.driver, ASYNC_WIRES, "async")
         self.loop = asyncio.get_running_loop()
-        super().__init__(engine, config, on_death)
+        super().__init__(engine, config, on_death, **options)
         self._goodbye = _goodbye(self.sessions)
         self._armed = False
         self._late: set[asyncio.Task[Any] | None] = set()
@@ -155,12 +156,14 @@ class AsyncKeeper(Keeper[AsyncSession]):
 
     async def _opened_alone(self) -> AsyncSession:
         """Open a session of which no child that is forked meanwhile keeps the socket; see the sync twin."""
-        engine, pooler = self.engine, self.config.pooler
+        engine, pooler, any_pooler = self.engine, self.config.pooler, self.any_pooler
         while True:
             forks = PROCESS.forks
-            dbapi_connection, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler))
+            dbapi_connection, driver, facts = await in_greenlet(
+                lambda: open_connection(engine, pooler, any_pooler=any_pooler)
+            )
             session = AsyncSession(dbapi_connection, self._wire(driver), facts)
-            session.watch()
+            self.settle(session)
             if forks == PROCESS.forks:
                 return session
             session.close()
@@ -176,25 +179,6 @@ class AsyncKeeper(Keeper[AsyncSession]):
             raise
         session.on_death = self.on_death
         return session
-
-    def park(self, session: AsyncSession) -> None:
-        """Give back a session that holds nothing."""
-        if isinstance(session, Borrowed):
-            session.let_go()
-            return
-        with MUTEX:
-            kept = self.roster.give(session)
-        if not kept:
-            self.discard(session)
-
-    def discard(self, session: AsyncSession) -> None:
-        """Close a session; the server frees whatever it held."""
-        session.close()
-        with MUTEX:
-            if session in self.sessions:
-                self.sessions.discard(session)
-                if session.counts:
-                    self.roster.gone()
 
     def reap(self, now: float) -> None:
         """Called on the watcher's thread, done on the loop."""

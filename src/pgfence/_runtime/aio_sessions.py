@@ -18,7 +18,8 @@ from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Se
 from pgfence._runtime.watch import reason_of
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +76,19 @@ class AsyncSession(Session):
         finally:
             self.end()
 
+    async def row(self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+        """Run a statement of ours and return its first row, or None where it has none."""
+        self.begin(limit)
+        try:
+            if listened(engine):
+                return await self.through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
+            return await self.wire.query(text, args, prepare=True)
+        finally:
+            self.end()
+
     async def try_lock(self, engine: Engine, sql: LockSql) -> bool:
+        if isinstance(sql, TokenSql):
+            return await self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
         if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
             self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
@@ -89,7 +102,32 @@ class AsyncSession(Session):
             raise strange_backend()
         return bool(granted)
 
+    async def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
+        """Take a lock whose grant brings a token, which is kept in `token`; 0 milliseconds do not wait."""
+        began, limit = time.monotonic(), milliseconds / 1000 + ROW_WAIT + WAIT_GRACE
+        args, token = sql.lock_args(self.pid, milliseconds), None
+        for failures in range(RETRIES + 1):
+            try:
+                token = await self.ask(engine, sql.lock_text, args, limit=limit)
+                break
+            except Exception as error:
+                state = sqlstate(error)
+                if state == LOCK_NOT_AVAILABLE:
+                    break
+                if state != SERIALIZATION_FAILURE or failures == RETRIES:
+                    raise
+                # The session lock came before a commit that failed, or not at all.
+                await self.ask(engine, sql.unlock_text, sql.unlock_args)
+        if token == STRANGE_BACKEND:
+            raise strange_backend()
+        self.token = token or 0
+        if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
+            await asyncio.sleep(left)  # a lease of this name is in the way, and nothing in the server waits for that
+        return token is not None
+
     async def wait_lock(self, engine: Engine, sql: LockSql, milliseconds: int, *, quiet: bool) -> bool:
+        if isinstance(sql, TokenSql):
+            return await self.lock_with_token(engine, sql, milliseconds)
         limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
         if not quiet:
             try:

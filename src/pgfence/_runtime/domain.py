@@ -25,6 +25,7 @@ from pgfence._runtime.sessions import GoneError, Session
 from pgfence._runtime.state import Hold, emit, log, named
 from pgfence._sql import server
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
+from pgfence._sql.token import TokenSql
 from pgfence.errors import (
     CapacityError,
     DeadlockError,
@@ -61,6 +62,8 @@ class Request:
     sql: LockSql
     owner: Contender
     deadline: Deadline
+    told: bool = False
+    """Whether the log has been told of a long wait."""
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -77,6 +80,8 @@ class Request:
 
 class Domain(ABC, Generic[S]):
     """Lines and connections of one engine in this process."""
+
+    once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
 
     def __init__(self, engine: Engine, config: Config) -> None:
         self.engine = engine
@@ -105,8 +110,7 @@ class Domain(ABC, Generic[S]):
         owner, names = request.owner, request.names
         if self.lines.held_by(owner, request.sql.places):
             raise SelfDeadlockError(
-                f"this {owner.kind} holds {named(names)} already: a session lock is not re-entrant. Pass the handle on,"
-                " or use one lock with many names",
+                f"this {owner.kind} holds {named(names)} already: {self.once_only}",
                 names=names,
             )
         if self.lines.arrive(ticket):
@@ -145,13 +149,15 @@ class Domain(ABC, Generic[S]):
     def held(self, request: Request, ticket: Ticket, session: S) -> Hold[S]:
         """Record a grant."""
         hold = Hold(request.names, request.sql, ticket, session)
+        if isinstance(request.sql, TokenSql):
+            hold.token, hold.stored = session.token, request.sql.name
         with MUTEX:
             ticket.owner.waits = None
             ticket.owner.holds.append(hold)
             session.hold = ticket.hold = hold
         if session.dead is not None:  # it died between the answer and this line
             session.died(session.dead)
-        emit(self.config, "acquired", request.names)
+        emit(self.config, "acquired", request.names, hold.token)
         return hold
 
     def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
@@ -181,7 +187,7 @@ class Domain(ABC, Generic[S]):
         """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
         if hold is not None:
             self.step_out(hold.ticket)
-            emit(self.config, "lost", hold.names)
+            emit(self.config, "lost", hold.names, hold.token)
             log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
         self.tidy()
 
@@ -201,7 +207,7 @@ class Domain(ABC, Generic[S]):
         """Tell of a release, or of what it found."""
         if hold.reason is not None:
             raise hold.lost_error()
-        emit(self.config, "released", hold.names)
+        emit(self.config, "released", hold.names, hold.token)
         if spoiled:
             raise in_transaction(hold.names, closed=True)
 
@@ -259,7 +265,7 @@ def here(key: LockKey, hold: Hold[Any]) -> Holder:
         backend_pid=hold.session.pid,
         application_name=None,
         purpose="",
-        token=None,
+        token=hold.token,
         since=None,
         expires_at=None,
     )
@@ -279,9 +285,11 @@ def _held_here(owner: Contender) -> tuple[str, ...]:
     return tuple(name for hold in owner.holds for name in hold.names)
 
 
-def translated(session: Session, error: Exception) -> Exception:
+def translated(session: Session, error: Exception, sql: LockSql) -> Exception:
     """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
     state = sqlstate(error)
+    if told := sql.meaning(error):
+        return told
     if state == DEADLOCK_DETECTED:
         return DeadlockError("PostgreSQL ended this wait as the victim of a deadlock: try again", sqlstate=state)
     if state == OUT_OF_MEMORY:

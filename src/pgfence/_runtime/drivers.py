@@ -6,21 +6,26 @@ statement that takes 30 microseconds. Everything here works on a connection in a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from pgfence.errors import UnsupportedServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
 
 _PING = "SELECT 1"
+
+Heard: TypeAlias = "Callable[[str, str], object]"
+"""Called with channel and payload of a NOTIFY."""
 
 
 class Wire(Protocol):
     """What both worlds need to know of a driver's connection."""
 
     driver: Any
+    pooled: bool
+    """A pooler may stand in between: nothing that is prepared may outlive its transaction. Set by whoever opened it."""
 
     def __init__(self, driver: Any) -> None: ...
 
@@ -48,7 +53,23 @@ class Wire(Protocol):
         ...
 
 
-class SyncWire(Wire, Protocol):
+class Hears(Protocol):
+    """What is needed to hear NOTIFY on a wire that is otherwise at rest."""
+
+    def hear(self, heard: Heard) -> None:
+        """Have `heard` called with channel and payload, by whoever reads from the connection."""
+        ...
+
+    def collect(self) -> None:
+        """Read what has arrived, without waiting. Raises when the connection has ended."""
+        ...
+
+
+class SyncWire(Wire, Hears, Protocol):
+    def listen(self, text: str, channel: str, *, on: bool) -> None:
+        """Run a LISTEN or UNLISTEN."""
+        ...
+
     def ping(self) -> None:
         """Ask something, with a cursor of its own."""
         ...
@@ -58,7 +79,14 @@ class SyncWire(Wire, Protocol):
     def set_autocommit(self, value: bool) -> bool: ...
 
 
-class AsyncWire(Wire, Protocol):
+class AsyncWire(Wire, Hears, Protocol):
+    reads_alone: bool
+    """Its loop reads from the connection also while nothing is asked."""
+
+    async def listen(self, text: str, channel: str, *, on: bool) -> None:
+        """Run a LISTEN or UNLISTEN."""
+        ...
+
     async def ping(self) -> None:
         """Ask something, with a cursor of its own."""
         ...
@@ -70,6 +98,9 @@ class AsyncWire(Wire, Protocol):
 
 class _Psycopg:
     """What psycopg's two connections share. `psycopg` is imported: its dialect is in use."""
+
+    pooled = False
+    _heard: Heard
 
     def __init__(self, driver: Any) -> None:
         from psycopg.rows import tuple_row
@@ -99,18 +130,31 @@ class _Psycopg:
 
         return bool(self.driver.pgconn.pipeline_status != PipelineStatus.OFF)
 
+    def hear(self, heard: Heard) -> None:
+        self._heard = heard
+        self.driver.add_notify_handler(lambda notify: heard(notify.channel, notify.payload))
+
+    def collect(self) -> None:
+        pgconn, encoding = self.driver.pgconn, self.driver.info.encoding
+        pgconn.consume_input()
+        while (news := pgconn.notifies()) is not None:
+            self._heard(news.relname.decode(encoding), news.extra.decode(encoding))
+
     def close(self) -> None:
         # libpq's own end: it says goodbye, never waits, and works from both worlds.
         self.driver.pgconn.finish()
 
 
 class PsycopgWire(_Psycopg):
+    def listen(self, text: str, channel: str, *, on: bool) -> None:
+        self.driver.execute(text)
+
     def ping(self) -> None:
         self.driver.execute(_PING)
 
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
-        self.cursor.execute(text, args, prepare=prepare)
+        self.cursor.execute(text, args, prepare=prepare and not self.pooled)
         row: Sequence[Any] = self.cursor.fetchone()
         return row
 
@@ -129,11 +173,16 @@ class PsycopgWire(_Psycopg):
 
 
 class AsyncPsycopgWire(_Psycopg):
+    reads_alone = False
+
+    async def listen(self, text: str, channel: str, *, on: bool) -> None:
+        await self.driver.execute(text)
+
     async def ping(self) -> None:
         await self.driver.execute(_PING)
 
     async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
-        await self.cursor.execute(text, args, prepare=prepare)
+        await self.cursor.execute(text, args, prepare=prepare and not self.pooled)
         row: Sequence[Any] = await self.cursor.fetchone()
         return row
 
@@ -151,6 +200,9 @@ class AsyncPsycopgWire(_Psycopg):
 
 
 class Psycopg2Wire:
+    pooled = False
+    _heard: Heard
+
     def __init__(self, driver: Any) -> None:
         from psycopg2.extensions import cursor
 
@@ -181,6 +233,19 @@ class Psycopg2Wire:
         with self.driver.cursor() as cursor:
             cursor.execute(_PING)
 
+    def hear(self, heard: Heard) -> None:
+        self._heard = heard
+
+    def collect(self) -> None:
+        self.driver.poll()
+        while self.driver.notifies:
+            news = self.driver.notifies.pop(0)
+            self._heard(news.channel, news.payload)
+
+    def listen(self, text: str, channel: str, *, on: bool) -> None:
+        with self.driver.cursor() as cursor:
+            cursor.execute(text)
+
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         self.cursor.execute(text, args)
         row: Sequence[Any] = self.cursor.fetchone()
@@ -201,6 +266,10 @@ class Psycopg2Wire:
 
 
 class AsyncpgWire:
+    pooled = False
+    reads_alone = True
+    _heard: Heard
+
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
@@ -228,9 +297,32 @@ class AsyncpgWire:
     async def ping(self) -> None:
         await self.driver.execute(_PING)
 
+    def hear(self, heard: Heard) -> None:
+        self._heard = heard
+
+    def collect(self) -> None:
+        """The loop reads."""
+
+    async def listen(self, text: str, channel: str, *, on: bool) -> None:
+        # The driver writes the statement itself, and drops what is told on a channel that it does not know.
+        change = self.driver.add_listener if on else self.driver.remove_listener
+        await change(channel, self._notified)
+
+    def _notified(self, _driver: Any, _pid: int, channel: str, payload: str) -> None:
+        self._heard(channel, payload)
+
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+        if self.pooled:
+            return self._at_once(text, args)
         row: Awaitable[Sequence[Any]] = self.driver.fetchrow(text, *args)
         return row
+
+    async def _at_once(self, text: str, args: Sequence[Any]) -> Sequence[Any]:
+        # The driver prepares always, in a trip of its own, which a transaction keeps on the same server.
+        async with self.driver.transaction():
+            statement = await self.driver.prepare(text, name="")
+            row: Sequence[Any] = await statement.fetchrow(*args)
+            return row
 
     async def script(self, text: str) -> bool:
         status: str = await self.driver.execute(text)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from pgfence._runtime.state import Hold
+    from pgfence._runtime.state import BaseHold
 
 MUTEX = threading.Lock()
 if hasattr(os, "register_at_fork"):
@@ -39,26 +39,30 @@ class Contender:
 
     def __init__(self, kind: Literal["thread", "task"]) -> None:
         self.kind = kind
-        self.holds: list[Hold[Any]] = []
+        self.holds: list[BaseHold] = []
         self.waits: Ticket | None = None
 
 
 class Ticket:
     """A place in the lines of some keys."""
 
-    __slots__ = ("gift", "hold", "lines", "owner", "places", "session", "wake")
+    __slots__ = ("alone", "gift", "hold", "lines", "owner", "places", "seen", "session", "wake")
 
-    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines) -> None:
+    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines, *, alone: bool = False) -> None:
         self.places = places
         """The keys it is for, sorted."""
+        self.alone = alone
+        """Neither hands its lock on nor takes one over: each of its grants has something of its own, a token."""
         self.owner = owner
         self.lines = lines
         self.gift: Any = None
         """The session on which these very keys are held already: handed over by the ticket before."""
         self.session: Any = None
         """The session that it is at, from before the server is asked."""
-        self.hold: Hold[Any] | None = None
+        self.hold: Any = None
         """What it was granted."""
+        self.seen: Any = None
+        """Whom it found when it last asked; for messages."""
         self.wake: Callable[[], object] | None = None
 
 
@@ -111,9 +115,9 @@ class Lines:
                 line[0].wake()
 
     def next_for(self, ticket: Ticket) -> Ticket | None:
-        """Return who would come first by this ticket's leaving, if it wants exactly the same keys."""
+        """Return who would come first by this ticket's leaving, if it wants exactly the same keys and may take them over."""
         line = self._lines[ticket.places[0]]
-        if len(line) < 2 or line[1].places != ticket.places:
+        if len(line) < 2 or line[1].places != ticket.places or ticket.alone or line[1].alone:
             return None
         heir = line[1]
         if len(ticket.places) > 1 and any(self._lines[place][1] is not heir for place in ticket.places):

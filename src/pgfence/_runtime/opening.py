@@ -28,17 +28,24 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, server.Facts]:
+def open_connection(
+    engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False
+) -> tuple[Any, Any, server.Facts]:
     """Open a connection like the engine's, outside every pool, in autocommit; judge its server.
 
     This is the one place that makes "a connection like this engine's". Async engines run it inside a greenlet.
+
+    Args:
+        engine: the engine.
+        pooler: what the configuration says.
+        any_pooler: it is for leases, which live in rows and not in the session: no pooler is refused.
 
     Returns:
         The DBAPI connection, the driver's own connection, and the facts of the server.
 
     Raises:
         UnreachableError: the server did not answer or did not let us in.
-        PoolerError, StandbyError, UnsupportedServerError: it did, and session locks are not safe there.
+        PoolerError, StandbyError, UnsupportedServerError: it did, and it is not safe there.
     """
     server.style_of(engine.dialect)
     fairy = _fresh(engine)
@@ -48,7 +55,10 @@ def open_connection(engine: Engine, pooler: PoolerSetting) -> tuple[Any, Any, se
         dbapi_connection = fairy.dbapi_connection
         driver = engine.dialect.get_driver_connection(dbapi_connection)
         facts = server.read_facts(connection, _driver_pid(driver), set_up=pooler in {"auto", "direct"})
-        judge(engine, facts, driver, pooler)
+        if any_pooler:
+            judge_server(facts)
+        else:
+            judge(engine, facts, driver, pooler)
         connection.commit()
         fairy.detach()
     except BaseException as error:
@@ -75,6 +85,12 @@ def _fresh(engine: Engine) -> Any:
         if told := unreachable(engine, error):
             raise told from error
         raise
+
+
+def judge_server(facts: server.Facts) -> None:
+    """Raise what is to be said against the server itself: it is none that pgfence knows, or a standby."""
+    if refusal := server.verdict(facts, facts.backend_pid, "session", None):
+        raise refusal
 
 
 def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSetting) -> None:
@@ -107,7 +123,9 @@ def place(engine: Engine) -> str:
     return f"{url.host or 'the default host'}{port}/{url.database or ''}"
 
 
-def unreachable(engine: Engine, error: Exception) -> UnreachableError | None:
+def unreachable(
+    engine: Engine, error: Exception, otherwise: str = "Nothing is known about the lock"
+) -> UnreachableError | None:
     """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
     if isinstance(error, PgfenceError):
         return None
@@ -120,7 +138,7 @@ def unreachable(engine: Engine, error: Exception) -> UnreachableError | None:
         return None
     refused = state is not None and state[:2] in ("28", "3D", "42")
     reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
-    advice = "Check user, password, database and pg_hba.conf" if refused else "Nothing is known about the lock"
+    advice = "Check user, password, database and pg_hba.conf" if refused else otherwise
     return UnreachableError(f"no session at {place(engine)}: {reason}. {advice}", sqlstate=state, retryable=not refused)
 
 
@@ -133,8 +151,12 @@ def lost_connection(session: Session, error: BaseException) -> bool:
         return state[:3] == "57P" or state[:2] == "08"
     cause = getattr(error, "orig", None) or error
     # Whatever a driver says without the server's word can prove nothing: asyncpg alone has four ways to say "closed".
-    drivers = type(cause).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2", "sqlalchemy")
-    return isinstance(cause, OSError) or (drivers and type(cause).__name__ != "ProgrammingError")
+    return isinstance(cause, OSError) or (from_driver(cause) and type(cause).__name__ != "ProgrammingError")
+
+
+def from_driver(error: BaseException) -> bool:
+    """Say whether a driver or SQLAlchemy raised it."""
+    return type(error).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2", "sqlalchemy")
 
 
 def listened(engine: Engine) -> bool:

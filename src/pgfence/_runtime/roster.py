@@ -17,7 +17,7 @@ from sqlalchemy import event
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import place
 from pgfence._runtime.references import weak_method
-from pgfence._runtime.sessions import Session
+from pgfence._runtime.sessions import Borrowed, Session
 from pgfence._runtime.state import log
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
@@ -59,8 +59,10 @@ class Turn(Generic[S]):
 class Roster(Generic[S]):
     """The connections of one engine. Pure; the caller holds the mutex."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, warm: int = WARM) -> None:
         self.limit = limit
+        self.warmest = warm
+        """How many are kept idle at most."""
         self.open = 0
         """Open or being opened."""
         self.idle: list[S] = []
@@ -92,7 +94,7 @@ class Roster(Generic[S]):
             turn.given = session
             turn.wake()
             return True
-        if len(self.idle) >= WARM:
+        if len(self.idle) >= self.warmest:
             return False
         session.idle_since = time.monotonic()
         self.idle.append(session)
@@ -127,10 +129,20 @@ class Roster(Generic[S]):
 class Keeper(ABC, Generic[S]):
     """What both worlds' keepers of connections share."""
 
-    def __init__(self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        on_death: Callable[[Hold[Any] | None], object],
+        *,
+        any_pooler: bool = False,
+        warm: int = WARM,
+    ) -> None:
         self.engine = engine
         self.config = config
-        self.roster: Roster[S] = Roster(config.max_lock_connections)
+        self.any_pooler = any_pooler
+        """The sessions hold nothing by themselves: no pooler is refused."""
+        self.roster: Roster[S] = Roster(config.max_lock_connections, warm)
         self.generation = 0
         """Raised by every `engine.dispose()`: what was opened before it is not kept."""
         self.sessions: set[S] = set()
@@ -145,6 +157,33 @@ class Keeper(ABC, Generic[S]):
         event.listen(engine, "engine_disposed", weak_method(self.disposed))
         weakref.finalize(engine.dialect, close_all, self.sessions)
         WATCHER.keep(self)
+
+    def settle(self, session: S) -> None:
+        """Make a new session ready for its work."""
+        wire = session.wire
+        wire.pooled = self.any_pooler and (
+            self.config.pooler in ("session", "transaction") or wire.pid != session.facts.backend_pid
+        )
+        session.watch()
+
+    def park(self, session: S) -> None:
+        """Give back a session that holds nothing."""
+        if isinstance(session, Borrowed):
+            session.let_go()
+            return
+        with MUTEX:
+            kept = self.roster.give(session)
+        if not kept:
+            self.discard(session)
+
+    def discard(self, session: S) -> None:
+        """Close a session; the server frees whatever it held."""
+        session.close()
+        with MUTEX:
+            if session in self.sessions:
+                self.sessions.discard(session)
+                if session.counts:
+                    self.roster.gone()
 
     @abstractmethod
     def reap(self, now: float) -> None:

@@ -89,6 +89,8 @@ class Session(ABC):
         self.probed = self.idle_since
         self.burst = 0
         self.granted_at = 0.0
+        self.token = 0
+        """What came with the last grant, of a lock that brings one."""
         self.on_death: Callable[[Hold[Any] | None], object] | None = None
 
     direct = True

@@ -1,8 +1,9 @@
 """The record of one grant, and the four states it can be in: held, unknown, lost, released.
 
 A `Hold` belongs to the session that carries the lock; the handle that the user has points to it, never the other way round,
-so that a dropped handle can be noticed. Its state changes once from held to lost or released, from any thread; between them
-lies *unknown*: asked, no answer yet. Silence is never taken for possession.
+so that a dropped handle can be noticed. A lease has no session: its record is `grant.Grant`, on the same base. The state
+changes once from held to lost or released, from any thread; between them lies *unknown*: asked, no answer yet. Silence is
+never taken for possession.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pgfence.grants import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from pgfence._runtime.localqueue import Contender, Ticket
     from pgfence._sql.advisory import LockSql
@@ -31,8 +33,8 @@ log = logging.getLogger("pgfence.advisory")
 SessionT = TypeVar("SessionT")
 
 
-class Hold(Generic[SessionT]):
-    """One grant: who has it, on which session, and whether that is still true."""
+class BaseHold:
+    """What every grant has in common: whose it is, whether it still stands, and who wants to hear of its end."""
 
     __slots__ = (
         "_enders",
@@ -43,22 +45,27 @@ class Hold(Generic[SessionT]):
         "pid",
         "reason",
         "released",
-        "session",
-        "sql",
+        "stored",
         "ticket",
+        "token",
         "unsure",
     )
 
-    def __init__(self, names: tuple[str, ...], sql: LockSql, ticket: Ticket, session: SessionT) -> None:
+    noun = "lock"
+
+    def __init__(self, names: tuple[str, ...], ticket: Ticket) -> None:
         self.names = names
-        self.sql = sql
         self.ticket = ticket
         self.owner: Contender = ticket.owner
-        self.session = session
+        self.token: int | None = None
+        """The fencing token, where the kind has one."""
+        self.stored = ""
+        """The name that the token belongs to, as it stands in the tables."""
         self.pid = PROCESS.pid
         self.handle: Callable[[], Any] = _nothing
         """A weak reference to what the user has in hand."""
         self.reason: LossReason | None = None
+        """What it was marked lost for."""
         self.released = False
         self.unsure = False
         self._listeners: tuple[Callable[[], object], ...] = ()
@@ -66,7 +73,13 @@ class Hold(Generic[SessionT]):
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
-        return self.sql.keys
+        """The advisory keys it stands on: none, unless it is an advisory lock."""
+        return ()
+
+    @property
+    def loss_reason(self) -> LossReason | None:
+        """Why it is lost, as far as this process knows; None while it is not. Takes no lock of ours."""
+        return self.reason
 
     @property
     def ours(self) -> bool:
@@ -77,7 +90,7 @@ class Hold(Generic[SessionT]):
     def state(self) -> State:
         if not self.ours:
             return "released"
-        if self.reason is not None:
+        if self.loss_reason is not None:
             return "lost"
         if self.released:
             return "released"
@@ -85,27 +98,25 @@ class Hold(Generic[SessionT]):
 
     def check(self) -> None:
         """Raise unless it is held as far as this process knows."""
-        if self.ours and self.reason is not None:
+        state = self.state
+        if state == "lost":
             raise self.lost_error()
-        if self.released or not self.ours:
+        if state == "released":
             raise self.not_held_error()
 
     def lost_error(self) -> LockLostError:
-        reason = self.reason or "killed"
-        told = {
-            "killed": "its server session ended",
-            "cut off": "the server cannot be reached any more",
-        }.get(reason, reason)
+        reason = self.loss_reason or "killed"
         return LockLostError(
-            f"the lock {named(self.names)} was lost while it was held: {told}. Another process may hold it by now; what was"
-            " done since then was not protected",
+            f"the {self.noun} {named(self.names)} was lost while it was held: {_TOLD[reason]}. Another process may hold it by"
+            " now; what was done since then was not protected",
             names=self.names,
             reason=reason,
+            token=self.token,
         )
 
     def not_held_error(self) -> LockNotHeldError:
-        why = "it was released already" if self.ours else "this is a forked child, the lock belongs to its parent"
-        return LockNotHeldError(f"the lock {named(self.names)} is not held: {why}", names=self.names)
+        why = "it was released already" if self.ours else "this is a forked child, it belongs to its parent"
+        return LockNotHeldError(f"the {self.noun} {named(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:
         """Mark it lost, once, and tell the listeners. Callable from any thread; must not be called under the mutex."""
@@ -150,6 +161,31 @@ class Hold(Generic[SessionT]):
             tell(listener)
 
 
+class Hold(BaseHold, Generic[SessionT]):
+    """One grant of an advisory lock: which keys, on which session."""
+
+    __slots__ = ("session", "sql")
+
+    def __init__(self, names: tuple[str, ...], sql: LockSql, ticket: Ticket, session: SessionT) -> None:
+        super().__init__(names, ticket)
+        self.sql = sql
+        self.session = session
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return self.sql.keys
+
+
+_TOLD: dict[LossReason, str] = {
+    "killed": "its server session ended",
+    "cut off": "the server cannot be reached any more",
+    "expired": "it was not renewed in time",
+    "superseded": "it is somebody else's by now",
+    "evicted": "an operator evicted its holder",
+    "overdue": "it was held for longer than max_hold",
+}
+
+
 def _nothing() -> None:
     """There is no handle (yet)."""
 
@@ -166,9 +202,17 @@ def named(names: tuple[str, ...]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def emit(config: Config, event: str, names: tuple[str, ...], token: int | None = None) -> None:
+def emit(
+    config: Config,
+    event: str,
+    names: tuple[str, ...],
+    token: int | None = None,
+    *,
+    owner: str | None = None,
+    lease_id: UUID | None = None,
+) -> None:
     """Tell `configure(on_event=...)` of an event; its exception is logged."""
     hook: Callable[[Event], Any] | None = config.on_event
     if hook is not None:
-        what = Event(event, ", ".join(names), None, None, token, datetime.now(UTC))
+        what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
         tell(lambda: hook(what))

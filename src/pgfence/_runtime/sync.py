@@ -18,12 +18,13 @@ from pgfence._runtime.state import log
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
-from pgfence._sql import activity, server
+from pgfence._sql import server
+from pgfence._sql.token import TokenSql
 from pgfence.errors import LockNotHeldError
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sqlalchemy import Connection, Engine
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.grants import Holder
-    from pgfence.keys import LockKey
 
 HandleT = TypeVar("HandleT")
 
@@ -78,7 +78,7 @@ class SyncDomain(Domain[SyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout)
-        ticket = Ticket(sql.places, request.owner, self.lines)
+        ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             with MUTEX:
                 if not self.line_up(request, ticket):
@@ -111,7 +111,7 @@ class SyncDomain(Domain[SyncSession]):
             request.owner.waits = None
             first = self.lines.first(ticket)
         if not first:
-            raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.keys))
+            raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.sql))
         if ticket.gift is not None and on is not None:
             ticket.session, ticket.gift = ticket.gift, None
             self._pass_by(ticket.session, request.sql)
@@ -144,13 +144,13 @@ class SyncDomain(Domain[SyncSession]):
                     if not granted and request.waits:
                         granted = self._wait(session, request)
                 except Exception as error:
-                    raise translated(session, error) from error
+                    raise translated(session, error, request.sql) from error
                 if granted:
                     session.burst, session.granted_at = 0, time.monotonic()
                     if many:
                         self.keeper.took(len(request.keys))
                     return True
-                holders = self._look_on(session, request.keys) if request.waits else []
+                holders = self._look_on(session, request.sql) if request.waits else []
             except GoneError as gone:
                 self.keeper.discard(session)
                 ticket.session = None
@@ -189,7 +189,7 @@ class SyncDomain(Domain[SyncSession]):
             if granted:
                 return True
             if (news := plan.news(clock())) is not None and log.isEnabledFor(news[0]):
-                self.narrate(request, news, self._look_on(session, request.keys))
+                self.narrate(request, news, self._look_on(session, request.sql))
         return False
 
     # ------------------------------------------------------------ release
@@ -273,8 +273,8 @@ class SyncDomain(Domain[SyncSession]):
 
     # ------------------------------------------------------------ looking
 
-    def holders(self, keys: Sequence[LockKey]) -> list[Holder]:
-        """Ask the server who holds the keys, on a session that holds nothing.
+    def holders(self, sql: LockSql) -> list[Holder]:
+        """Ask the server who holds what the statements are for, on a session that holds nothing.
 
         Raises:
             UnreachableError: there is no server.
@@ -282,7 +282,7 @@ class SyncDomain(Domain[SyncSession]):
         """
         session = self.keeper.visitor()
         try:
-            found = self._look(session, keys)
+            found = self._look(session, sql)
         except BaseException as error:
             self.keeper.discard(session)
             if isinstance(error, Exception) and (told := unreachable(self.engine, error)):
@@ -291,27 +291,27 @@ class SyncDomain(Domain[SyncSession]):
         self.keeper.park(session)
         return found
 
-    def _look(self, session: SyncSession, keys: Sequence[LockKey]) -> list[Holder]:
+    def _look(self, session: SyncSession, sql: LockSql) -> list[Holder]:
         with through(self.engine, session.dbapi_connection) as connection:
-            return activity.holders(connection, keys)
+            return sql.holders(connection)
 
-    def _look_on(self, session: SyncSession, keys: Sequence[LockKey]) -> list[Holder]:
+    def _look_on(self, session: SyncSession, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail for it."""
         try:
-            return self._look(session, keys)
+            return self._look(session, sql)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
             session.retired = True
             return []
 
-    def _look_quietly(self, keys: Sequence[LockKey]) -> list[Holder]:
+    def _look_quietly(self, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail or wait for it."""
         with MUTEX:
             idle = self.keeper.roster.idle.pop() if self.keeper.roster.idle else None
         if idle is None:
             return []
         try:
-            return self._look_on(idle, keys)
+            return self._look_on(idle, sql)
         finally:
             self.keeper.park(idle)
 

@@ -11,7 +11,6 @@ from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import judge, open_connection
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
-from pgfence._runtime.sessions import Borrowed
 from pgfence._runtime.sync_sessions import BorrowedSyncSession, SyncSession
 from pgfence.errors import CapacityError, UnreachableError
 
@@ -69,9 +68,11 @@ class Opening:
 class SyncKeeper(Keeper[SyncSession]):
     """The connections of one engine for the threads of this process."""
 
-    def __init__(self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object]) -> None:
+    def __init__(
+        self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object], **options: Any
+    ) -> None:
         self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
-        super().__init__(engine, config, on_death)
+        super().__init__(engine, config, on_death, **options)
 
     def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> SyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
@@ -156,9 +157,11 @@ class SyncKeeper(Keeper[SyncSession]):
         """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
         while True:
             forks = PROCESS.forks
-            dbapi_connection, driver, facts = open_connection(self.engine, self.config.pooler)
+            dbapi_connection, driver, facts = open_connection(
+                self.engine, self.config.pooler, any_pooler=self.any_pooler
+            )
             session = SyncSession(dbapi_connection, self._wire(driver), facts)
-            session.watch()
+            self.settle(session)
             if forks == PROCESS.forks:
                 return session
             session.close()
@@ -173,25 +176,6 @@ class SyncKeeper(Keeper[SyncSession]):
             raise
         session.on_death = self.on_death
         return session
-
-    def park(self, session: SyncSession) -> None:
-        """Give back a session that holds nothing."""
-        if isinstance(session, Borrowed):
-            session.let_go()
-            return
-        with MUTEX:
-            kept = self.roster.give(session)
-        if not kept:
-            self.discard(session)
-
-    def discard(self, session: SyncSession) -> None:
-        """Close a session; the server frees whatever it held."""
-        session.close()
-        with MUTEX:
-            if session in self.sessions:
-                self.sessions.discard(session)
-                if session.counts:
-                    self.roster.gone()
 
     def reap(self, now: float) -> None:
         with MUTEX:

@@ -13,7 +13,8 @@ from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Se
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +48,20 @@ class SyncSession(Session):
         finally:
             self.end()
 
+    def row(self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+        """Run a statement of ours and return its first row, or None where it has none."""
+        self.begin(limit)
+        try:
+            if listened(engine):
+                with through(engine, self.dbapi_connection) as connection:
+                    return connection.exec_driver_sql(text, tuple(args)).first()
+            return self.wire.query(text, args, prepare=True)
+        finally:
+            self.end()
+
     def try_lock(self, engine: Engine, sql: LockSql) -> bool:
+        if isinstance(sql, TokenSql):
+            return self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
         if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
             self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
@@ -61,7 +75,32 @@ class SyncSession(Session):
             raise strange_backend()
         return bool(granted)
 
+    def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
+        """Take a lock whose grant brings a token, which is kept in `token`; 0 milliseconds do not wait."""
+        began, limit = time.monotonic(), milliseconds / 1000 + ROW_WAIT + WAIT_GRACE
+        args, token = sql.lock_args(self.pid, milliseconds), None
+        for failures in range(RETRIES + 1):
+            try:
+                token = self.ask(engine, sql.lock_text, args, limit=limit)
+                break
+            except Exception as error:
+                state = sqlstate(error)
+                if state == LOCK_NOT_AVAILABLE:
+                    break
+                if state != SERIALIZATION_FAILURE or failures == RETRIES:
+                    raise
+                # The session lock came before a commit that failed, or not at all.
+                self.ask(engine, sql.unlock_text, sql.unlock_args)
+        if token == STRANGE_BACKEND:
+            raise strange_backend()
+        self.token = token or 0
+        if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
+            time.sleep(left)  # a lease of this name is in the way, and nothing in the server waits for that
+        return token is not None
+
     def wait_lock(self, engine: Engine, sql: LockSql, milliseconds: int, *, quiet: bool) -> bool:
+        if isinstance(sql, TokenSql):
+            return self.lock_with_token(engine, sql, milliseconds)
         limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
         if not quiet:
             try:

@@ -101,6 +101,26 @@ def _holder(row: Sequence[Any], key: LockKey) -> Holder:
     )
 
 
+def lease_holder(name: str, row: Sequence[Any]) -> Holder:
+    """Return the holder that a row of `lease_sql(...).look` tells of; `name` as people know it."""
+    owner, host, pid, backend_pid, purpose, token, since, expires_at = row
+    return Holder(
+        name=name,
+        key=None,
+        kind="lease",
+        mode="exclusive",
+        owner=owner,
+        host=host,
+        pid=pid,
+        backend_pid=backend_pid,
+        application_name=None,
+        purpose=purpose or "",
+        token=token,
+        since=since,
+        expires_at=expires_at,
+    )
+
+
 def holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
     """Return who holds these keys in the connection's own database, whether for a session or for a transaction.
 

@@ -19,9 +19,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from pgfence._sql import activity
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from sqlalchemy import Connection
+
+    from pgfence.errors import PgfenceError
+    from pgfence.grants import Holder
     from pgfence.keys import LockKey
 
 Style: TypeAlias = Literal["format", "numeric"]
@@ -124,6 +130,14 @@ class LockSql:
         """Takes the backend's pid and the keys; answers true (all held), false (none held) or null (another server process
         answered, none held)."""
         self.unlock_args: tuple[Any, ...] = self._values
+
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error of these statements says of tables of ours: they need none."""
+        return None
+
+    def holders(self, connection: Connection) -> list[Holder]:
+        """Return who holds these keys. One round trip."""
+        return activity.holders(connection, self.keys)
 
     @property
     def wait_text(self) -> str:

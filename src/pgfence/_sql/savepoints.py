@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sqlalchemy import event
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import RootTransaction
 
     from pgfence.keys import LockKey
-
-_ATTRIBUTE = "_pgfence_record"
 
 _HARMLESS = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH")
 _NAME = r'\s+(?P<name>"[^"]+"|[A-Za-z_]\w*)\s*;?\s*'
@@ -43,17 +41,20 @@ class Record:
 
     __slots__ = ("_keys", "_root", "_savepoints")
 
+    attribute: ClassVar[str] = "_pgfence_record"
+    """Under which name it lives on its Connection."""
+
     def __init__(self) -> None:
         self._root: ref[RootTransaction] | None = None
-        self._keys: dict[LockKey, bool] = {}
-        self._savepoints: list[tuple[str, dict[LockKey, bool]]] = []
+        self._keys: dict[Any, Any] = {}
+        self._savepoints: list[tuple[str, dict[Any, Any]]] = []
 
     @classmethod
-    def of(cls, connection: Connection) -> Record:
+    def of(cls, connection: Connection) -> Self:
         """Return the record of the connection's present transaction, empty where nothing is known of it."""
-        record: Record | None = vars(connection).get(_ATTRIBUTE)
+        record: Self | None = vars(connection).get(cls.attribute)
         if record is None:
-            record = vars(connection)[_ATTRIBUTE] = cls()
+            record = vars(connection)[cls.attribute] = cls()
             event.listen(connection, "before_cursor_execute", record._read)
         record._belong_to(connection.get_transaction())
         return record
@@ -65,7 +66,8 @@ class Record:
 
     def shared(self, key: LockKey) -> bool | None:
         """Return whether a key is held shared (True) or exclusive (False); None: not held, or not known."""
-        return self._keys.get(key)
+        shared: bool | None = self._keys.get(key)
+        return shared
 
     def add(self, keys: Iterable[LockKey], *, shared: bool) -> None:
         """Note what the server has granted."""
@@ -77,6 +79,10 @@ class Record:
         self._savepoints.clear()
 
     def _read(self, _connection: Any, _cursor: Any, statement: str, _values: Any, _context: Any, _many: Any) -> None:
+        self.read(statement)
+
+    def read(self, statement: str) -> None:
+        """Take notice of a statement that is about to be sent."""
         if statement.startswith(_HARMLESS) and ";" not in statement:
             return
         if found := _SAVEPOINT.fullmatch(statement):
@@ -88,7 +94,7 @@ class Record:
         elif _ENDS.search(statement):
             self.forget()
 
-    def _cut(self, name: str) -> dict[LockKey, bool] | None:
+    def _cut(self, name: str) -> dict[Any, Any] | None:
         """End the newest savepoint of that name and those within it; return what was held when it was set."""
         while self._savepoints:
             found, keys = self._savepoints.pop()
@@ -103,3 +109,8 @@ class Record:
             return
         self._keys = keys
         self._savepoints.append((name, keys.copy()))
+
+
+def records(connection: Connection) -> int:
+    """Return how many records of ours read along on a Connection."""
+    return sum(isinstance(one, Record) for one in vars(connection).values())

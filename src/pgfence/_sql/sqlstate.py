@@ -5,7 +5,12 @@ from __future__ import annotations
 LOCK_NOT_AVAILABLE = "55P03"
 """`lock_timeout` ran out: the only error after which nothing of the statement is held."""
 
+SERIALIZATION_FAILURE = "40001"
 DEADLOCK_DETECTED = "40P01"
+READ_ONLY = "25006"
+"""A write on a standby, or where transactions are read-only."""
+
+NO_RIGHT = "42501"
 OUT_OF_MEMORY = "53200"
 """The shared lock table is full."""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.util import immutabledict
 
+from pgfence._sql.savepoints import records
 from pgfence._sql.server import style_of
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ def begin_anew(connection: Connection) -> None:
 
 
 def hooked(connection: Connection) -> bool:
-    """Return whether anybody but our own record is called before a statement goes out, and may send another one first."""
-    return len(connection.dispatch.before_cursor_execute) > 1
+    """Return whether anybody but our own records is called before a statement goes out, and may send another one first."""
+    return len(connection.dispatch.before_cursor_execute) > records(connection)
 
 
 class DriverState(NamedTuple):

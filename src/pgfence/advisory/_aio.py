@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
@@ -14,6 +14,7 @@ from pgfence._runtime.process import PROCESS
 from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
 from pgfence.blocks import AsyncBlock
 from pgfence.config import config_of
+from pgfence.fenced_handles import AsyncFencedHeld
 from pgfence.handles import AsyncHeld, given_back, lent
 from pgfence.verbs import AH, AsyncVerbs, Watching
 
@@ -59,6 +60,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         engine: AsyncSession | async_scoped_session[Any],
         *names: Name,
         namespace: str | None = None,
+        token: bool = False,
     ) -> None: ...
     @overload
     def __init__(
@@ -66,8 +68,19 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         engine: AsyncEngineSource | AsyncConnection,
         *names: Name,
         namespace: str | None = None,
+        token: Literal[False] = False,
     ) -> None: ...
-    def __init__(self, engine: Any, *names: Name, namespace: str | None = None) -> None:
+    @overload
+    def __init__(
+        self: AsyncAdvisoryLock[AsyncFencedHeld],
+        engine: AsyncEngineSource | AsyncConnection,
+        name: str,
+        /,
+        *,
+        namespace: str | None = None,
+        token: Literal[True],
+    ) -> None: ...
+    def __init__(self, engine: Any, *names: Name, namespace: str | None = None, token: bool = False) -> None:
         if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
             raise TypeError(THREE_WAYS.format("Async"))
         if isinstance(engine, (Engine, Connection)):
@@ -78,10 +91,10 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             raise TypeError(
                 f"AsyncAdvisoryLock needs an AsyncEngine, a function that returns one, or an AsyncConnection, not {type(engine).__name__}"
             )
-        super().__init__(engine, names, namespace)
+        super().__init__(engine, names, namespace, token)
 
     def _handle(self, domain: AsyncDomain, hold: Hold[Any]) -> AH:
-        return AsyncHeld(domain, hold)  # type: ignore[return-value]
+        return (AsyncFencedHeld if self._token else AsyncHeld)(domain, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
@@ -106,6 +119,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
+            SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         domain, sql, on = self._place()
         limit = domain.timeout(timeout, aio.contender())
@@ -135,17 +149,18 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
     async def _connect(self, timeout: Seconds | None) -> AsyncIterator[AsyncConnection]:
         domain, _, _ = self._place()
         handle = await self.acquire(timeout=timeout)
+        hold: Any = handle._hold
         watching = Watching()
         watching.start(handle)
         async with watching:
-            connection = await handle._hold.session.lend(domain.engine, domain.async_engine)
+            connection = await hold.session.lend(domain.engine, domain.async_engine)
             inner = connection.sync_connection
             lent(inner, handle)
             try:
                 yield connection
             finally:
                 given_back(inner)
-                await handle._hold.session.close_lent(connection)
+                await hold.session.close_lent(connection)
 
     async def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, as the server sees it. Looking never takes a lock.
@@ -155,7 +170,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         domain, sql, on = self._place()
-        return await domain.holders(sql.keys) if on is None else await on.run_sync(look, sql.keys)
+        return await domain.holders(sql) if on is None else await on.run_sync(look, sql.keys)
 
     def _place(self) -> tuple[AsyncDomain, LockSql, AsyncConnection | None]:
         engine = self._engine
@@ -170,13 +185,13 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         if hasattr(engine, "sync_connection"):
             config = config_of(engine, pin=True)
             domain = aio.domain_of(engine.engine, config)
-            return domain, self._in_terms_of(config, domain.style), engine
+            return domain, self._in_terms_of(engine, config, domain.style), engine
         if not hasattr(engine, "sync_engine"):
             engine = engine()
         if not hasattr(engine, "sync_engine"):
             raise TypeError(f"AsyncAdvisoryLock needs an AsyncEngine, not {engine!r}: use AdvisoryLock")
         config = config_of(engine, pin=True)
         domain = aio.domain_of(lock_engine(engine, config), config)
-        sql = self._in_terms_of(config, domain.style)
+        sql = self._in_terms_of(engine, config, domain.style)
         self._found = domain, sql
         return domain, sql, None

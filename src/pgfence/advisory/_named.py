@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
-from pgfence.keys import resolve
+from pgfence._sql.storage import place_of
+from pgfence._sql.token import TokenSql
+from pgfence.keys import resolve, stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
     from pgfence.config import Config
     from pgfence.grants import Holder
     from pgfence.keys import LockKey, Name
@@ -30,33 +33,53 @@ class Named:
     _engine: Any
     _names: Sequence[Name]
     _namespace: str | None
+    _token: bool
     _labels: tuple[str, ...]
-    _made: tuple[str, Style, LockSql]
-    """The statements, and the namespace and style that they were made with."""
+    _made: tuple[str, Style, Place | None, LockSql]
+    """The statements, and what they were made with: namespace, style, and where our tables are if they are needed."""
     _found: tuple[Any, LockSql] | None = None
     """The domain that was found last, and the statements for it, for an engine that is its own lock engine."""
 
-    def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None) -> None:
+    def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None, token: bool) -> None:
         self._engine = engine
         self._names = tuple(names)
         self._namespace = namespace
+        self._token = token
         assumed = namespace or ""
-        self._made = assumed, "format", LockSql(resolve(names, assumed), "format")
+        self._made = assumed, "format", None, LockSql(resolve(names, assumed), "format")
+        if token:
+            self._one_text(assumed)
         self._labels = tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in names))
 
     def _named(self, names: Sequence[Name]) -> Self:
         other = object.__new__(type(self))
-        Named.__init__(other, self._engine, names, self._namespace)
+        Named.__init__(other, self._engine, names, self._namespace, self._token)
         return other
 
-    def _in_terms_of(self, config: Config, style: Style) -> LockSql:
-        """The statements for this engine's namespace and driver, made once."""
+    def _in_terms_of(self, engine: Any, config: Config, style: Style) -> LockSql:
+        """The statements for this engine's namespace, driver and tables, made once."""
         namespace = config.namespace if self._namespace is None else self._namespace
+        place = place_of(engine) if self._token else None
         made = self._made
-        if made[0] != namespace or made[1] != style:
+        if made[:3] != (namespace, style, place):
+            keys = resolve(self._names, namespace)
+            sql = LockSql(keys, style)
+            if place is not None:
+                sql = TokenSql(keys[0], self._one_text(namespace), place, style)
             # Assigned at once: another thread at its first use must not see a new namespace beside old keys.
-            self._made = made = namespace, style, LockSql(resolve(self._names, namespace), style)
-        return made[2]
+            self._made = made = namespace, style, place, sql
+        return made[3]
+
+    def _one_text(self, namespace: str) -> str:
+        """Return the text under which the token stands.
+
+        Raises:
+            ValueError: there is not exactly one name, or it is too long.
+            TypeError: it is a ready key, which has no text.
+        """
+        if len(self._names) != 1:
+            raise ValueError("token=True takes exactly one name: a token belongs to one resource")
+        return stored(self._names[0], namespace, "the name of a lock with a token")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"

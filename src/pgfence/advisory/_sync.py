@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
@@ -13,6 +13,7 @@ from pgfence._runtime.process import PROCESS
 from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
 from pgfence.blocks import Block
 from pgfence.config import config_of
+from pgfence.fenced_handles import FencedHeld
 from pgfence.handles import Held, given_back, lent
 from pgfence.verbs import H, Verbs
 
@@ -53,10 +54,14 @@ class AdvisoryLock(Named, Verbs[H]):
             transaction: there the lock lives on that connection, and is given back outside a transaction too.
         names: one or more names or ready keys.
         namespace: instead of the configured one, for names that are text.
+        token: each grant brings a fencing token (`FencedHeld`), a number that only grows for this name, in the same round
+            trip. For one name that is text; it needs pgfence's tables. The token stops nobody by itself: enter a gate with
+            it (`held.begin(...)`, `held.fence(session)`). A lease of the same name shares its numbers, and while somebody
+            holds that, the lock counts as busy.
 
     Raises:
-        TypeError: for anything else, a Session above all.
-        ValueError: there is no name, or an unusable one.
+        TypeError: for anything else, a Session above all; or for a ready key with `token=True`.
+        ValueError: there is no name, or an unusable one; or several with `token=True`.
     """
 
     @overload
@@ -65,15 +70,33 @@ class AdvisoryLock(Named, Verbs[H]):
         " own connection, the engine for everything else"
     )
     def __init__(
-        self: AdvisoryLock[Held], engine: Session | scoped_session[Any], *names: Name, namespace: str | None = None
+        self: AdvisoryLock[Held],
+        engine: Session | scoped_session[Any],
+        *names: Name,
+        namespace: str | None = None,
+        token: bool = False,
     ) -> None: ...
     @overload
     def __init__(
-        self: AdvisoryLock[Held], engine: EngineSource | Connection, *names: Name, namespace: str | None = None
+        self: AdvisoryLock[Held],
+        engine: EngineSource | Connection,
+        *names: Name,
+        namespace: str | None = None,
+        token: Literal[False] = False,
     ) -> None: ...
-    def __init__(self, engine: Any, *names: Name, namespace: str | None = None) -> None:
+    @overload
+    def __init__(
+        self: AdvisoryLock[FencedHeld],
+        engine: EngineSource | Connection,
+        name: str,
+        /,
+        *,
+        namespace: str | None = None,
+        token: Literal[True],
+    ) -> None: ...
+    def __init__(self, engine: Any, *names: Name, namespace: str | None = None, token: bool = False) -> None:
         if isinstance(engine, (Engine, Connection)):
-            super().__init__(engine, names, namespace)
+            super().__init__(engine, names, namespace, token)
             return
         if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
             raise TypeError(THREE_WAYS.format(""))
@@ -85,10 +108,10 @@ class AdvisoryLock(Named, Verbs[H]):
             raise TypeError(
                 f"AdvisoryLock needs an Engine, a function that returns one, or a Connection, not {type(engine).__name__}"
             )
-        super().__init__(engine, names, namespace)
+        super().__init__(engine, names, namespace, token)
 
     def _handle(self, domain: SyncDomain, hold: Hold[Any]) -> H:
-        return Held(domain, hold)  # type: ignore[return-value]
+        return (FencedHeld if self._token else Held)(domain, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
         """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
@@ -113,6 +136,7 @@ class AdvisoryLock(Named, Verbs[H]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
+            SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         domain, sql, on = self._place()
         limit = domain.timeout(timeout, sync.contender())
@@ -144,8 +168,9 @@ class AdvisoryLock(Named, Verbs[H]):
     def _connect(self, timeout: Seconds | None) -> Iterator[Connection]:
         domain, _, _ = self._place()
         handle = self.acquire(timeout=timeout)
+        hold: Any = handle._hold
         try:
-            connection = handle._hold.session.lend(domain.engine)
+            connection = hold.session.lend(domain.engine)
             lent(connection, handle)
             yield connection
         except BaseException as exc:
@@ -163,7 +188,7 @@ class AdvisoryLock(Named, Verbs[H]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         domain, sql, on = self._place()
-        return domain.holders(sql.keys) if on is None else look(on, sql.keys)
+        return domain.holders(sql) if on is None else look(on, sql.keys)
 
     def _place(self) -> tuple[SyncDomain, LockSql, Connection | None]:
         engine = self._engine
@@ -173,14 +198,14 @@ class AdvisoryLock(Named, Verbs[H]):
         if isinstance(engine, Connection):
             config = config_of(engine, pin=True)
             domain = sync.domain_of(engine.engine, config)
-            return domain, self._in_terms_of(config, domain.style), engine
+            return domain, self._in_terms_of(engine, config, domain.style), engine
         if not isinstance(engine, Engine):
             engine = engine()
         if not isinstance(engine, Engine) or engine.dialect.is_async:
             raise TypeError(f"AdvisoryLock needs a sync Engine, not {engine!r}: use AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
         domain = sync.domain_of(lock_engine(engine, config), config)
-        sql = self._in_terms_of(config, domain.style)
+        sql = self._in_terms_of(engine, config, domain.style)
         self._found = domain, sql
         return domain, sql, None
 

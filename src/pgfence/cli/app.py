@@ -12,7 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from pgfence.cli import evict, install
 from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.locks import Terms
 from pgfence.cli.report import Speaker
 from pgfence.cli.run import OnLost, OnUnreachable, Options, Pooler
 from pgfence.cli.run import run as run_guarded
@@ -66,7 +68,7 @@ def pgfence(
 
 
 @app.command(
-    "run", cls=_AfterDashes, epilog="Exit codes: those of the command; 64 misuse, 69 unreachable, 75 busy, ..."
+    "run", cls=_AfterDashes, epilog="Exit codes: those of the command; 64 misuse, 69 unreachable, 75 busy or done, ..."
 )
 def run(
     name: Annotated[
@@ -89,6 +91,25 @@ def run(
     conflict_exit_code: Annotated[
         int | None, typer.Option("--conflict-exit-code", "-E", min=0, max=255, help="Exit code when busy.")
     ] = None,
+    once_per: Annotated[
+        str | None,
+        typer.Option(metavar="day|hour|minute|CRON", help="Once in each slot of time, by the server's clock."),
+    ] = None,
+    tz: Annotated[
+        str | None, typer.Option(metavar="ZONE", help="Where the day begins: Europe/Vienna. Default: UTC.")
+    ] = None,
+    lease: Annotated[
+        bool, typer.Option("--lease", help="A lease instead of a lock: also through a pooler, with a token.")
+    ] = False,
+    ttl: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long it outlives a dead host. Default: 60.")
+    ] = None,
+    min_hold: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Not free again before, however short the command.")
+    ] = None,
+    max_hold: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Then it counts as lost, whatever the command does.")
+    ] = None,
     on_lost: Annotated[OnLost, typer.Option(help="Stop the command when the lock is lost, or say so.")] = OnLost.STOP,
     on_unreachable: Annotated[
         OnUnreachable, typer.Option(help="No server: fail, skip the command, or run it [b]without the lock[/b].")
@@ -98,7 +119,7 @@ def run(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what happens.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say that it is busy.")] = False,
 ) -> None:
-    """Run a command while this host holds a lock: flock(1) for a fleet.
+    """Run a command while this host holds a lock: flock(1) for a fleet. With --once-per: once, whoever comes first.
 
     The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
     """
@@ -107,6 +128,8 @@ def run(
     if on_busy is OnBusy.OK and conflict_exit_code is not None:
         raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
     busy_code = Code.OK if on_busy is OnBusy.OK else Code.BUSY if conflict_exit_code is None else conflict_exit_code
+    terms = Terms(lease=lease, once_per=once_per, tz=tz, ttl=ttl, min_hold=min_hold, max_hold=max_hold)
+    terms.check()
     options = Options(
         name=name,
         command=command,
@@ -119,6 +142,7 @@ def run(
         on_lost=on_lost,
         on_unreachable=on_unreachable,
         grace=_seconds(grace, "--grace"),
+        terms=terms,
     )
     _fill_standard_descriptors()
     speaker = Speaker(quiet=quiet, verbose=verbose)
@@ -126,7 +150,7 @@ def run(
     if as_json:
         speaker.write(report.as_json())
     elif report.message:
-        (speaker.tell if report.outcome in {"busy", "skipped"} else speaker.warn)(report.message)
+        (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
     raise Finish(report.exit_code)
 
 
@@ -151,6 +175,10 @@ def demo(
 
     options = DemoOptions(dsn=dsn, seconds=seconds, processes=processes, keep=keep, as_json=as_json)
     raise Finish(play(options, Speaker()))
+
+
+install.register(app)
+evict.register(app)
 
 
 @app.command("key")

@@ -11,6 +11,8 @@ class Code(IntEnum):
     OK = 0
     MISUSE = 64
     """The command line, a name or the database URL cannot be used."""
+    NOBODY = 67
+    """Nobody has that name: there was nothing to evict."""
     UNAVAILABLE = 69
     """No session with the server could be had, or it has no room for another lock."""
     BUG = 70
@@ -19,6 +21,8 @@ class Code(IntEnum):
     """Somebody else holds the lock. Trying again later may succeed."""
     LOST = 76
     """The lock was lost before it was given back; a command that was still running was stopped."""
+    DECLINED = 77
+    """The question was not answered with yes: nothing was done."""
     REFUSED = 78
     """The server answered and session locks are not safe there: a pooler, a standby, no PostgreSQL."""
     NOT_EXECUTABLE = 126

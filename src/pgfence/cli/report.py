@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
     from pgfence.grants import Holder
 
-Outcome: TypeAlias = Literal["ran", "busy", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"]
+Outcome: TypeAlias = Literal[
+    "ran", "busy", "done", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"
+]
 
 
 @dataclass(slots=True)
@@ -22,13 +24,16 @@ class Report:
 
     Attributes:
         name: of the lock.
-        key: its 64-bit number, once the namespace is known.
+        key: its 64-bit number, once the namespace is known; a lease has none.
         outcome: what became of it.
         exit_code: of pgfence.
         locked: the command ran under the lock.
         waited: seconds until the lock was granted or refused.
         ran: seconds that the command ran; None if it did not.
         command_code: its exit status, 128 + N for signal N; None if it did not run.
+        token: the fencing token of a lease.
+        slot: which slot was run, as an instant in ISO 8601; None if it is none.
+        resumed: an earlier attempt at this slot had died half way.
         loss_reason: why the lock was lost.
         message: what people are told at the end.
         holders: who had the lock when it was busy.
@@ -42,6 +47,9 @@ class Report:
     waited: float = 0.0
     ran: float | None = None
     command_code: int | None = None
+    token: int | None = None
+    slot: str | None = None
+    resumed: bool = False
     loss_reason: str | None = None
     message: str | None = None
     holders: list[dict[str, Any]] = field(default_factory=list)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pgfence.advisory import AdvisoryLock
 from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.locks import Terms, give_back, lock_on, note, variables
 from pgfence.cli.report import Report, as_data, described
 from pgfence.cli.server import engine_from
 from pgfence.cli.supervise import Interrupted, Supervisor
-from pgfence.config import config_of, configure
+from pgfence.config import configure
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
-from pgfence.keys import LockKey
+from pgfence.once import Once, SlotOverError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from pgfence.advisory import AdvisoryLock
     from pgfence.cli.report import Speaker
     from pgfence.grants import Holder
     from pgfence.handles import Held
+    from pgfence.lease import Lease
 
 # By it a script can tell that it is guarded, and by which lock.
 NAME_VARIABLE = "PGFENCE_NAME"
@@ -52,6 +54,7 @@ class Pooler(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     SESSION = "session"
+    TRANSACTION = "transaction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Options:
     on_lost: OnLost
     on_unreachable: OnUnreachable
     grace: float
+    terms: Terms = field(default_factory=Terms)
 
 
 def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Report:
@@ -85,7 +89,7 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
         except Interrupted as stop:
             return _interrupted(report, stop)
         except LockTimeoutError as error:
-            return _busy(options, report, error.holders)
+            return _busy(options, report, error)
         except UnreachableError as error:
             if options.on_unreachable is not OnUnreachable.RUN:
                 return _unreachable(options, report, error)
@@ -98,7 +102,7 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
             if isinstance(error, CapacityError):
                 return report.end("unavailable", Code.UNAVAILABLE, str(error))
             return report.end("refused", Code.REFUSED, str(error))
-        environment = {**environ, NAME_VARIABLE: options.name}
+        environment = {**environ, NAME_VARIABLE: options.name, **variables(held)}
         return _Guarded(options, speaker, report, held).run(supervisor, environment)
 
 
@@ -112,37 +116,57 @@ def _engine(options: Options, environ: Mapping[str, str]) -> Engine:
     return engine
 
 
-def _key(options: Options, engine: Engine) -> LockKey:
-    namespace = config_of(engine).namespace if options.namespace is None else options.namespace
-    try:
-        return LockKey.of(options.name, namespace=namespace)
-    except ValueError as error:
-        raise MisuseError(str(error)) from None
-
-
 def _acquire(options: Options, speaker: Speaker, environ: Mapping[str, str], report: Report) -> Held:
-    engine = _engine(options, environ)
-    key = _key(options, engine)
-    report.key = key.value
-    lock = AdvisoryLock(engine, key)
+    lock = lock_on(_engine(options, environ), options.name, options.namespace, options.terms, report)
     start = clock()
     try:
-        held = lock.try_acquire()
-        if held is None and options.wait > 0:
-            speaker.tell(f"waiting for {options.name!r}, held by {described(lock.holders())}")
-            held = lock.acquire(timeout=max(0.0, options.wait - (clock() - start)))
-        if held is None:
-            raise LockTimeoutError("busy", names=[options.name], holders=lock.holders())
+        held = _taken(lock, options, speaker, start)
     finally:
         report.waited = clock() - start
+    note(held, report)
     speaker.trace(f"acquired {options.name!r} after {report.waited:.3f} s")
     return held
 
 
-def _busy(options: Options, report: Report, holders: Sequence[Holder]) -> Report:
-    report.holders = [as_data(holder) for holder in holders]
+def _taken(lock: Once | Lease | AdvisoryLock[Held], options: Options, speaker: Speaker, start: float) -> Held:
+    if isinstance(lock, Once):
+        return _slot(lock, options, speaker, start)
+    held: Held | None = lock.try_acquire()
+    if held is None and options.wait > 0:
+        _tell_whom(options, speaker, lock.holders())
+        held = lock.acquire(timeout=_left(options, start))
+    if held is None:
+        raise LockTimeoutError("busy", names=[options.name], holders=lock.holders())
+    return held
+
+
+def _slot(once: Once, options: Options, speaker: Speaker, start: float) -> Held:
+    try:
+        return once.acquire(timeout=0)
+    except SlotOverError:
+        raise
+    except LockTimeoutError as error:
+        if options.wait <= 0:
+            raise
+        _tell_whom(options, speaker, error.holders)
+    return once.acquire(timeout=_left(options, start))
+
+
+def _tell_whom(options: Options, speaker: Speaker, holders: Sequence[Holder]) -> None:
+    speaker.tell(f"waiting for {options.name!r}, held by {described(holders)}")
+
+
+def _left(options: Options, start: float) -> float:
+    return max(0.0, options.wait - (clock() - start))
+
+
+def _busy(options: Options, report: Report, error: LockTimeoutError) -> Report:
+    report.holders = [as_data(holder) for holder in error.holders]
+    if isinstance(error, SlotOverError):
+        return report.end("done", options.busy_code, str(error))
     after = f" after {options.wait:g} s" if options.wait > 0 else ""
-    return report.end("busy", options.busy_code, f"{options.name!r} is busy{after}: held by {described(holders)}")
+    told = f"{options.name!r} is busy{after}: held by {described(error.holders)}"
+    return report.end("busy", options.busy_code, told)
 
 
 def _interrupted(report: Report, stop: Interrupted) -> Report:
@@ -173,15 +197,15 @@ class _Guarded:
         try:
             ended = supervisor.run(self._options.command, environment, on_loss=self._on_loss)
         except Interrupted as stop:
-            self._release()
+            self._release(well=False)
             return _interrupted(self._report, stop)
         except OSError as error:
-            self._release()
+            self._release(well=False)
             return self._not_started(error)
         self._report.ran = clock() - start
         self._report.command_code = ended.code
         self._speaker.trace(f"the command ended with {ended.code} after {self._report.ran:.3f} s")
-        return self._ended(ended.code, stopped=ended.stopped, lost=self._release())
+        return self._ended(ended.code, stopped=ended.stopped, lost=self._release(well=ended.code == 0))
 
     def _ended(self, code: int, *, stopped: bool, lost: bool) -> Report:
         if not lost:
@@ -201,12 +225,12 @@ class _Guarded:
         self._speaker.warn(f"{lost}: stopping the command; SIGKILL in {self._options.grace:g} s if it does not end")
         return True
 
-    def _release(self) -> bool:
+    def _release(self, *, well: bool) -> bool:
         """Give the lock back and return whether it was lost before."""
         if self._held is None:
             return False
         try:
-            self._held.release()
+            give_back(self._held, well=well)
         except LockLostError as error:
             self._report.loss_reason = error.reason
             return True

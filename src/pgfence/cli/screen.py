@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pgfence.demo.act import Act, Figures
+    from pgfence.demo.scene import Shown
     from pgfence.demo.stage import Outcome
 
 # With acts of up to 22 letters narrow enough for 80 columns.
@@ -72,6 +73,10 @@ def show(outcome: Outcome) -> None:
     for figures, verdict in outcome.acts:
         for line in _said(figures, verdict):
             console.print(line, style="" if verdict is Verdict.OK else "bold red")
+    for shown in outcome.scenes:
+        console.print(f"\n{shown.title}")
+        for line in _seen(shown):
+            console.print(line, style="" if shown.verdict is Verdict.OK else "bold red")
     if outcome.verdict is Verdict.OK:
         console.print("No guarded act lost a cent.", style="bold green")
 
@@ -112,6 +117,13 @@ def _duration(seconds: float | None) -> str:
     if seconds < 1:
         return f"{seconds * 1000:.{1 if seconds < 0.01 else 0}f} ms"
     return f"{seconds:.2f} s"
+
+
+def _seen(shown: Shown) -> list[str]:
+    """Return what a scene showed, in words."""
+    if shown.verdict is Verdict.CONTROL_FAILED:
+        return ["Nothing went wrong without a fence, so this proves nothing."]
+    return [*shown.lines, *(["THE GUARD FAILED."] if shown.verdict is Verdict.GUARD_FAILED else [])]
 
 
 def _said(figures: Figures, verdict: Verdict) -> list[str]:

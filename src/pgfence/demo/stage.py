@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import text
 
+from pgfence import schema
 from pgfence.advisory import AdvisoryLock
 from pgfence.demo import load
 from pgfence.demo.act import Verdict
@@ -18,6 +19,8 @@ from pgfence.demo.acts import ACTS
 from pgfence.demo.bank import NAMESPACE, Accounts
 from pgfence.demo.crew import Crew
 from pgfence.demo.performance import Performance
+from pgfence.demo.scene import engine_for
+from pgfence.demo.scenes import SCENES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
     from pgfence.demo.act import Act, Figures
     from pgfence.demo.performance import Audience
+    from pgfence.demo.scene import Scene, Shown
+    from pgfence.handles import Held
 
 LEAST_PROCESSES = 3
 """One may be killed, and then there must be another one to take over from a third."""
@@ -41,17 +46,20 @@ class Outcome:
         loaded_by: pgbench with its version, or "SQL".
         processes: how many moved money at a time.
         acts: figures and verdict of each act.
+        scenes: what each scene showed.
     """
 
     server: str
     loaded_by: str
     processes: int
     acts: tuple[tuple[Figures, Verdict], ...]
+    scenes: tuple[Shown, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
         """The gravest: a guard that failed before a control that did."""
-        verdicts = {verdict for _, verdict in self.acts} - {Verdict.OK}
+        verdicts = {verdict for _, verdict in self.acts} | {shown.verdict for shown in self.scenes}
+        verdicts -= {Verdict.OK}
         return min(verdicts, default=Verdict.OK)
 
     def as_data(self) -> dict[str, Any]:
@@ -61,14 +69,22 @@ class Outcome:
             "loaded_by": self.loaded_by,
             "processes": self.processes,
             "acts": [figures.as_data(verdict) for figures, verdict in self.acts],
+            "scenes": [shown.as_data() for shown in self.scenes],
             "verdict": self.verdict.name.lower(),
         }
 
 
 def play(
-    engine: Engine, audience: Audience, *, seconds: float, processes: int, keep: bool, acts: Sequence[Act] = ACTS
+    engine: Engine,
+    audience: Audience,
+    *,
+    seconds: float,
+    processes: int,
+    keep: bool,
+    acts: Sequence[Act] = ACTS,
+    scenes: Sequence[Scene] = SCENES,
 ) -> Outcome:
-    """Play the acts in the database of an engine.
+    """Play the acts and scenes in the database of an engine.
 
     Args:
         engine: for a database in which a schema may be made.
@@ -77,6 +93,7 @@ def play(
         processes: how many move money at a time, at least `LEAST_PROCESSES`.
         keep: leave the schema there at the end.
         acts: what is played.
+        scenes: what is played after them.
 
     Raises:
         DemoError: the schema cannot be made, or a process failed.
@@ -101,4 +118,22 @@ def play(
                 figures = Performance(act, accounts, crew, engine, held, seconds=seconds).play(audience)
                 played.append((figures, act.check(figures)))
                 audience.result(*played[-1])
-    return Outcome(server, loaded_by, processes, tuple(played))
+            crew.close()
+            shown = _show(engine, audience, held, scenes)
+    return Outcome(server, loaded_by, processes, tuple(played), shown)
+
+
+def _show(engine: Engine, audience: Audience, held: Held, scenes: Sequence[Scene]) -> tuple[Shown, ...]:
+    """Play the scenes, on an engine that finds pgfence's tables in the demo's schema."""
+    own = engine_for(engine.url)
+    try:
+        if scenes:
+            schema.create_all(own)
+        shown = []
+        for scene in scenes:
+            held.check()
+            audience.step(f"{scene.title} ...")
+            shown.append(scene.play(own))
+    finally:
+        own.dispose()
+    return tuple(shown)

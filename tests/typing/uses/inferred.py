@@ -14,12 +14,24 @@ from app import AsyncSessionLocal, SessionLocal, async_engine, engine, get_async
 from pgfence import (
     AdvisoryLock,
     AsyncAdvisoryLock,
+    AsyncFencedHeld,
     AsyncHeld,
+    AsyncHeldLease,
+    AsyncLease,
+    AsyncOnce,
+    AsyncSlot,
     AsyncTransactionLock,
+    FencedHeld,
     Held,
+    HeldLease,
+    Lease,
     LockKey,
+    Once,
+    Slot,
     TransactionLock,
     compat,
+    fence,
+    fenced,
 )
 
 
@@ -40,6 +52,17 @@ def sync(session: Session, scoped: scoped_session[Session], connection: Connecti
         assert_type(opened, Session)
     with TransactionLock.begin(engine, "a") as plain:
         assert_type(plain, Connection)
+    assert_type(AdvisoryLock(get_engine, "a", token=True).acquire(), FencedHeld)
+    assert_type(Once(engine, "a", every=timedelta(hours=1)).try_acquire(), Slot | None)
+    with Lease(engine, "a", ttl=60).hold() as lease:
+        assert_type(lease, HeldLease)
+        assert_type(lease.token, int)
+        with lease.begin(SessionLocal) as writer:
+            assert_type(writer, Session)
+        with lease.begin(engine, "b") as raw:
+            assert_type(raw, Connection)
+    with SessionLocal.begin() as other, fenced(other, {"a": 1, "b": 2}):
+        assert_type(fence(other, "a", 1), None)
 
 
 async def asynchronous(session: AsyncSession, connection: AsyncConnection) -> None:
@@ -58,6 +81,16 @@ async def asynchronous(session: AsyncSession, connection: AsyncConnection) -> No
         assert_type(opened, AsyncSession)
     async with AsyncTransactionLock.begin(async_engine, "a") as plain:
         assert_type(plain, AsyncConnection)
+    assert_type(await AsyncAdvisoryLock(get_async_engine, "a", token=True).acquire(), AsyncFencedHeld)
+    assert_type(await AsyncOnce(async_engine, "a", cron="0 7 * * *").try_acquire(), AsyncSlot | None)
+    async with AsyncLease(async_engine, "a", ttl=60).hold() as lease:
+        assert_type(lease, AsyncHeldLease)
+        async with lease.begin(AsyncSessionLocal) as writer:
+            assert_type(writer, AsyncSession)
+        async with lease.begin(async_engine, "b") as raw:
+            assert_type(raw, AsyncConnection)
+    async with fenced(session, "a", 1):
+        assert_type(await fence(session, "a", 1), None)
 
 
 @AdvisoryLock(get_engine, "a:{n}").wrap()
@@ -75,7 +108,13 @@ async def skips_async(n: int) -> str:
     return str(n)
 
 
+@Once(get_engine, "a", cron="0 7 * * *").wrap()
+def once(n: int) -> str:
+    return str(n)
+
+
 async def calls() -> None:
+    assert_type(once(1), str | None)
     assert_type(raises(1), str)
     assert_type(skips(1), str | None)
     assert_type(await skips_async(1), str | None)

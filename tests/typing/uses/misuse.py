@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
+from datetime import timedelta
 
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 import pgfence
-from app import SessionLocal, async_engine, engine
-from pgfence import AdvisoryLock, AsyncAdvisoryLock, AsyncTransactionLock, Held, LockKey, TransactionLock
+from app import AsyncSessionLocal, SessionLocal, async_engine, engine, get_async_engine, get_engine
+from pgfence import (
+    AdvisoryLock,
+    AsyncAdvisoryLock,
+    AsyncHeldLease,
+    AsyncLease,
+    AsyncTransactionLock,
+    Held,
+    HeldLease,
+    Lease,
+    LockKey,
+    Once,
+    TransactionLock,
+    fenced,
+)
 
 
 def a_session_for_a_session_lock(session: Session) -> None:
@@ -122,3 +136,39 @@ def other_functions() -> None:
     pgfence.configure(engine, pooler="pgbouncer")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     pgfence.current(int)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     pgfence.held(engine)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def the_wrong_twin_of_a_lease() -> None:
+    Lease(get_async_engine, "a", ttl=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AsyncLease(get_engine, "a", ttl=1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_lease_that_is_wrong() -> None:
+    with Lease(engine, "a", ttl=60).try_acquire():  # type: ignore[union-attr]  # pyright: ignore[reportOptionalContextManager]
+        pass
+    Lease(engine, LockKey.of("a"), ttl=60)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Lease(engine, "a")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    Lease(engine, "a", ttl="60s")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Lease(engine, "a", ttl=60, heartbeat=False)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AdvisoryLock(engine, "a", "b", token=True)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def a_slot_that_is_wrong() -> None:
+    Once(engine, "a", every=timedelta(days=1), cron="0 7 * * *")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    Once(engine, "a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+
+
+async def await_of_a_lease_forgotten(session: AsyncSession, lease: AsyncHeldLease) -> None:
+    lease.renew()  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    lease.hand_over()  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    with fenced(session, "a", 1):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    pgfence.schema.create_all(async_engine)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+
+
+def a_token_that_is_none(session: Session, held: Held, lease: HeldLease) -> None:
+    fenced(session, "a", held.token)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownArgumentType, reportUnknownMemberType]
+    fenced(session, "a", lease)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    fenced(session, "a", None)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    lease.begin(AsyncSessionLocal)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    lease.token = 7  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]

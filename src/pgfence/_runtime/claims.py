@@ -1,0 +1,195 @@
+"""What is asked of the server for a lease, and what its answers mean. No I/O: a generator yields statements and gets rows.
+
+So the sync and the async shell drive the very same steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pgfence._sql.activity import lease_holder
+from pgfence._sql.lease import lease_sql
+from pgfence.keys import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+    from datetime import datetime
+
+    from pgfence._runtime.grant import Heartbeat
+    from pgfence._runtime.trust import Terms
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The server has granted it."""
+
+    token: int
+    expires_at: datetime
+    remaining: float
+    hold_remaining: float | None
+    checkpoint: Any
+    slot: datetime | None = None
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Somebody has it, or had it: free in so many seconds at the earliest, as far as the server knows now."""
+
+    remaining: float
+    holder: Holder | None = None
+
+
+class Refused(Exception):
+    """It will not be granted, however long one waits."""
+
+
+Outcome: TypeAlias = Granted | Busy
+Steps: TypeAlias = Generator[tuple[str, "Sequence[Any]"], Any, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is, as far as operators want to know."""
+
+    owner: str | None = None
+    purpose: str = ""
+    metadata: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(ABC):
+    """One name that is asked for.
+
+    Attributes:
+        stored: as it stands in the table.
+        place: of the tables.
+        terms: what it is asked for, in seconds.
+        identity: who asks.
+        heartbeat: who renews it.
+    """
+
+    stored: str
+    place: Place
+    terms: Terms
+    identity: Identity = field(default_factory=Identity)
+    heartbeat: Heartbeat = "auto"
+
+    kind = "lease"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (shown(self.stored),)
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return ()
+
+    @property
+    def places(self) -> tuple[Hashable, ...]:
+        """Where its contenders of this process queue."""
+        return ((self.place, self.stored),)
+
+    @abstractmethod
+    def attempt(self, style: Style, lease_id: str) -> Steps:
+        """Yield the statements of one attempt, get the row of each, and return what came of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseClaim(Claim):
+    """A lease."""
+
+    def attempt(self, style: Style, lease_id: str) -> Steps:
+        terms, identity = self.terms, self.identity
+        row = yield (
+            lease_sql(self.place, style).acquire,
+            (
+                self.stored,
+                lease_id,
+                terms.ttl,
+                terms.min_hold,
+                terms.lock_delay,
+                terms.max_hold,
+                owner_of(identity),
+                host(),
+                os.getpid(),
+                identity.purpose,
+                identity.metadata,
+            ),
+        )
+        granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder = row
+        if granted:
+            return Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
+        owner, where, pid, backend_pid, purpose, since = holder
+        found = (owner, where, pid, backend_pid, purpose, token, since, expires_at)
+        return Busy(remaining, holder_of(self, found))
+
+
+def holder_of(claim: Claim, row: Sequence[Any]) -> Holder:
+    """Return the holder that a row of `look` tells of."""
+    return replace(lease_holder(claim.names[0], row), kind=claim.kind)
+
+
+def decoded(text: str | None) -> Any:
+    return None if text is None else json.loads(text)
+
+
+@cache
+def host() -> str:
+    return socket.gethostname()
+
+
+def owner_of(identity: Identity) -> str:
+    """Return what operators read of the holder: what it calls itself, or its process."""
+    return identity.owner or f"{host()}:{os.getpid()}"
+
+
+def adoption(style: Style, claim: Claim, reference: dict[str, Any], new: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the statement that takes a lease over, and its arguments."""
+    owner = claim.identity.owner
+    args = (claim.stored, reference["lease_id"], reference["token"], new, owner, host(), os.getpid())
+    return lease_sql(claim.place, style).adopt, args
+
+
+def adopted(claim: Claim, token: int, row: Sequence[Any]) -> tuple[Claim, Granted] | str:
+    """Return what was adopted, with the terms it has in the table; or why it was not."""
+    outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose = row
+    if outcome != "ok":
+        return str(outcome)
+    found = replace(
+        claim,
+        terms=replace(claim.terms, ttl=ttl),
+        identity=replace(claim.identity, purpose=purpose or ""),
+    )
+    return found, Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
+
+
+def json_text(value: Any, what: str) -> str | None:
+    """Return a value as JSON that PostgreSQL takes.
+
+    Raises:
+        TypeError: it is no JSON.
+        ValueError: it holds NaN, infinity or NUL.
+    """
+    if value is None:
+        return None
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except TypeError as error:
+        raise TypeError(f"{what} must be JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{what} must be JSON: {error}") from None
+    if "\\u0000" in text:
+        raise ValueError(f"{what} must not contain NUL: PostgreSQL's jsonb cannot hold it")
+    return text

@@ -1,0 +1,206 @@
+"""The record of one lease held. It has no session: it stands on a row of the server and on the clock of this process.
+
+Belief ends by itself. `state`, `loss_reason` and `check` look at the clock each time they are asked, so a process that wakes
+after a pause is told "lost" by its first question, without I/O and before any thread of ours has run. What the heartbeat does
+later is to mark it and to tell the listeners. Nothing brings a grant back: a renewal that was answered after the deadline is
+a loss, whatever it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pgfence._runtime import trust
+from pgfence._runtime.state import BaseHold, emit, named
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+    from uuid import UUID
+
+    from pgfence._runtime.localqueue import Ticket
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+    from pgfence.errors import LossReason
+
+log = logging.getLogger("pgfence.lease")
+
+CLOSE = 0.001
+"""Seconds by which two of the server's numbers may differ and mean the same moment."""
+
+Heartbeat: TypeAlias = Literal["auto", "progress", "manual"]
+
+
+class Grant(BaseHold):
+    """One lease: which row, which grant of it, and until when it is believed in.
+
+    Make it from the answer of the server; if `state` is "lost" at once, the answer came too late and nothing is held.
+    Then give it to `Beat.keep`.
+    """
+
+    __slots__ = (
+        "asked",
+        "attempt",
+        "capped",
+        "checkpoint",
+        "config",
+        "deadline",
+        "done",
+        "expires_at",
+        "failures",
+        "heartbeat",
+        "idle",
+        "label",
+        "lease_id",
+        "next_beat",
+        "nudge",
+        "place",
+        "progressed",
+        "slot",
+        "ttl",
+        "turn",
+    )
+
+    noun = "lease"
+
+    def __init__(
+        self,
+        name: str,
+        lease_id: UUID,
+        token: int,
+        *,
+        names: tuple[str, ...],
+        ticket: Ticket,
+        place: Place,
+        config: Config,
+        heartbeat: Heartbeat,
+        ttl: float,
+        started: float,
+        remaining: float,
+        hold_remaining: float | None,
+        expires_at: datetime,
+        checkpoint: Any = None,
+        label: str | None = None,
+    ) -> None:
+        """Record a grant.
+
+        Args:
+            name: as it stands in the table.
+            lease_id: made by this client for this grant.
+            token: the fencing token.
+            names: for messages and `Held.names`.
+            ticket: of the thread or task that took it; the heartbeat never touches it.
+            place: of the tables.
+            config: of the engine; `on_event` hears of a loss.
+            heartbeat: who renews it.
+            ttl: seconds.
+            started: `timing.clock()` from just before the statement was sent.
+            remaining: seconds the server gave.
+            hold_remaining: seconds to the end of max_hold by the server; None without one.
+            expires_at: by the server's clock.
+            checkpoint: what the holder before committed last.
+            label: the owner that the caller named.
+        """
+        super().__init__(names, ticket)
+        self.stored = name
+        self.lease_id = lease_id
+        self.token = token
+        self.place = place
+        self.config = config
+        self.heartbeat: Heartbeat = heartbeat
+        self.checkpoint = checkpoint
+        self.label = label
+        self.slot: datetime | None = None
+        """Of a slot: which one. Its release says whether it is done."""
+        self.done = False
+        self.attempt = 1
+        """Of a slot: the how manyth at it."""
+        self.failures = 0
+        """Renewals in a row that had no answer."""
+        self.asked = False
+        """A renewal is on its way, or waits for its turn."""
+        self.progressed = False
+        """`progress()` was called since the last renewal was sent."""
+        self.idle = False
+        """A renewal was due and left out, for there was no progress."""
+        self.nudge: Callable[[Grant], object] | None = None
+        """Tells the heartbeat to look at this grant now."""
+        self.turn = 0
+        """Which entry in the heartbeat's schedule counts."""
+        self.next_beat = math.inf
+        """When to renew, on the clock of this process; never while `asked`."""
+        self.ttl = ttl
+        self.deadline = math.inf
+        self._settle(started, remaining, expires_at)
+        if hold_remaining is not None and hold_remaining <= remaining + CLOSE:
+            self._cap()
+
+    @property
+    def loss_reason(self) -> LossReason | None:
+        if self.reason is not None or self.released or clock() < self.deadline:
+            return self.reason
+        if self.capped:
+            return "overdue"
+        return "cut off" if self.failures or self.asked else "expired"
+
+    def remaining(self) -> float:
+        """Return the seconds to this process's own deadline, 0.0 when it is over or nothing is held. No I/O."""
+        return max(0.0, self.deadline - clock()) if self.state in ("held", "unknown") else 0.0
+
+    def progress(self) -> None:
+        """Note that the work moves on: `heartbeat="progress"` renews only then. No I/O; may be called by any thread."""
+        self.progressed = True
+        if self.idle and self.nudge is not None:
+            self.nudge(self)
+
+    def lose(self, reason: LossReason) -> bool:
+        """Mark it lost, once; log it, tell `on_event` and the listeners. Callable from any thread, not under the mutex."""
+        if not super().lose(reason):
+            return False
+        log.warning("the lease %s was lost: %s", named(self.names), reason)
+        emit(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
+        return True
+
+    def expire(self) -> bool:
+        """Mark it lost if its time is over, and say whether it is lost. Not under the mutex."""
+        if self.reason is None and (reason := self.loss_reason) is not None:
+            self.lose(reason)
+        return self.state == "lost"
+
+    def renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
+        """Note the server's answer to a renewal. False: it came after the deadline, and the lease is lost; see `expire`.
+
+        Args:
+            started: when it was sent.
+            remaining: seconds the server gave.
+            expires_at: by the server's clock.
+            ttl: what was asked for, from now on its TTL.
+        """
+        if self.loss_reason is not None:
+            return False
+        self.ttl = ttl
+        self.failures = 0
+        self.unsure = False
+        self._settle(started, remaining, expires_at)
+        return self.loss_reason is None
+
+    def unanswered(self) -> None:
+        """Note that a renewal had no answer: it is believed in until the deadline, but nobody knows."""
+        self.failures += 1
+        self.unsure = True
+
+    def _settle(self, started: float, remaining: float, expires_at: datetime) -> None:
+        self.deadline = trust.deadline(started, remaining, min(self.ttl, remaining))
+        self.expires_at = expires_at
+        self.next_beat = math.inf if self.heartbeat == "manual" else started + trust.interval(self.ttl)
+        self.capped = False
+        if remaining < self.ttl - CLOSE:
+            self._cap()
+
+    def _cap(self) -> None:
+        """Note that max_hold ends it: no renewal can move its deadline any more."""
+        self.capped = True
+        self.next_beat = math.inf

@@ -1,0 +1,346 @@
+"""The async shell of leases: each task runs its own statements on its own loop.
+
+The same steps as in `lease_sync`. A cancel may arrive at every await: it closes the session that it was at, and what the
+server may have done meanwhile is undone in the background, by a thread that no loop can stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pgfence._runtime.aio import contender
+from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
+from pgfence._runtime.aio_sessions import AsyncSession, on_loop
+from pgfence._runtime.claims import Busy, Granted, Refused, adopted, adoption
+from pgfence._runtime.domain import NO_CONNECTION, Homes
+from pgfence._runtime.lease_domain import (
+    RELEASE_BUDGET,
+    RETRIES,
+    WARM,
+    LeaseDomain,
+    again,
+    ask_again,
+    budget_of,
+    not_adopted,
+    row_locked,
+    spoke,
+)
+from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
+from pgfence._runtime.opening import unreachable
+from pgfence._runtime.process import PROCESS
+from pgfence._runtime.sessions import STATEMENT_BUDGET
+from pgfence._runtime.watch import WATCHER
+from pgfence._sql.lease import lease_sql
+from pgfence._sql.storage import translated
+from pgfence._sql.tables import checking, judged
+from pgfence.errors import LockLostError, UnreachableError
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._runtime.claims import Claim, Outcome
+    from pgfence._runtime.domain import Request
+    from pgfence._runtime.grant import Grant
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+
+HandleT = TypeVar("HandleT")
+
+
+class AsyncLeases(LeaseDomain[AsyncSession]):
+    """The leases that the tasks of one loop take through one engine."""
+
+    def __init__(self, engine: AsyncEngine, config: Config) -> None:
+        super().__init__(engine.sync_engine, config)
+        self.async_engine = engine
+        self.loop = asyncio.get_running_loop()
+        self.keeper = AsyncKeeper(engine.sync_engine, config, _no_hold, any_pooler=True, warm=WARM)
+
+    async def acquire(
+        self, claim: Claim, timeout: float, make: Callable[[AsyncLeases, Grant], HandleT]
+    ) -> HandleT | None:
+        """Return a handle, or None when somebody else has it and `timeout` is 0; see the sync twin."""
+        request = self.asked(claim, contender(), timeout)
+        ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
+        try:
+            with MUTEX:
+                if not self.line_up(request, ticket):
+                    return None
+                front = self.lines.first(ticket)
+            if not front:
+                await self._in_line(request, ticket)
+            grant = await self._contend(request, ticket, claim)
+            if grant is not None:
+                return make(self, grant)
+        except BaseException:
+            self._give_up(ticket)
+            raise
+        self.step_out(ticket)
+        return None
+
+    async def _in_line(self, request: Request, ticket: Ticket) -> None:
+        """Wait to be the first in line of this process."""
+        bell = Bell()
+        with MUTEX:
+            ticket.wake = bell.ring
+            if self.lines.first(ticket):
+                bell.ring()
+        await bell.wait(request.left)
+        with MUTEX:
+            request.owner.waits = None
+            first = self.lines.first(ticket)
+        if not first:
+            raise self.timed_out(request, self.holders_here(request))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        grant: Grant | None = ticket.hold
+        if grant is not None:
+            self.give_back_later(grant)
+        self.torn(ticket)
+
+    async def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
+        """Ask until it is granted. None: not free, and no time to wait."""
+        beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
+        bell = None
+        began = clock()
+        cease: Callable[[], None] | None = None
+        try:
+            while True:
+                grant, busy = await self._attempt(request, ticket, claim)
+                if grant is not None:
+                    return grant
+                if not request.waits:
+                    return None
+                ticket.seen = busy.holder
+                self.news(request, began, busy)
+                left = request.left
+                if left <= 0:
+                    raise self.timed_out(request, [busy.holder] if busy.holder else [])
+                if bell is None:
+                    bell = asyncio.Event()
+                    cease = beat.listen(claim.place, claim.stored, partial(on_loop, self.loop, bell.set))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.nap(busy.remaining, left)):
+                        await bell.wait()
+                bell.clear()
+        finally:
+            if cease is not None:
+                cease()
+
+    async def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
+        """Ask once, and once more at once where transactions met."""
+        await self.verify(claim.place)
+        for _ in range(RETRIES):
+            lease_id = uuid.uuid4()
+            session = await self._session(request)
+            ticket.session = session
+            started = clock()
+            told: Outcome | None = None
+            grant: Grant | None = None
+            refused = False
+            try:
+                told = await self._drive(session, claim, str(lease_id), budget_of(request))
+                if isinstance(told, Granted):
+                    grant = self.granted(claim, ticket, lease_id, started, told)
+            except Refused:
+                refused = True
+                raise
+            except BaseException as error:
+                refused = spoke(session, error)
+                if refused and (again(error) or row_locked(error)):
+                    if row_locked(error):
+                        return None, Busy(0.0)
+                    continue
+                if not refused and grant is None and not isinstance(error, LockLostError):
+                    self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+                if isinstance(error, Exception):
+                    raise self.misfortune(error, claim, server_spoke=refused) from error
+                raise
+            finally:
+                ticket.session = None
+                (self.keeper.park if told is not None or refused else self.keeper.discard)(session)
+            return grant, told if isinstance(told, Busy) else Busy(0.0)
+        return None, Busy(0.0)
+
+    async def _drive(self, session: AsyncSession, claim: Claim, lease_id: str, limit: float) -> Outcome:
+        steps = claim.attempt(self.style, lease_id)
+        row: Any = None
+        while True:
+            try:
+                text, args = steps.send(row)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            row = await session.row(self.engine, text, args, limit=limit)
+
+    async def _session(self, request: Request | None = None) -> AsyncSession:
+        session = await self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
+        if session is None:
+            if request is not None and request.waits:
+                raise self.timed_out(request, (), why=NO_CONNECTION)
+            raise UnreachableError("all connections for leases are in use (max_lock_connections)")
+        return session
+
+    async def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+        """Run one statement on a session that holds nothing, and return its row."""
+        session = await self._session()
+        kept = False
+        try:
+            row = await session.row(self.engine, text, args, limit=limit)
+            kept = True
+        except Exception as error:
+            kept = spoke(session, error)
+            if told := translated(error, place):
+                raise told from error
+            if not kept and (gone := unreachable(self.engine, error, "Nothing is known")):
+                raise gone from error
+            raise
+        finally:
+            (self.keeper.park if kept else self.keeper.discard)(session)
+        return row
+
+    async def verify(self, place: Place) -> None:
+        """Look once whether the tables are as they should be.
+
+        Raises:
+            SchemaError: they are not.
+        """
+        if place in self._checked:
+            return
+        if refusal := judged(await self._ask(place, checking(place), ()), place):
+            raise refusal
+        self._checked.add(place)
+
+    # ------------------------------------------------------------ afterwards
+
+    async def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
+        """Give the lease back; if the server does not answer, or this task is cancelled, it is repeated in the background.
+
+        Args:
+            grant: what is given back.
+            leaving: a block ends.
+            failing: it ends by an exception.
+
+        Raises:
+            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: it was lost before.
+        """
+        self.take_leave(grant)
+        try:
+            if self.over(grant):
+                raise grant.lost_error()
+            text, args = self.ending(grant)
+            try:
+                answer = (await self._ask(grant.place, text, args, limit=RELEASE_BUDGET))[0]
+            except BaseException as error:
+                self.unanswered(grant, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+            self.answered(grant, answer)
+        finally:
+            self.step_out(grant.ticket)
+
+    async def renew(self, grant: Grant, ttl: float | None) -> None:
+        """Renew now, in turn with the heartbeat.
+
+        Raises:
+            LockLostError: it is lost.
+            LockNotHeldError: it was released.
+            UnreachableError: there was no answer; it stands until its deadline.
+        """
+        grant.check()
+        done = Bell()
+        errors: list[Exception] = []
+
+        def tell(error: Exception | None) -> None:
+            if error is not None:
+                errors.append(error)
+            done.ring()
+
+        self.beat.renew(grant, ttl, tell)
+        await done.wait(math.inf)
+        if errors:
+            raise errors[0]
+
+    async def hand_over(self, grant: Grant) -> dict[str, Any]:
+        """Renew once, and let another process adopt it."""
+        await self.renew(grant, None)
+        return self.reference(grant)
+
+    async def adopt(
+        self, claim: Claim, reference: dict[str, Any], make: Callable[[AsyncLeases, Grant], HandleT]
+    ) -> HandleT:
+        """Take over a lease by its reference.
+
+        Raises:
+            LockLostError: it cannot be had by this reference any more.
+            UnreachableError: there was no answer.
+        """
+        beat = self.beat
+        await self.verify(claim.place)
+        new, token = uuid.uuid4(), reference["token"]
+        ticket = Ticket(claim.places, contender(), Lines(), alone=True)
+        text, args = adoption(self.style, claim, reference, str(new))
+        until = clock() + RELEASE_BUDGET
+        while True:
+            started = clock()
+            try:
+                row = await self._ask(claim.place, text, args)
+                break
+            except BaseException as error:
+                if clock() > until or not ask_again(error):
+                    beat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
+                    raise
+            await asyncio.sleep(0.1)
+        try:
+            told = adopted(claim, token, row)
+            if isinstance(told, str):
+                not_adopted(claim.stored, token, told)
+            grant = self.granted(told[0], ticket, new, started, told[1])
+            if grant is None:
+                not_adopted(claim.stored, token, "expired")
+            return make(self, grant)
+        except LockLostError:
+            raise
+        except BaseException:
+            self._give_up(ticket)
+            raise
+
+    def abandon(self, hold: Any) -> None:
+        """Free a lease whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
+        WATCHER.post(lambda: self.give_back_later(hold))
+
+    # ------------------------------------------------------------ looking
+
+    async def look(self, place: Place, stored: str) -> Any:
+        """Return the row of whoever holds it, or None."""
+        await self.verify(place)
+        return await self._ask(place, lease_sql(place, self.style).look, (stored,))
+
+
+def _no_hold(_: Any) -> None:
+    """Sessions of leases hold nothing."""
+
+
+def leases_of(engine: AsyncEngine, config: Config) -> AsyncLeases:
+    """Return the domain of an engine on the running loop; a connection cannot leave its loop."""
+    home = Homes.of(engine.sync_engine)
+    loop = asyncio.get_running_loop()
+    domain = home.get(("leases", id(loop)))
+    if isinstance(domain, AsyncLeases) and domain.loop is loop and domain.pid == PROCESS.pid:
+        return domain
+    with MUTEX:
+        for place, other in list(home.items()):
+            if isinstance(other, AsyncLeases) and other.loop.is_closed():
+                del home[place]
+    domain = home["leases", id(loop)] = AsyncLeases(engine, config)
+    return domain

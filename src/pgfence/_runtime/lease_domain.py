@@ -1,0 +1,287 @@
+"""What the leases of one process share for one engine (async: one engine and loop), sync and async. No I/O.
+
+    line up ── first in line ── attempt ─────────────────── granted: the heartbeat keeps it ── release
+                                  └─ busy: sleep until it may be free, or somebody tells ─┘
+
+No session is held: each attempt takes a warm one for a round trip. Whoever waits costs a query a second at most, and is woken
+by a release where notifications come through. An answer that does not arrive is neither a grant nor a refusal: the error says
+so, and the grant, which has an id of this client's making, is ended in the background.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pgfence._runtime.beat import beat_of
+from pgfence._runtime.domain import Domain
+from pgfence._runtime.grant import Grant
+from pgfence._runtime.localqueue import MUTEX
+from pgfence._runtime.opening import from_driver, lost_connection, place, unreachable
+from pgfence._runtime.roster import S
+from pgfence._runtime.sessions import STATEMENT_BUDGET
+from pgfence._runtime.state import emit, log, named
+from pgfence._sql.lease import lease_sql
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence._sql.storage import translated
+from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
+from pgfence.grants import Holder
+from pgfence.keys import shown
+from pgfence.timing import WARN_AFTER, clock
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from sqlalchemy import Engine
+
+    from pgfence._runtime.beat import Beat
+    from pgfence._runtime.claims import Busy, Claim, Granted
+    from pgfence._runtime.domain import Request
+    from pgfence._runtime.localqueue import Contender, Ticket
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+
+SERIALIZATION_FAILURE = "40001"
+RETRIES = 10
+LONGEST_SLEEP = 1.0
+WARM = 1
+RELEASE_BUDGET = 5.0
+
+
+class LeaseDomain(Domain[S]):
+    """The leases of one engine in this process."""
+
+    once_only = "a lease is not re-entrant. Pass the handle on"
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        super().__init__(engine, config)
+        self._checked: set[Place] = set()
+        """Where the tables were found to be as they should."""
+        self._beat: Beat | None = None
+
+    @property
+    def beat(self) -> Beat:
+        """The heartbeat of the engine. Made with the first use, which refuses a process where none could beat."""
+        if self._beat is None:
+            self._beat = beat_of(self.engine, self.config)
+        return self._beat
+
+    def tidy(self) -> None:
+        """Sessions of leases hold nothing: one that dies is found dead when it is next wanted."""
+
+    def asked(self, claim: Claim, owner: Contender, timeout: float) -> Request:
+        return self.request(claim.names, claim, owner, timeout)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------ grants
+
+    def granted(self, claim: Claim, ticket: Ticket, lease_id: UUID, started: float, told: Granted) -> Grant | None:
+        """Record a grant and have it renewed; None: the answer came when its time was over already."""
+        grant = Grant(
+            claim.stored,
+            lease_id,
+            told.token,
+            names=claim.names,
+            ticket=ticket,
+            place=claim.place,
+            config=self.config,
+            heartbeat=claim.heartbeat,
+            ttl=claim.terms.ttl,
+            started=started,
+            remaining=told.remaining,
+            hold_remaining=told.hold_remaining,
+            expires_at=told.expires_at,
+            checkpoint=told.checkpoint,
+            label=claim.identity.owner,
+        )
+        grant.slot, grant.attempt = told.slot, told.attempt
+        if grant.state == "lost":
+            self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+            return None
+        self.record(grant)
+        return grant
+
+    def record(self, grant: Grant) -> None:
+        ticket = grant.ticket
+        with MUTEX:
+            ticket.owner.waits = None
+            ticket.owner.holds.append(grant)
+            ticket.hold = grant
+        grant.subscribe(lambda: self.step_out(ticket))
+        self.beat.keep(grant)
+        emit(self.config, "acquired", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+
+    def take_leave(self, grant: Grant) -> None:
+        """Take the right to end a grant in this process, and stop its heartbeat.
+
+        Raises:
+            LockNotHeldError: it was ended before, or this is a forked child.
+        """
+        if not grant.ours:
+            raise grant.not_held_error()
+        grant.expire()
+        with MUTEX:
+            if not grant.begin_release():
+                raise grant.not_held_error()
+            if grant in grant.owner.holds:
+                grant.owner.holds.remove(grant)
+        self.beat.drop(grant)
+
+    def end_torn(self, grant: Grant) -> None:
+        """End a grant whose release was interrupted, wherever that was; a second time does nothing more."""
+        with MUTEX:
+            grant.begin_release()
+            if grant in grant.owner.holds:
+                grant.owner.holds.remove(grant)
+        self.beat.drop(grant)
+        self.step_out(grant.ticket)
+        self.beat.release_later(grant)
+
+    def ending(self, grant: Grant) -> tuple[str, tuple[Any, ...]]:
+        """Return the statement that gives a lease back, and its arguments."""
+        sql = lease_sql(grant.place, self.style)
+        args = grant.stored, str(grant.lease_id), grant.token
+        if grant.slot is None:
+            return sql.release, args
+        return sql.finish, (*args, grant.slot, grant.done)
+
+    def over(self, grant: Grant) -> bool:
+        """Say whether a grant was lost before its release; then the row is given back in the background, if it is ours still."""
+        if grant.loss_reason is None:
+            return False
+        self.step_out(grant.ticket)
+        grant.done = False  # its holder is told that it was lost, so the slot must not pass for done
+        if grant.loss_reason in ("expired", "overdue", "cut off"):
+            self.beat.release_later(grant)
+        return True
+
+    def answered(self, grant: Grant, answer: str) -> None:
+        """Judge the server's answer to a release.
+
+        Raises:
+            LockLostError: it was not ours any more.
+        """
+        if answer != "released":
+            grant.reason = answer  # type: ignore[assignment]
+            log.warning("the lease %s was lost before its release: %s", named(grant.names), answer)
+            emit(self.config, "lost", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+            raise grant.lost_error()
+        emit(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+
+    def unanswered(self, grant: Grant, error: BaseException) -> None:
+        """A release had no answer: it is repeated in the background, and at the latest the TTL ends it."""
+        self.beat.release_later(grant)
+        log.warning("the release of the lease %s had no answer, trying again: %s", named(grant.names), error)
+        emit(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+
+    def let_lapse(self, grant: Grant) -> None:
+        """Stop renewing and give nothing back. No I/O."""
+        self.take_leave(grant)
+        self.step_out(grant.ticket)
+
+    def give_back_later(self, grant: Grant) -> None:
+        """Free a lease whose handle was dropped."""
+        try:
+            self.take_leave(grant)
+        except LockNotHeldError:
+            return
+        self.step_out(grant.ticket)
+        self.beat.release_later(grant)
+
+    def reference(self, grant: Grant) -> dict[str, Any]:
+        """Stop renewing, and return what another process needs to adopt the lease."""
+        self.take_leave(grant)
+        self.step_out(grant.ticket)
+        return {"name": grant.stored, "lease_id": str(grant.lease_id), "token": grant.token}
+
+    # ------------------------------------------------------------ judgement
+
+    def misfortune(self, error: Exception, claim: Claim, *, server_spoke: bool) -> Exception:
+        """Return what an error of an attempt means to the caller."""
+        if told := translated(error, claim.place):
+            return told
+        if server_spoke and not isinstance(error, UnreachableError):
+            return error
+        told_unreachable = unreachable(self.engine, error, "")
+        if told_unreachable is None and not isinstance(error, PgfenceError) and not from_driver(error):
+            return error  # a signal handler's
+        reason = str(told_unreachable or error).strip()
+        return UnreachableError(
+            f"the server gave no answer for the lease {named(claim.names)} ({reason or place(self.engine)}): whether it was"
+            " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
+        )
+
+    def nap(self, remaining: float, left: float) -> float:
+        """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left."""
+        return min(left, LONGEST_SLEEP * random.uniform(0.8, 1.0), max(0.0, remaining) + random.uniform(0.005, 0.05))
+
+    def news(self, request: Request, began: float, busy: Busy) -> None:
+        """Say once in the log who is waited for, when that has taken long."""
+        age = clock() - began
+        if age > WARN_AFTER and not request.told:
+            request.told = True
+            self.narrate(request, (logging.WARNING, age), [busy.holder] if busy.holder else [])
+
+    def holders_here(self, request: Request) -> list[Holder]:
+        with MUTEX:
+            first = next(iter(self.lines.line(request.sql.places[0])), None)
+            hold = None if first is None else first.hold
+        if not isinstance(hold, Grant):
+            return [first.seen] if first is not None and first.seen is not None else []
+        return [
+            Holder(
+                name=request.names[0],
+                key=None,
+                kind="lease",
+                mode="exclusive",
+                owner=hold.label or f"another {hold.owner.kind} of this process",
+                host=None,
+                pid=hold.pid,
+                backend_pid=None,
+                application_name=None,
+                purpose="",
+                token=hold.token,
+                since=None,
+                expires_at=hold.expires_at,
+            )
+        ]
+
+
+def budget_of(request: Request) -> float:
+    """Return the seconds that one statement of a contender may take: a hung server must not outlast its timeout by much."""
+    return min(STATEMENT_BUDGET, RELEASE_BUDGET + request.left)
+
+
+def spoke(session: Any, error: BaseException) -> bool:
+    """Say whether the server itself refused: then nothing was granted, and the session is as it was."""
+    return sqlstate(error) is not None and isinstance(error, Exception) and not lost_connection(session, error)
+
+
+def again(error: BaseException) -> bool:
+    """Say whether to ask again at once: the transaction met another one."""
+    return sqlstate(error) == SERIALIZATION_FAILURE
+
+
+def row_locked(error: BaseException) -> bool:
+    """Say whether somebody keeps the row locked: neither free nor held, so ask again."""
+    return sqlstate(error) == LOCK_NOT_AVAILABLE
+
+
+def ask_again(error: BaseException) -> bool:
+    """Say whether to ask for an adoption again: if its answer was lost, the same new id is granted once more."""
+    return isinstance(error, UnreachableError) or again(error) or row_locked(error)
+
+
+def not_adopted(name: str, token: int, outcome: str) -> NoReturn:
+    """Raise why a reference cannot be adopted."""
+    why = {
+        "superseded": "it was adopted already, or somebody else has it by now",
+        "evicted": "it was evicted",
+        "overdue": "its max_hold is over",
+    }.get(outcome, "it has expired: nobody adopted it within its TTL")
+    raise LockLostError(
+        f"the lease {shown(name)!r} cannot be adopted: {why}",
+        names=(shown(name),),
+        reason=outcome,  # type: ignore[arg-type]
+        token=token,
+    )

@@ -1,0 +1,357 @@
+"""The sync shell of leases: each thread runs its own statements and parks on a gate."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pgfence._runtime.claims import Busy, Granted, Refused, adopted, adoption
+from pgfence._runtime.domain import NO_CONNECTION, Homes
+from pgfence._runtime.lease_domain import (
+    RELEASE_BUDGET,
+    RETRIES,
+    WARM,
+    LeaseDomain,
+    again,
+    ask_again,
+    budget_of,
+    not_adopted,
+    row_locked,
+    spoke,
+)
+from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
+from pgfence._runtime.opening import unreachable
+from pgfence._runtime.process import PROCESS
+from pgfence._runtime.sessions import STATEMENT_BUDGET
+from pgfence._runtime.sync import contender, for_certain
+from pgfence._runtime.sync_keeper import Gate, SyncKeeper
+from pgfence._runtime.sync_sessions import SyncSession
+from pgfence._runtime.watch import WATCHER
+from pgfence._sql.lease import lease_sql
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import translated
+from pgfence._sql.tables import checking, judged
+from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._runtime.claims import Claim, Outcome
+    from pgfence._runtime.domain import Request
+    from pgfence._runtime.grant import Grant
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+
+HandleT = TypeVar("HandleT")
+
+
+class SyncLeases(LeaseDomain[SyncSession]):
+    """The leases that the threads of this process take through one engine."""
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        super().__init__(engine, config)
+        self.keeper = SyncKeeper(engine, config, _no_hold, any_pooler=True, warm=WARM)
+
+    def acquire(self, claim: Claim, timeout: float, make: Callable[[SyncLeases, Grant], HandleT]) -> HandleT | None:
+        """Return a handle, or None when somebody else has it and `timeout` is 0.
+
+        Args:
+            claim: what is asked for.
+            timeout: in seconds.
+            make: makes the handle. From then on its finaliser answers for the lease, until then we do.
+
+        Raises:
+            LockTimeoutError: it was not free within the timeout.
+            SelfDeadlockError: it would never be, inside this process.
+            UnreachableError: there was no answer.
+        """
+        request = self.asked(claim, contender(), timeout)
+        ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
+        try:
+            with MUTEX:
+                if not self.line_up(request, ticket):
+                    return None
+                front = self.lines.first(ticket)
+            if not front:
+                self._in_line(request, ticket)
+            grant = self._contend(request, ticket, claim)
+            if grant is not None:
+                return make(self, grant)
+            self.step_out(ticket)
+        except BaseException:
+            for_certain(lambda: self._give_up(ticket))
+            raise
+        return None
+
+    def _in_line(self, request: Request, ticket: Ticket) -> None:
+        """Wait to be the first in line of this process."""
+        gate = Gate()
+        with MUTEX:
+            ticket.wake = gate.open
+            if self.lines.first(ticket):
+                gate.open()
+        gate.wait(request.left)
+        with MUTEX:
+            request.owner.waits = None
+            first = self.lines.first(ticket)
+        if not first:
+            raise self.timed_out(request, self.holders_here(request))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        grant: Grant | None = ticket.hold
+        if grant is not None:
+            self.give_back_later(grant)
+        self.torn(ticket)
+
+    def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
+        """Ask until it is granted. None: not free, and no time to wait."""
+        beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
+        bell = None
+        began = clock()
+        cease: Callable[[], None] | None = None
+        try:
+            while True:
+                grant, busy = self._attempt(request, ticket, claim)
+                if grant is not None:
+                    return grant
+                if not request.waits:
+                    return None
+                ticket.seen = busy.holder
+                self.news(request, began, busy)
+                left = request.left
+                if left <= 0:
+                    raise self.timed_out(request, [busy.holder] if busy.holder else [])
+                if bell is None:
+                    bell = threading.Event()
+                    cease = beat.listen(claim.place, claim.stored, bell.set)
+                bell.wait(self.nap(busy.remaining, left))
+                bell.clear()
+        finally:
+            if cease is not None:
+                cease()
+
+    def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
+        """Ask once, and once more at once where transactions met."""
+        self.verify(claim.place)
+        for _ in range(RETRIES):
+            lease_id = uuid.uuid4()
+            session = self._session(request)
+            ticket.session = session
+            started = clock()
+            told: Outcome | None = None
+            grant: Grant | None = None
+            refused = False
+            try:
+                told = self._drive(session, claim, str(lease_id), budget_of(request))
+                if isinstance(told, Granted):
+                    grant = self.granted(claim, ticket, lease_id, started, told)
+            except Refused:
+                refused = True
+                raise
+            except BaseException as error:
+                refused = spoke(session, error)
+                if refused and (again(error) or row_locked(error)):
+                    if row_locked(error):
+                        return None, Busy(0.0)
+                    continue
+                if not refused and grant is None and not isinstance(error, LockLostError):
+                    self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+                if isinstance(error, Exception):
+                    raise self.misfortune(error, claim, server_spoke=refused) from error
+                raise
+            finally:
+                ticket.session = None
+                (self.keeper.park if told is not None or refused else self.keeper.discard)(session)
+            return grant, told if isinstance(told, Busy) else Busy(0.0)
+        return None, Busy(0.0)
+
+    def _drive(self, session: SyncSession, claim: Claim, lease_id: str, limit: float) -> Outcome:
+        steps = claim.attempt(self.style, lease_id)
+        row: Any = None
+        while True:
+            try:
+                text, args = steps.send(row)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            row = session.row(self.engine, text, args, limit=limit)
+
+    def _session(self, request: Request | None = None) -> SyncSession:
+        session = self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
+        if session is None:
+            if request is not None and request.waits:
+                raise self.timed_out(request, (), why=NO_CONNECTION)
+            raise UnreachableError("all connections for leases are in use (max_lock_connections)")
+        return session
+
+    def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+        """Run one statement on a session that holds nothing, and return its row."""
+        session = self._session()
+        kept = False
+        try:
+            row = session.row(self.engine, text, args, limit=limit)
+            kept = True
+        except Exception as error:
+            kept = spoke(session, error)
+            if told := translated(error, place):
+                raise told from error
+            if not kept and (gone := unreachable(self.engine, error, "Nothing is known")):
+                raise gone from error
+            raise
+        finally:
+            (self.keeper.park if kept else self.keeper.discard)(session)
+        return row
+
+    def verify(self, place: Place) -> None:
+        """Look once whether the tables are as they should be.
+
+        Raises:
+            SchemaError: they are not.
+        """
+        if place in self._checked:
+            return
+        if refusal := judged(self._ask(place, checking(place), ()), place):
+            raise refusal
+        self._checked.add(place)
+
+    # ------------------------------------------------------------ afterwards
+
+    def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
+        """Give the lease back; if the server does not answer, it is repeated in the background.
+
+        Args:
+            grant: what is given back.
+            leaving: a block ends.
+            failing: it ends by an exception.
+
+        Raises:
+            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: it was lost before.
+        """
+        try:
+            self.take_leave(grant)
+            self._release(grant)
+        except (LockNotHeldError, LockLostError):
+            raise
+        except BaseException:
+            for_certain(lambda: self.end_torn(grant))
+            raise
+
+    def _release(self, grant: Grant) -> None:
+        try:
+            if self.over(grant):
+                raise grant.lost_error()
+            text, args = self.ending(grant)
+            try:
+                answer = self._ask(grant.place, text, args, limit=RELEASE_BUDGET)[0]
+            except Exception as error:
+                if not isinstance(error, PgfenceError) and sqlstate(error) is None:
+                    raise  # a signal handler's
+                self.unanswered(grant, error)
+                return
+            self.answered(grant, answer)
+        finally:
+            self.step_out(grant.ticket)
+
+    def renew(self, grant: Grant, ttl: float | None) -> None:
+        """Renew now, in turn with the heartbeat.
+
+        Raises:
+            LockLostError: it is lost.
+            LockNotHeldError: it was released.
+            UnreachableError: there was no answer; it stands until its deadline.
+        """
+        grant.check()
+        done = threading.Event()
+        errors: list[Exception] = []
+
+        def tell(error: Exception | None) -> None:
+            if error is not None:
+                errors.append(error)
+            done.set()
+
+        self.beat.renew(grant, ttl, tell)
+        done.wait()
+        if errors:
+            raise errors[0]
+
+    def hand_over(self, grant: Grant) -> dict[str, Any]:
+        """Renew once, and let another process adopt it."""
+        self.renew(grant, None)
+        try:
+            return self.reference(grant)
+        except LockNotHeldError:
+            raise
+        except BaseException:  # nobody has the reference
+            for_certain(lambda: self.end_torn(grant))
+            raise
+
+    def adopt(self, claim: Claim, reference: dict[str, Any], make: Callable[[SyncLeases, Grant], HandleT]) -> HandleT:
+        """Take over a lease by its reference.
+
+        Raises:
+            LockLostError: it cannot be had by this reference any more.
+            UnreachableError: there was no answer.
+        """
+        beat = self.beat
+        self.verify(claim.place)
+        new, token = uuid.uuid4(), reference["token"]
+        ticket = Ticket(claim.places, contender(), Lines(), alone=True)
+        text, args = adoption(self.style, claim, reference, str(new))
+        until = clock() + RELEASE_BUDGET
+        while True:
+            started = clock()
+            try:
+                row = self._ask(claim.place, text, args)
+                break
+            except BaseException as error:
+                if clock() > until or not ask_again(error):
+                    beat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
+                    raise
+            time.sleep(0.1)
+        try:
+            told = adopted(claim, token, row)
+            if isinstance(told, str):
+                not_adopted(claim.stored, token, told)
+            grant = self.granted(told[0], ticket, new, started, told[1])
+            if grant is None:
+                not_adopted(claim.stored, token, "expired")
+            return make(self, grant)
+        except LockLostError:
+            raise
+        except BaseException:
+            for_certain(lambda: self._give_up(ticket))
+            raise
+
+    def abandon(self, hold: Any) -> None:
+        """Free a lease whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
+        WATCHER.post(lambda: self.give_back_later(hold))
+
+    # ------------------------------------------------------------ looking
+
+    def look(self, place: Place, stored: str) -> Any:
+        """Return the row of whoever holds it, or None."""
+        self.verify(place)
+        return self._ask(place, lease_sql(place, self.style).look, (stored,))
+
+
+def _no_hold(_: Any) -> None:
+    """Sessions of leases hold nothing."""
+
+
+def leases_of(engine: Engine, config: Config) -> SyncLeases:
+    """Return the domain of an engine in this process; a forked child gets one of its own."""
+    home = Homes.of(engine)
+    domain = home.get("leases")
+    if isinstance(domain, SyncLeases) and domain.pid == PROCESS.pid:
+        return domain
+    with MUTEX:
+        domain = home.get("leases")
+        if not isinstance(domain, SyncLeases) or domain.pid != PROCESS.pid:
+            domain = home["leases"] = SyncLeases(engine, config)
+    return domain

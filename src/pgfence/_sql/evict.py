@@ -1,0 +1,240 @@
+"""Ending a hold from outside: who would be hit, and the eviction itself in one transaction.
+
+The order is: the token goes up and a line goes into the audit, then server sessions that hold the name's advisory key are
+ended, then the transaction commits. So nobody is ended without being fenced off and written down first, and whatever fails
+on the way leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql import activity
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import (
+    LOCK_NOT_AVAILABLE,
+    NO_RIGHT,
+    READ_ONLY,
+    SERIALIZATION_FAILURE,
+    sqlstate,
+)
+from pgfence._sql.storage import VERSION, primary, translated
+from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
+from pgfence.grants import Holder
+from pgfence.keys import shown
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from pgfence._sql.storage import Place
+    from pgfence.keys import LockKey
+
+_ROW = (
+    "SELECT l.released_at IS NULL, l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.token,"
+    " NULLIF(l.acquired_at, 'epoch'), NULLIF(l.expires_at, 'epoch')"
+    " FROM {lease} AS l WHERE l.name = {0}"
+)
+_EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v1}({0}, {1}, {2}, {3}) AS r"
+_AUDIT = (
+    "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
+    " VALUES ('evict', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
+)
+# Asked again here for who holds it: a process id alone may be somebody else's by now.
+_END = (
+    "SELECT pg_catalog.count(pg_catalog.pg_terminate_backend(s.pid, 5000)) FROM (SELECT DISTINCT l.pid FROM pg_catalog.pg_locks AS l"
+    " WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND l.pid <> pg_catalog.pg_backend_pid()"
+    " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
+    " AND ((l.classid::bigint << 32) | l.objid::bigint) = CAST({0} AS bigint) AND l.pid = ANY (CAST({1} AS integer[]))) AS s"
+)
+# Nothing tells who locked a row. Whoever is inside a gate has this lock on the table of gates until the transaction ends.
+_INSIDE = (
+    "SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), a.xact_start FROM pg_catalog.pg_locks AS l"
+    " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
+    " WHERE l.locktype = 'relation' AND l.granted AND l.relation = pg_catalog.to_regclass({0})"
+    " AND l.mode IN ('RowShareLock', 'RowExclusiveLock') AND l.pid <> pg_catalog.pg_backend_pid() ORDER BY l.pid"
+)
+_RETRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be done.
+
+    Attributes:
+        name: as it stands in the tables.
+        key: of advisory locks of that name.
+        place: where the tables are.
+        reason: for the audit.
+        actor: for the audit.
+        only: evict only if what was found is still this; None evicts whatever is found.
+    """
+
+    name: str
+    key: LockKey
+    place: Place
+    reason: str
+    actor: str
+    only: Found | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a name is held by.
+
+    Attributes:
+        holders: of the lease, or of the advisory lock.
+        token: the newest one; None if the name never had one.
+        newest: the one that counts after an eviction.
+    """
+
+    holders: tuple[Holder, ...]
+    token: int | None
+    newest: int | None = None
+
+    def same_as(self, other: Found) -> bool:
+        """Say whether the same grants are meant. What is known of a session's activity changes all the time."""
+        return self.token == other.token and self._who() == other._who()
+
+    def _who(self) -> set[tuple[Any, ...]]:
+        return {(holder.kind, holder.token, holder.backend_pid) for holder in self.holders}
+
+
+def look(connection: Connection, order: Order) -> Found:
+    """Return who holds the name: the lease's last holder unless it was released, and sessions that hold its key."""
+    row = _run(connection, order.place, _ROW, order.name).one_or_none()
+    leases = [activity.lease_holder(shown(order.name), row[1:])] if row is not None and row[0] else []
+    # A prepared transaction has no session to end.
+    sessions = [one for one in activity.holders(connection, (order.key,)) if one.backend_pid is not None]
+    return Found((*leases, *sessions), None if row is None else row.token)
+
+
+def evict(connection: Connection, order: Order) -> Found:
+    """Evict whoever holds the name, in a transaction of its own on a connection at READ COMMITTED.
+
+    Where neither a row nor a session has the name, nothing is done.
+
+    Returns:
+        Who was evicted. With `only` and somebody else there by now: who that is, without `newest`, and nothing was done.
+
+    Raises:
+        LockTimeoutError: a writer stayed inside the gate; nothing was done.
+        SchemaError: the tables are missing, or this role may not do it; nothing was done.
+        StandbyError: the server takes no writes.
+    """
+    failures = 0
+    while True:
+        try:
+            with connection.begin():
+                return _attempt(connection, order)
+        except _Changed:
+            failures += 1
+            if failures > _RETRIES:
+                raise LockTimeoutError(
+                    f"{shown(order.name)!r} changes hands faster than it can be evicted; nothing was done",
+                    names=(shown(order.name),),
+                ) from None
+        except DBAPIError as error:
+            failures += 1
+            if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                with connection.begin():
+                    raise _occupied(connection, order) from error
+            if sqlstate(error) != SERIALIZATION_FAILURE or failures > _RETRIES:
+                raise
+
+
+class _Changed(Exception):
+    """Another grant was made between the look and the eviction. Never leaves this module."""
+
+
+def _attempt(connection: Connection, order: Order) -> Found:
+    found = look(connection, order)
+    if order.only is not None and not found.same_as(order.only):
+        return found
+    pids = [holder.backend_pid for holder in found.holders if holder.kind == "advisory"]
+    told = json.dumps({"token": found.token, "holders": [_as_data(holder) for holder in found.holders]})
+    words = (order.name, order.actor, order.reason, told)
+    newest = 0
+    if found.token is not None:
+        evicted, newest = _run(connection, order.place, _EVICT, *words).one()
+        if evicted != found.token:
+            raise _Changed
+    elif pids:
+        _run(connection, order.place, _AUDIT, *words)
+    else:
+        return found
+    if pids:
+        _end_sessions(connection, order, pids)
+    return Found(found.holders, found.token, newest)
+
+
+def _end_sessions(connection: Connection, order: Order, pids: list[int | None]) -> None:
+    try:
+        _run(connection, order.place, _END, order.key.value, pids)
+    except DBAPIError as error:
+        if sqlstate(error) != NO_RIGHT:
+            raise
+        command = "GRANT pg_signal_backend TO <role>"
+        raise SchemaError(
+            f"this role may not end the session that holds {shown(order.name)!r}: {primary(error)}. {command}, or evict as"
+            " the holder's own role; nothing was done",
+            needed=VERSION,
+            command=command,
+            sqlstate=NO_RIGHT,
+        ) from error
+
+
+def _occupied(connection: Connection, order: Order) -> LockTimeoutError:
+    rows = _run(connection, order.place, _INSIDE, order.place.name("gate")).all()
+    writers = [
+        Holder(
+            name=None,
+            key=None,
+            kind="transaction",
+            mode="exclusive",
+            owner=None,
+            host=host,
+            pid=None,
+            backend_pid=pid,
+            application_name=application or None,
+            purpose="",
+            token=None,
+            since=since,
+            expires_at=None,
+        )
+        for pid, application, host, since in rows
+    ]
+    inside = f", one of {'; '.join(map(str, writers))}" if writers else ""
+    return LockTimeoutError(
+        f"{shown(order.name)!r} was not evicted and nothing was done: a transaction that writes under its token is still"
+        f" open after 2 s{inside}. End it (SELECT pg_terminate_backend(...)), then evict again",
+        names=(shown(order.name),),
+        timeout=2.0,
+        holders=writers,
+    )
+
+
+def meaning(error: BaseException, place: Place) -> PgfenceError | None:
+    """Return what an error of these statements means; None if nothing of ours."""
+    if sqlstate(error) == READ_ONLY:
+        return StandbyError("this server takes no writes (a standby, or read-only): evict on the primary")
+    return translated(error, place)
+
+
+def _as_data(holder: Holder) -> dict[str, Any]:
+    known = ("kind", "owner", "host", "pid", "backend_pid", "application_name", "purpose", "token")
+    times = {name: at and at.isoformat() for name, at in (("since", holder.since), ("expires_at", holder.expires_at))}
+    return {name: getattr(holder, name) for name in known} | times
+
+
+def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
+    """Run a text with the names of this place, and its parameters in the style of this driver."""
+    style = style_of(connection.dialect)
+    names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v1")}
+    if style == "format":
+        names = {what: name.replace("%", "%%") for what, name in names.items()}
+    marks = [f"${n}" if style == "numeric" else "%s" for n in range(1, len(args) + 1)]
+    return connection.exec_driver_sql(text.format(*marks, **names), args)

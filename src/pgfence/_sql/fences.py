@@ -1,0 +1,197 @@
+"""The triggers that make a table refuse whoever brings no token: for a table of one resource, or of one in each row."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pgfence._sql.storage import Place, quoted
+from pgfence._sql.tables import literal, plainly
+from pgfence.keys import stored
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+
+COMMENT = "pgfence:fence:v1"
+
+_KINDS = "'text', 'character varying', 'smallint', 'integer', 'bigint', 'uuid', 'date'"
+"""Types whose values have one spelling, the same here and in the server; enums are added to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The table to fence, as it was named."""
+
+    name: str
+    schema: str | None = None
+
+    @property
+    def quoted(self) -> str:
+        """The name as it stands in a statement."""
+        return quoted(self.name) if self.schema is None else f"{quoted(self.schema)}.{quoted(self.name)}"
+
+    def __str__(self) -> str:
+        return self.name if self.schema is None else f"{self.schema}.{self.name}"
+
+
+def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
+    """Return a resource as text, column, text, column, ..., text; one element where it is the same for all rows.
+
+    Raises:
+        TypeError: it is no str.
+        ValueError: it is empty, too long, or a field of it is anything but the name of a column.
+    """
+    whole = stored(resource, namespace, "a resource")
+    try:
+        fields = list(string.Formatter().parse(whole))
+    except ValueError as error:
+        raise ValueError(
+            f"the resource {resource!r} cannot be read: {error}; a brace itself is written twice"
+        ) from None
+    parts = [""]
+    for text, field, spec, conversion in fields:
+        parts[-1] += text
+        if field is None:
+            continue
+        if spec or conversion or not field.isidentifier():
+            raise ValueError(f"the resource {resource!r} may hold names of columns in braces, and nothing else")
+        parts += [field, ""]
+    return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trigger:
+    name: str
+    table: str
+    when: str
+    function: str
+    args: tuple[str, ...]
+    bits: int
+    """As pg_trigger.tgtype has them: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
+
+    def creation(self) -> str:
+        args = ", ".join(map(literal, self.args))
+        return f"CREATE TRIGGER {quoted(self.name)} {self.when} EXECUTE FUNCTION {self.function}({args})"
+
+    def is_there(self) -> str:
+        args = b"".join(arg.encode() + b"\0" for arg in self.args).hex()
+        return (
+            "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger AS t"
+            f" WHERE t.tgrelid = pg_catalog.to_regclass({literal(self.table)}) AND t.tgtype = {self.bits}"
+            f" AND t.tgname = {literal(self.name)}"
+            f" AND t.tgfoid = pg_catalog.to_regproc({literal(self.function)}) AND t.tgenabled IN ('O', 'A')"
+            f" AND pg_catalog.encode(t.tgargs, 'hex') = '{args}')"
+        )
+
+
+def add(connection: Connection, place: Place, target: Target, parts: tuple[str, ...]) -> None:
+    """Put the triggers on a table, unless the same ones are there.
+
+    Raises:
+        ValueError: there is no such table, or it has no such column that could name a resource.
+    """
+    by_row = _is_among_others(connection, target) or len(parts) > 1
+    _expect_columns(connection, target, parts[1::2])
+    triggers = _triggers(place, target, _tree(connection, target), parts, by_row=by_row)
+    if all(plainly(connection, trigger.is_there()).scalar_one() for trigger in triggers):
+        return
+    drop(connection, place, target)
+    for trigger in triggers:
+        plainly(connection, trigger.creation())
+        plainly(connection, f"COMMENT ON TRIGGER {quoted(trigger.name)} ON {trigger.table} IS {literal(COMMENT)}")
+
+
+def drop(connection: Connection, place: Place, target: Target) -> None:
+    """Take the triggers off a table; those that are not there are no error.
+
+    Raises:
+        ValueError: there is no such table.
+    """
+    _is_among_others(connection, target)
+    plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted}")
+    for table in _tree(connection, target):
+        plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON {table}")
+
+
+def fenced(connection: Connection, place: Place) -> list[str]:
+    """Return the tables that have triggers of ours, by name."""
+    names = ", ".join(literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1"))
+    found = plainly(
+        connection,
+        "SELECT DISTINCT t.tgrelid::pg_catalog.regclass::text FROM pg_catalog.pg_trigger AS t"
+        f" WHERE t.tgfoid IN (SELECT pg_catalog.to_regproc(f.name) FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name))"
+        " AND t.tgparentid = 0 ORDER BY 1",
+    )
+    return list(found.scalars())
+
+
+def _triggers(
+    place: Place, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
+) -> list[_Trigger]:
+    fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"
+    every = place.name("fence_table_v1")
+    if not by_row:
+        when = f"BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON {target.quoted} FOR EACH STATEMENT"
+        return [_Trigger(fence, target.quoted, when, every, parts, 62)]
+    # After the row: a trigger of the user's or a generated column may still have changed what it says before.
+    when = f"AFTER INSERT OR UPDATE OR DELETE ON {target.quoted} FOR EACH ROW"
+    first = _Trigger(fence, target.quoted, when, place.name("fence_row_v1"), parts, 29)
+    one = len(parts) == 1
+    function, args = (every, parts) if one else (place.name("fence_truncate_v1"), ())
+    return [
+        first,
+        *(
+            _Trigger(truncate, table, f"BEFORE TRUNCATE ON {table} FOR EACH STATEMENT", function, args, 34)
+            for table in tree
+        ),
+    ]
+
+
+def _is_among_others(connection: Connection, target: Target) -> bool:
+    """Return whether rows of the table can be written by the name of another one, so that its statements say little."""
+    row = plainly(
+        connection,
+        "SELECT c.relkind::text AS kind, c.relkind = 'p' OR c.relispartition OR c.relhassubclass"
+        " OR EXISTS (SELECT FROM pg_catalog.pg_inherits AS i WHERE i.inhrelid = c.oid) AS among"
+        f" FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({literal(target.quoted)})",
+    ).one_or_none()
+    if row is None:
+        raise ValueError(f"there is no table {target} here")
+    if row.kind not in {"r", "p"}:
+        raise ValueError(f"{target} is no table that a fence could stand around: fence the tables below it")
+    among: bool = row.among
+    return among
+
+
+def _tree(connection: Connection, target: Target) -> list[str]:
+    """Return the table and its partitions, as quoted names."""
+    found = plainly(
+        connection,
+        "SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname)"
+        f" FROM pg_catalog.pg_partition_tree({literal(target.quoted)}) AS t"
+        " JOIN pg_catalog.pg_class AS c ON c.oid = t.relid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        " WHERE t.level > 0",
+    )
+    return [target.quoted, *found.scalars()]
+
+
+def _expect_columns(connection: Connection, target: Target, columns: Sequence[str]) -> None:
+    for column in columns:
+        kind = plainly(
+            connection,
+            "SELECT pg_catalog.format_type(a.atttypid, NULL) AS name, t.typtype = 'e'"
+            f" OR pg_catalog.format_type(COALESCE(NULLIF(t.typbasetype, 0), t.oid), NULL) IN ({_KINDS}) AS usable"
+            " FROM pg_catalog.pg_attribute AS a JOIN pg_catalog.pg_type AS t ON t.oid = a.atttypid"
+            f" WHERE a.attrelid = pg_catalog.to_regclass({literal(target.quoted)})"
+            f" AND a.attname = {literal(column)} AND a.attnum > 0 AND NOT a.attisdropped",
+        ).one_or_none()
+        if kind is None:
+            raise ValueError(f"the resource names the column {column!r}, and {target} has none of that name")
+        if not kind.usable:
+            raise ValueError(
+                f"the column {column!r} of {target} is {kind.name}, whose values have more than one spelling: a resource"
+                " is made of text, integer, uuid, date and enum columns"
+            )

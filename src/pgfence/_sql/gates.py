@@ -1,0 +1,135 @@
+"""The statements of the fence in the caller's transaction, and what a transaction has entered."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import event
+
+from pgfence._sql.lease import _escaped, _mark
+from pgfence._sql.savepoints import Record
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import NO_TOKEN, STALE_TOKEN, Place, translated
+from pgfence._sql.transaction import begin_anew
+from pgfence.errors import StaleFencingTokenError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sqlalchemy import Connection
+    from sqlalchemy.engine import ExceptionContext
+    from sqlalchemy.engine.interfaces import Dialect
+
+    from pgfence._sql.advisory import Style
+
+_PLAIN = {"stream_results": False, "yield_per": None}
+_STALE = "_pgfence_stale"
+_TRANSLATING: weakref.WeakSet[Dialect] = weakref.WeakSet()
+
+
+class Gates(Record):
+    """The gates that one transaction entered, each with its token, and whether anything else has run since the first."""
+
+    __slots__ = ("_ours", "first")
+
+    attribute = "_pgfence_gates"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ours = False
+        self.first = False
+        """Nothing has been sent in this transaction but entries of ours."""
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """The tokens by resource, as it stands in the tables."""
+        return self._keys
+
+    def forget(self) -> None:
+        super().forget()
+        self.first = False
+
+    def read(self, statement: str) -> None:
+        if not self._ours:
+            self.first = False
+        super().read(statement)
+
+    def send(self, connection: Connection, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]) -> None:
+        """Send a statement of ours that enters gates, and note them."""
+        self._ours = True
+        try:
+            connection.exec_driver_sql(text, values, execution_options=_PLAIN)
+        finally:
+            self._ours = False
+        self._keys.update(tokens)
+
+
+def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[str, int]) -> None:
+    """Enter gates, in one round trip, all or none."""
+    text = _enter(place, style_of(connection.dialect))
+    gates.send(connection, text, (list(tokens), list(tokens.values())), tokens)
+
+
+def save_checkpoint(
+    connection: Connection, place: Place, gates: Gates, resource: str, token: int, data: str | None
+) -> None:
+    """Write a checkpoint behind its gate, which is entered if it was not."""
+    text = _save(place, style_of(connection.dialect))
+    gates.send(connection, text, (resource, token, data), {resource: token})
+
+
+@cache
+def _enter(place: Place, style: Style) -> str:
+    name = _escaped(place.name("enter_gates_v1"), style)
+    return f"SELECT {name}(CAST({_mark(style, 1)} AS text[]), CAST({_mark(style, 2)} AS bigint[]))"
+
+
+@cache
+def _save(place: Place, style: Style) -> str:
+    name, marks = _escaped(place.name("save_checkpoint_v1"), style), [_mark(style, n) for n in (1, 2, 3)]
+    return f"SELECT {name}(CAST({marks[0]} AS text), CAST({marks[1]} AS bigint), CAST({marks[2]} AS text))"
+
+
+def translate(connection: Connection) -> None:
+    """Have refusals of the fence raised as our errors, whoever's statement on this engine met them."""
+    if connection.dialect not in _TRANSLATING:
+        _TRANSLATING.add(connection.dialect)
+        event.listen(connection.engine, "handle_error", _told)
+
+
+def _told(context: ExceptionContext) -> BaseException | None:
+    if sqlstate(context.original_exception) not in (STALE_TOKEN, NO_TOKEN):
+        return None
+    error = translated(context.original_exception, Place())
+    if isinstance(error, StaleFencingTokenError) and context.connection is not None:
+        poison(context.connection, error)
+    return error
+
+
+def poison(connection: Connection, error: StaleFencingTokenError) -> None:
+    """Keep the connection's present transaction from committing, also where a savepoint has swallowed the error."""
+    root = connection.get_transaction()
+    if root is None:
+        return
+    if _STALE not in vars(connection):
+        event.listen(connection, "commit", _refuse)
+        event.listen(connection, "prepare_twophase", _refuse)
+    vars(connection)[_STALE] = weakref.ref(root), error
+
+
+def _refuse(connection: Connection, *_: Any) -> None:
+    root, error = vars(connection)[_STALE]
+    if connection.get_transaction() is root():
+        # SQLAlchemy drops its transaction when a commit is refused here, and its rollback() would then send nothing: the
+        # server's transaction would go on, and the next commit would be one of the refused writes as well.
+        begin_anew(connection)
+        raise StaleFencingTokenError(
+            f"this transaction was refused before and cannot commit: {error}",
+            resource=error.resource,
+            token=error.token,
+            newest=error.newest,
+            sqlstate=error.sqlstate,
+        )

@@ -1,0 +1,159 @@
+"""The statements of leases: each calls one function of the server, or looks. Texts only; `_runtime` sends them.
+
+Every argument is cast, so that each driver's idea of a number, a list or nothing fits the function's. Behind a pooler nothing
+may be prepared, and asyncpg, which prepares always, needs a transaction around it: else the pooler may send the two halves of
+the statement to two servers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pgfence._sql.storage import Place, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgfence._sql.advisory import Style
+    from pgfence.errors import LossReason
+
+BATCH = 500
+"""How many leases one statement renews at most."""
+
+
+_ACQUIRE = (
+    "text",
+    "text",
+    "double precision",
+    "double precision",
+    "double precision",
+    "double precision",
+    "text",
+    "text",
+    "integer",
+    "text",
+    "text",
+)
+_RENEW = ("text[]", "text[]", "bigint[]", "double precision[]")
+_RELEASE = ("text", "text", "bigint")
+_FINISH = ("text", "text", "bigint", "timestamptz", "boolean")
+_FORGET = ("text", "text")
+_ADOPT = ("text", "text", "bigint", "text", "text", "text", "integer")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSql:
+    """The texts for one place and one way of marking parameters.
+
+    Attributes:
+        acquire: name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
+            None. One row: granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, owner, host, pid,
+            backend_pid, purpose, since. Not granted: it describes the holder, and `remaining` counts to the free time.
+        renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `answers`.
+        release: name, lease id, token. One value: "released", or why it was none.
+        finish: as release, of a slot: name, lease id, token, slot, whether it is done.
+        forget: name, lease id. One value: whether it ended something.
+        adopt: name, lease id, token, new lease id, owner or None, host, pid. One row: outcome, expires_at, remaining,
+            hold_remaining, ttl, checkpoint as JSON, purpose.
+        release_late: name, and then as release; of the heartbeat, which must not wait for one row while others are to be
+            renewed. NULL: somebody has the row locked at this moment.
+        finish_late: likewise.
+        forget_late: likewise.
+        look: name. One row while somebody holds it, else none: owner, host, pid, backend_pid, purpose, token, since,
+            expires_at.
+        listen: without parameters.
+        unlisten: without parameters.
+    """
+
+    acquire: str
+    renew: str
+    release: str
+    finish: str
+    forget: str
+    adopt: str
+    release_late: str
+    finish_late: str
+    forget_late: str
+    look: str
+    listen: str
+    unlisten: str
+
+
+@cache
+def lease_sql(place: Place, style: Style) -> LeaseSql:
+    """Return the texts for one place."""
+
+    def called(function: str, kinds: Sequence[str], start: int) -> str:
+        arguments = ", ".join(f"CAST({_mark(style, n)} AS {kind})" for n, kind in enumerate(kinds, start))
+        return f"{_escaped(place.name(function), style)}({arguments})"
+
+    def call(function: str, kinds: Sequence[str], columns: str) -> str:
+        return f"SELECT {columns} FROM {called(function, kinds, 1)} AS r"
+
+    def late(function: str, kinds: Sequence[str]) -> str:
+        return (
+            f"WITH f AS MATERIALIZED (SELECT 1 FROM {lease} AS l WHERE l.name = CAST({_mark(style, 1)} AS text)"
+            f" FOR NO KEY UPDATE SKIP LOCKED) SELECT CASE WHEN EXISTS (SELECT FROM f) THEN {called(function, kinds, 2)} END"
+        )
+
+    lease = _escaped(place.name("lease"), style)
+    return LeaseSql(
+        acquire=call("acquire_lease_v1", _ACQUIRE, "r.*"),
+        renew=call("renew_leases_v1", _RENEW, "r"),
+        release=call("release_lease_v1", _RELEASE, "r"),
+        finish=call("finish_slot_v1", _FINISH, "r"),
+        forget=call("forget_lease_v1", _FORGET, "r"),
+        adopt=call("adopt_lease_v1", _ADOPT, "r.*"),
+        release_late=late("release_lease_v1", _RELEASE),
+        finish_late=late("finish_slot_v1", _FINISH),
+        forget_late=late("forget_lease_v1", _FORGET),
+        look=(
+            "SELECT l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.token, l.acquired_at, l.expires_at"
+            f" FROM {lease} AS l WHERE l.name = CAST({_mark(style, 1)} AS text) AND l.released_at IS NULL"
+            " AND l.expires_at > pg_catalog.clock_timestamp()"
+        ),
+        listen=f"LISTEN {quoted(place.channel)}",
+        unlisten=f"UNLISTEN {quoted(place.channel)}",
+    )
+
+
+def _mark(style: Style, n: int) -> str:
+    return f"${n}" if style == "numeric" else "%s"
+
+
+def _escaped(name: str, style: Style) -> str:
+    return name if style == "numeric" else name.replace("%", "%%")
+
+
+Verdict: TypeAlias = Literal["ok", "busy", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said about one renewal."""
+
+    verdict: Verdict
+    remaining: float = 0.0
+    expires_at: datetime | None = None
+    reason: LossReason | None = None
+
+
+_BUSY = Answer("busy")
+
+
+def answers(text: str) -> list[Answer]:
+    """Return what `renew` answered, in the order of its lists."""
+    return [_answer(item) for item in json.loads(text)]
+
+
+def _answer(item: list[Any]) -> Answer:
+    match item:
+        case ["ok", float() | int() as epoch, float() | int() as left]:
+            return Answer("ok", float(left), datetime.fromtimestamp(epoch, UTC))
+        case ["lost", str() as reason]:
+            return Answer("lost", reason=reason)  # type: ignore[arg-type]
+    return _BUSY

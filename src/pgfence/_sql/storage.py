@@ -1,0 +1,177 @@
+"""Where our tables and functions are: schema and prefix, as quoted names. And what a server says when they are not there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from pgfence._sql.sqlstate import sqlstate
+from pgfence.config import config_of
+from pgfence.errors import FenceRequiredError, SchemaError, StaleFencingTokenError
+from pgfence.keys import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VERSION = 1
+"""Of the tables and functions this release needs."""
+
+FILES = ("gate", "lease", "token", "slot")
+STALE_TOKEN = "PF001"  # noqa: S105
+NO_TOKEN = "PF002"  # noqa: S105
+
+
+def quoted(identifier: str) -> str:
+    return '"' + identifier.replace('"', '""') + '"'
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One set of tables and functions."""
+
+    schema: str | None = None
+    prefix: str = "pgfence_"
+
+    def name(self, what: str) -> str:
+        """Return the quoted name of a table or function, ready to stand in a statement."""
+        name = quoted(self.prefix + what)
+        return name if self.schema is None else f"{quoted(self.schema)}.{name}"
+
+    @property
+    def channel(self) -> str:
+        """Where releases are told of (LISTEN, NOTIFY)."""
+        return self.prefix + "released"
+
+    @property
+    def command(self) -> str:
+        """What makes the tables."""
+        schema = "" if self.schema is None else f" --schema {shlex.quote(self.schema)}"
+        prefix = "" if self.prefix == "pgfence_" else f" --prefix {shlex.quote(self.prefix)}"
+        return f"pgfence install{schema}{prefix}"
+
+
+def place_of(thing: Any) -> Place:
+    """Return the place for an Engine, AsyncEngine, Connection or AsyncConnection.
+
+    It is what was configured, and a `schema_translate_map` on top of it, so that each tenant's schema may have its own.
+    """
+    config = config_of(thing)
+    return Place(translated_schema(thing, config.schema), config.prefix)
+
+
+def translated_schema(thing: Any, schema: str | None) -> str | None:
+    """Return what a schema is called in statements of this Engine or Connection, sync or async."""
+    # An AsyncConnection has options of its own on top of its engine's.
+    real = getattr(thing, "sync_connection", None) or getattr(thing, "sync_engine", thing)
+    options: Mapping[str, Any] = real.get_execution_options()
+    found: str | None = (options.get("schema_translate_map") or {}).get(schema, schema)
+    return found
+
+
+@cache
+def function_texts(place: Place) -> tuple[str, ...]:
+    """Return the statements that make the functions, in order."""
+    return tuple(text for name in FILES for text in _statements(name, place))
+
+
+def _statements(name: str, place: Place) -> list[str]:
+    source = files("pgfence._sql").joinpath("v1", f"{name}.sql")
+    if not source.is_file():
+        return []
+    text = source.read_text(encoding="utf-8")
+    pieces = text.split("@")
+    for i in range(1, len(pieces), 2):
+        match pieces[i]:
+            case "channel":
+                pieces[i] = place.channel.replace("'", "''")
+            case "prefix":
+                pieces[i] = place.prefix.replace("'", "''")
+            case what:
+                pieces[i] = place.name(what)
+    whole = "".join(pieces)
+    return ["CREATE " + part.rstrip() for part in whole.split("\nCREATE ")[1:]]
+
+
+def translated(error: BaseException, place: Place) -> SchemaError | StaleFencingTokenError | FenceRequiredError | None:
+    """Return what the server meant by an error about our tables, functions or gates; None when it is none of those."""
+    state = sqlstate(error)
+    if state in ("42883", "42P01", "3F000", "42703", "42804"):
+        return SchemaError(
+            f"pgfence's tables or functions are missing or too old here: run `{place.command}`, or"
+            " pgfence.schema.create_all(engine)",
+            needed=VERSION,
+            command=place.command,
+            sqlstate=state,
+        )
+    if state == "42501":
+        command = "; ".join(grants(place, "<role>", evict=place.prefix + "audit" in primary(error)))
+        return SchemaError(
+            f"this role may not use pgfence's tables: {primary(error)}. As their owner: {command}",
+            needed=VERSION,
+            command=command,
+            sqlstate=state,
+        )
+    if state == STALE_TOKEN:
+        told = _detail(error)
+        resource, token, newest = shown(str(told.get("resource"))), int(told["token"]), int(told["newest"])
+        why = (
+            "a newer holder has taken over"
+            if token < newest
+            else "it was never issued here, or the lease's row was set back (a restore, a fail-over)"
+        )
+        return StaleFencingTokenError(
+            f"token {token} for {resource!r} is refused, the newest is {newest}: {why}. Nothing of this transaction is"
+            " committed: roll back",
+            resource=resource,
+            token=token,
+            newest=newest,
+            sqlstate=state,
+        )
+    if state == NO_TOKEN:
+        name = _detail(error).get("resource")
+        return FenceRequiredError(
+            f"{primary(error)}. Write inside lease.begin(...), or fenced(session, resource, token)",
+            resource=None if name is None else shown(str(name)),
+            sqlstate=state,
+        )
+    return None
+
+
+def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:
+    """Return the rights that a role needs for leases, tokens and fences; with `evict` also for ending those of others."""
+    tables = ", ".join(place.name(table) for table in ("lease", "gate", "checkpoint", "slot"))
+    asked = [f"GRANT SELECT, INSERT, UPDATE ON {tables} TO {role}"]
+    asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")
+    if place.schema is not None:
+        asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")
+    if evict:
+        asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
+    return asked
+
+
+def _driver_error(error: BaseException) -> Any:
+    original = getattr(error, "orig", None) or error
+    return getattr(original, "driver_exception", None) or getattr(original, "__cause__", None) or original
+
+
+def _detail(error: BaseException) -> dict[str, Any]:
+    """Return the JSON detail of a refusal, whatever wraps the driver's error."""
+    for one in (_driver_error(error), getattr(error, "orig", None), error):
+        detail = getattr(getattr(one, "diag", None), "message_detail", None) or getattr(one, "detail", None)
+        if isinstance(detail, str) and detail.startswith("{"):
+            found: dict[str, Any] = json.loads(detail)
+            return found
+    return {}
+
+
+def primary(error: BaseException) -> str:
+    """Return the server's own words, without position and context."""
+    for one in (_driver_error(error), getattr(error, "orig", None), error):
+        told = getattr(getattr(one, "diag", None), "message_primary", None) or getattr(one, "message", None)
+        if isinstance(told, str):
+            return told
+    return str(error)

@@ -1,0 +1,304 @@
+"""Our tables as SQLAlchemy knows them, the statements that make and unmake everything, and whether it is as it was made."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    Identity,
+    Integer,
+    MetaData,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+from sqlalchemy.schema import CreateTable
+
+from pgfence._sql.storage import VERSION, Place, function_texts, quoted
+from pgfence.errors import SchemaError
+from pgfence.keys import LockKey
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from sqlalchemy import Connection, CursorResult
+
+_LOCK = LockKey.of("schema", namespace="pgfence")
+
+_PLAIN: Mapping[str, Any] = {"no_parameters": True, "stream_results": False, "yield_per": None}
+
+_HALF_FULL = ("lease", "gate", "slot")
+"""Their rows are updated again and again: room on the same page keeps those updates out of the index."""
+
+
+def define(metadata: MetaData, place: Place) -> tuple[Table, ...]:
+    """Add our tables to a MetaData and return them; those that it has already are taken as they are."""
+    schema = metadata.schema if place.schema is None else place.schema
+
+    def table(name: str, *parts: Any) -> Table:
+        called = place.prefix + name
+        known = metadata.tables.get(called if schema is None else f"{schema}.{called}")
+        return Table(called, metadata, *parts, schema=schema) if known is None else known
+
+    return (
+        table("lease", *_lease(place)),
+        table("gate", *_gate(place)),
+        table("checkpoint", *_checkpoint()),
+        table("slot", *_slot()),
+        table("audit", *_audit()),
+        table("schema_version", *_schema_version()),
+    )
+
+
+def _at(name: str, **options: Any) -> Column[Any]:
+    return Column(name, DateTime(timezone=True), **options)
+
+
+def _json(name: str) -> Column[Any]:
+    # Here, since it brings the dialect of every driver along.
+    from sqlalchemy.dialects.postgresql import JSONB
+
+    return Column(name, JSONB)
+
+
+def _token(constraint: str) -> tuple[Any, ...]:
+    return Column("token", BigInteger, nullable=False), CheckConstraint("token > 0", name=f"{constraint}_token_check")
+
+
+def _lease(place: Place) -> tuple[Any, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        *_token(place.prefix + "lease"),
+        Column("lease_id", Uuid),
+        Column("owner", Text),
+        Column("host", Text),
+        Column("pid", Integer),
+        Column("backend_pid", Integer),
+        Column("purpose", Text),
+        _json("metadata"),
+        Column("ttl", Double),
+        Column("lock_delay", Double, nullable=False, server_default=text("0")),
+        _at("acquired_at", nullable=False),
+        _at("renewed_at", nullable=False),
+        _at("expires_at", nullable=False),
+        _at("free_at", nullable=False),
+        _at("released_at"),
+        _at("min_until"),
+        _at("hold_until"),
+        Column("evicted", BigInteger, nullable=False, server_default=text("0")),
+    )
+
+
+def _gate(place: Place) -> tuple[Any, ...]:
+    return Column("resource", Text, primary_key=True), *_token(place.prefix + "gate"), _at("updated_at", nullable=False)
+
+
+def _checkpoint() -> tuple[Any, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        Column("token", BigInteger, nullable=False),
+        _json("data"),
+        _at("updated_at", nullable=False),
+    )
+
+
+def _slot() -> tuple[Any, ...]:
+    return (
+        Column("name", Text, primary_key=True),
+        _at("done"),
+        _at("tried"),
+        Column("attempt", Integer, nullable=False, server_default=text("0")),
+        Column("token", BigInteger),
+        _at("started_at"),
+        _at("finished_at"),
+    )
+
+
+def _audit() -> tuple[Any, ...]:
+    return (
+        Column("id", BigInteger, Identity(always=True), primary_key=True),
+        Column("action", Text, nullable=False),
+        Column("resource", Text, nullable=False),
+        Column("actor", Text),
+        Column("reason", Text),
+        _at("at", nullable=False),
+        _json("detail"),
+    )
+
+
+def _schema_version() -> tuple[Any, ...]:
+    return (
+        Column("version", Integer, primary_key=True, autoincrement=False),
+        _at("installed_at", nullable=False, server_default=text("pg_catalog.clock_timestamp()")),
+    )
+
+
+@cache
+def creation(place: Place) -> tuple[str, ...]:
+    """Return the statements that make what is missing of tables and functions, in order. Run twice they change nothing."""
+    dialect = _dialect()
+    made = [str(CreateTable(table, if_not_exists=True).compile(dialect=dialect)) for table in define(MetaData(), place)]
+    schema = [] if place.schema is None else [f"CREATE SCHEMA IF NOT EXISTS {quoted(place.schema)}"]
+    return (
+        *schema,
+        *(statement.strip() for statement in made),
+        *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
+        *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place)),
+        f"INSERT INTO {place.name('schema_version')} (version) VALUES ({VERSION}) ON CONFLICT DO NOTHING",
+    )
+
+
+def script(place: Place) -> str:
+    """Return `creation` as a text for psql, in one transaction."""
+    return "".join(f"{statement};\n\n" for statement in ("BEGIN", *creation(place), "COMMIT"))
+
+
+def removal(place: Place) -> tuple[str, ...]:
+    """Return the statements that drop functions and tables, in order."""
+    return (
+        *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place)),
+        *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in _columns()),
+    )
+
+
+@cache
+def functions(place: Place) -> tuple[str, ...]:
+    """Return the quoted names of our functions."""
+    return tuple(body.removeprefix("CREATE FUNCTION ").partition("(")[0] for body in function_texts(place))
+
+
+def _dialect() -> Any:
+    from sqlalchemy.dialects import postgresql
+
+    # Of another style than the default, in which a per cent sign in a name would be written twice.
+    return postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
+
+
+@cache
+def _columns() -> dict[str, dict[str, str]]:
+    """Return what we made: each column with its type as the server writes it, by table without the prefix."""
+    dialect = _dialect()
+    return {
+        table.name: {column.name: column.type.compile(dialect).lower() for column in table.columns}
+        for table in define(MetaData(), Place(prefix=""))
+    }
+
+
+def literal(value: str) -> str:
+    """Return a text as a constant in a statement, whatever standard_conforming_strings says."""
+    inner = value.replace("'", "''")
+    return f"E'{inner.replace(chr(92), chr(92) * 2)}'" if "\\" in inner else f"'{inner}'"
+
+
+@cache
+def checking(place: Place) -> str:
+    """Return the statement that asks whether all is there. Its one row is for `judged`; an error of it for `translated`."""
+    wanted = ", ".join(
+        f"({literal(table)}, {literal(place.name(table))}, {literal(column)}, {literal(kind)})"
+        for table, columns in _columns().items()
+        for column, kind in columns.items()
+    )
+    return (
+        f"SELECT (SELECT pg_catalog.max(v.version) FROM {place.name('schema_version')} AS v),"
+        " (SELECT pg_catalog.string_agg(DISTINCT CASE WHEN w.place IS NULL THEN w.t || ' is missing'"
+        " ELSE w.t || '.' || w.c || COALESCE(' is ' || pg_catalog.format_type(a.atttypid, NULL), ' is missing') END, ', ')"
+        " FROM (SELECT v.t, pg_catalog.to_regclass(v.place), v.c, v.kind"
+        f" FROM (VALUES {wanted}) AS v(t, place, c, kind)) AS w(t, place, c, kind)"
+        " LEFT JOIN pg_catalog.pg_attribute AS a ON a.attrelid = w.place AND a.attname = w.c AND NOT a.attisdropped"
+        " WHERE pg_catalog.format_type(a.atttypid, NULL) IS DISTINCT FROM w.kind)"
+    )
+
+
+def judged(row: Sequence[Any], place: Place) -> SchemaError | None:
+    """Return what the answer to `checking` says against using this place; None if nothing does."""
+    found, wrong = row
+    if wrong is not None:
+        naive = " (a time without a zone is another time in every session)" if "without time zone" in wrong else ""
+        return SchemaError(
+            f"pgfence's tables are not as they were made: {wrong}{naive}. Put that right by hand, or drop the tables"
+            f" while nobody uses them and run `{place.command}`",
+            found=found,
+            needed=VERSION,
+            command=place.command,
+        )
+    if found is None or found < VERSION:
+        return SchemaError(
+            f"pgfence's tables have version {found or 0} and this release needs {VERSION}: run `{place.command}`, or"
+            " pgfence.schema.create_all(engine)",
+            found=found,
+            needed=VERSION,
+            command=place.command,
+        )
+    return None
+
+
+def verify(connection: Connection, place: Place) -> SchemaError | None:
+    """Ask the server whether tables and version are those that this release needs. One round trip.
+
+    Raises:
+        sqlalchemy.exc.DBAPIError: it could not be read at all; see `storage.translated`.
+    """
+    return judged(plainly(connection, checking(place)).one(), place)
+
+
+def installed(connection: Connection, place: Place) -> bool:
+    """Return whether tables, functions and version are there, without an error in the caller's transaction."""
+    names = ", ".join(literal(name) for name in functions(place))
+    there = plainly(
+        connection,
+        f"SELECT pg_catalog.to_regclass({literal(place.name('schema_version'))}) IS NOT NULL AND NOT EXISTS"
+        f" (SELECT FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name) WHERE pg_catalog.to_regproc(f.name) IS NULL)",
+    ).scalar_one()
+    return bool(there) and verify(connection, place) is None
+
+
+def settled(connection: Connection, place: Place) -> Place:
+    """Return the place with its schema: where the search path finds an installation, else where it would make one.
+
+    What the functions call is written with that schema, so that a writer with another search path meets the same gate.
+    """
+    if place.schema is not None:
+        return place
+    schema = plainly(
+        connection,
+        "SELECT COALESCE((SELECT n.nspname FROM pg_catalog.pg_class AS c"
+        " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = pg_catalog.to_regclass({literal(place.name('schema_version'))})), pg_catalog.current_schema())",
+    ).scalar_one()
+    if schema is None:
+        raise SchemaError(
+            "the search path names no schema that is there: pgfence.configure(engine, schema=...)",
+            needed=VERSION,
+            command=f"{place.command} --schema <schema>",
+        )
+    return Place(schema, place.prefix)
+
+
+def create(connection: Connection, place: Place) -> None:
+    """Make what is missing. Whoever calls it at the same time waits until this transaction ends."""
+    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    if installed(connection, place):
+        return
+    for statement in creation(place):
+        plainly(connection, statement)
+    if (error := verify(connection, place)) is not None:
+        raise error
+
+
+def drop(connection: Connection, place: Place) -> None:
+    """Drop what is there."""
+    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    for statement in removal(place):
+        plainly(connection, statement)
+
+
+def plainly(connection: Connection, statement: str) -> CursorResult[Any]:
+    """Execute a text as it stands: no sign in it is a parameter."""
+    return connection.exec_driver_sql(statement, execution_options=_PLAIN)

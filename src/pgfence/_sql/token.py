@@ -1,0 +1,77 @@
+"""An advisory lock that brings a token: one statement, one transaction for the lock, the token and nothing else.
+
+The server function takes the transaction lock, then raises the token in the name's row, then takes the session lock, which
+can neither wait nor fail any more. So it answers with a token exactly when the lock is held; NULL: it is not; and after
+SQLSTATE 55P03, which a row that stays locked too long may bring, nothing is held either. It catches its own timeouts: a wait
+writes no line into the server's log.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql import activity
+from pgfence._sql.advisory import LockSql
+from pgfence._sql.lease import lease_sql
+from pgfence._sql.sqlstate import READ_ONLY, sqlstate
+from pgfence._sql.storage import translated
+from pgfence.errors import TransactionStateError
+from pgfence.keys import shown
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
+    from pgfence.errors import PgfenceError
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey
+
+STRANGE_BACKEND = -1
+"""What the function answers when another server process got the statement than the one it was meant for."""
+ROW_WAIT = 2.0
+"""Seconds that the function waits for the name's row, beside the wait for the lock."""
+RETRIES = 10
+"""After SQLSTATE 40001, which a default above READ COMMITTED may bring."""
+
+
+class TokenSql(LockSql):
+    """The statements for one key whose lock brings a token."""
+
+    __slots__ = ("lock_text", "name", "place")
+
+    def __init__(self, key: LockKey, name: str, place: Place, style: Style) -> None:
+        super().__init__((key,), style)
+        self.name = name
+        """Under which its token stands in the table."""
+        self.place = place
+        function = place.name("lock_with_token_v1")
+        if style == "format":
+            function = function.replace("%", "%%")
+        pid, value, text, wait = [f"${n}" if style == "numeric" else "%s" for n in range(1, 5)]
+        self.lock_text = f"SELECT {function}(CAST({pid} AS integer), CAST({value} AS bigint), CAST({text} AS text), CAST({wait} AS integer))"
+
+    def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[Any, ...]:
+        """Return the parameters of `lock_text`; 0 milliseconds do not wait."""
+        return backend_pid, self.keys[0].value, self.name, milliseconds
+
+    def holders(self, connection: Connection) -> list[Holder]:
+        """Return who holds the key, and who holds a lease of that name, which keeps the lock busy too. Two round trips."""
+        look = lease_sql(self.place, self.style).look
+        try:
+            leases = connection.exec_driver_sql(look, (self.name,)).all()
+        except DBAPIError as error:
+            if (told := self.meaning(error)) is None:
+                raise
+            raise told from error
+        return super().holders(connection) + [activity.lease_holder(shown(self.name), row) for row in leases]
+
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error says of our tables and functions; None if nothing."""
+        if sqlstate(error) == READ_ONLY:
+            return TransactionStateError(
+                "this session is read-only (default_transaction_read_only), and a token is a row that is written"
+            )
+        return translated(error, self.place)

@@ -1,0 +1,131 @@
+-- The fence. A transaction enters the gate of its resource first, before its first read, and keeps it locked until it ends.
+
+-- Enters several gates in one fixed order. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail.
+CREATE FUNCTION @enter_gates_v1@(p_resources text[], p_tokens bigint[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    g record;
+    newest bigint;
+BEGIN
+    FOR g IN
+        SELECT u.resource, u.token FROM ROWS FROM (pg_catalog.unnest(p_resources), pg_catalog.unnest(p_tokens))
+            AS u(resource, token) ORDER BY u.resource COLLATE "C"
+    LOOP
+        IF g.token IS NULL OR g.token < 1 THEN
+            RAISE EXCEPTION 'a fencing token must be 1 or more, not %', g.token USING ERRCODE = '22023';
+        END IF;
+        -- With the equality in the lock itself: writers with one token run side by side, and three new holders that
+        -- all raise the gate do not deadlock.
+        PERFORM 1 FROM @gate@ AS t WHERE t.resource = g.resource AND t.token = g.token FOR SHARE;
+        IF NOT FOUND THEN
+            SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = g.resource;
+            IF newest <> g.token THEN
+                PERFORM @refuse_v1@(g.resource, g.token, newest);
+            END IF;
+            -- A row that was raised while this waited for it is locked all the same: two that would write it from there deadlock.
+            SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = g.resource;
+            IF newest > g.token THEN
+                PERFORM @refuse_v1@(g.resource, g.token, newest);
+            END IF;
+            INSERT INTO @gate@ AS t (resource, token, updated_at)
+            VALUES (g.resource, g.token, pg_catalog.clock_timestamp())
+            ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at
+                WHERE t.token <= excluded.token;
+            IF NOT FOUND THEN
+                SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = g.resource;
+                PERFORM @refuse_v1@(g.resource, g.token, newest);
+            END IF;
+        END IF;
+        -- Read after the gate is locked: the lease may have gone on while this transaction waited for it.
+        SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = g.resource;
+        IF newest <> g.token THEN
+            PERFORM @refuse_v1@(g.resource, g.token, newest);
+        END IF;
+        PERFORM pg_catalog.set_config('pgfence.f' || pg_catalog.md5('@prefix@' || g.resource), g.token::text, true);
+    END LOOP;
+END $$;
+
+CREATE FUNCTION @refuse_v1@(p_resource text, p_token bigint, p_newest bigint) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    RAISE EXCEPTION 'token % for "%" is refused: the newest is %', p_token, p_resource, p_newest USING
+        ERRCODE = 'PF001',
+        DETAIL = pg_catalog.json_build_object('resource', p_resource, 'token', p_token, 'newest', p_newest)::text;
+END $$;
+
+-- Checks a writer: its transaction must have entered the gate, and is asked again at every statement. The setting is no
+-- proof: what counts is the gate's row, so a forged setting, a savepoint rolled back or an error swallowed change nothing.
+CREATE FUNCTION @check_gate_v1@(p_resource text, p_table text) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    claimed bigint := NULLIF(pg_catalog.current_setting('pgfence.f' || pg_catalog.md5('@prefix@' || p_resource), true), '')::bigint;
+BEGIN
+    IF claimed IS NULL THEN
+        RAISE EXCEPTION '% is fenced by "%" and this transaction brought no token', p_table, p_resource USING
+            ERRCODE = 'PF002',
+            DETAIL = pg_catalog.json_build_object('resource', p_resource)::text,
+            HINT = $hint$Enter the gate as the first statement of the transaction: SELECT @enter_gates_v1@(ARRAY[resource], ARRAY[token])$hint$;
+    END IF;
+    PERFORM 1 FROM @gate@ AS t WHERE t.resource = p_resource AND t.token = claimed FOR SHARE;
+    IF NOT FOUND THEN
+        PERFORM @enter_gates_v1@(ARRAY[p_resource], ARRAY[claimed]);
+    END IF;
+END $$;
+
+-- For a table that belongs to one resource: once for each statement. TG_ARGV[0] is the resource.
+CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM @check_gate_v1@(TG_ARGV[0], TG_TABLE_NAME);
+    RETURN NULL;
+END $$;
+
+-- For a table that holds many resources: once for each row. TG_ARGV is text, column, text, column, ..., text.
+CREATE FUNCTION @fence_row_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    old_resource text := '';
+    new_resource text := '';
+    old_row jsonb;
+    new_row jsonb;
+BEGIN
+    IF TG_OP <> 'INSERT' THEN
+        old_row := pg_catalog.to_jsonb(OLD);
+    END IF;
+    IF TG_OP <> 'DELETE' THEN
+        new_row := pg_catalog.to_jsonb(NEW);
+    END IF;
+    FOR i IN 0 .. TG_NARGS - 1 LOOP
+        old_resource := old_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE old_row ->> TG_ARGV[i] END;
+        new_resource := new_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE new_row ->> TG_ARGV[i] END;
+    END LOOP;
+    IF TG_OP <> 'INSERT' THEN
+        IF old_resource IS NULL THEN
+            RAISE EXCEPTION 'a row of % names no resource: a column of it is NULL', TG_TABLE_NAME USING ERRCODE = 'PF002';
+        END IF;
+        PERFORM @check_gate_v1@(old_resource, TG_TABLE_NAME);
+    END IF;
+    IF TG_OP <> 'DELETE' AND (TG_OP = 'INSERT' OR new_resource IS DISTINCT FROM old_resource) THEN
+        IF new_resource IS NULL THEN
+            RAISE EXCEPTION 'a row of % names no resource: a column of it is NULL', TG_TABLE_NAME USING ERRCODE = 'PF002';
+        END IF;
+        PERFORM @check_gate_v1@(new_resource, TG_TABLE_NAME);
+    END IF;
+    RETURN CASE WHEN TG_OP = 'DELETE' THEN OLD ELSE NEW END;
+END $$;
+
+-- TRUNCATE takes the rows of every resource: nobody's token allows that.
+CREATE FUNCTION @fence_truncate_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION '% holds rows of many resources and cannot be truncated under a fence', TG_TABLE_NAME USING
+        ERRCODE = 'PF002', HINT = 'Delete the rows of one resource, or drop the fence first.';
+END $$;
+
+-- What the next holder can go on from; written in the caller's transaction, behind the gate. In a table of its own: a row lock
+-- on the lease for the length of that transaction would keep the heartbeat out.
+CREATE FUNCTION @save_checkpoint_v1@(p_name text, p_token bigint, p_data text) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    PERFORM @enter_gates_v1@(ARRAY[p_name], ARRAY[p_token]);
+    INSERT INTO @checkpoint@ AS c (name, token, data, updated_at)
+    VALUES (p_name, p_token, p_data::jsonb, pg_catalog.clock_timestamp())
+    ON CONFLICT (name) DO UPDATE SET token = excluded.token, data = excluded.data, updated_at = excluded.updated_at;
+END $$;

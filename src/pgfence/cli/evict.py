@@ -1,0 +1,188 @@
+"""`pgfence evict`: shows who holds a name, asks, ends the hold; one line in the audit says who did it and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pgfence import evicting
+from pgfence._sql import evict as statements
+from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.report import Speaker, as_data
+from pgfence.cli.server import engine_from
+from pgfence.config import config_of, configure
+from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from pgfence._sql.evict import Found
+    from pgfence.grants import Holder
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "evict",
+        epilog="Exit codes: 0 evicted, or seen with --dry-run; 64 misuse; 67 nobody has that name; 69 unreachable;"
+        " 75 a writer is still inside, or somebody else holds it by now; 77 not confirmed; 78 not allowed there.",
+    )(evict)
+
+
+def evict(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a lease, or of a session lock.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the audit.")],
+    actor: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Who, for the audit. Default: this user on this host.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show who would be evicted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dsn: Annotated[
+        str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Of the name, as the application configures it.")] = None,
+    schema: Annotated[str | None, typer.Option(help="Of pgfence's tables. Default: the search path's.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Of pgfence's tables. Default: pgfence_.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+) -> None:
+    """End whoever holds NAME and fence it off: its token is refused from then on. Shows the holder and asks first.
+
+    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    """
+    target = engine_from(dsn=dsn, path=engine, environ=os.environ)
+    try:
+        _configure(target, namespace=namespace, schema=schema, prefix=prefix)
+        eviction = _Eviction(target, name, reason, actor)
+        report = eviction.run(dry_run=dry_run, yes=yes)
+    finally:
+        target.dispose()
+    if as_json:
+        print(report.as_json(name))
+    elif report.code in {Code.OK, Code.NOBODY}:
+        print("\n".join(report.lines))
+    else:
+        Speaker().warn(" ".join(report.lines))
+    raise Finish(report.code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """How it went.
+
+    Attributes:
+        outcome: in one word or two.
+        code: the exit code.
+        lines: for people.
+        found: who held the name, if that was seen.
+    """
+
+    outcome: str
+    code: Code
+    lines: list[str]
+    found: Found | None = None
+
+    def as_json(self, name: str) -> str:
+        found = self.found
+        return json.dumps(
+            {
+                "name": name,
+                "outcome": self.outcome,
+                "exit_code": int(self.code),
+                "token": found and found.token,
+                "newest": found and found.newest,
+                "holders": [_as_data(holder) for holder in found.holders] if found else [],
+                "message": " ".join(self.lines),
+            }
+        )
+
+
+class _Eviction:
+    """One call of the command."""
+
+    def __init__(self, engine: Engine, name: str, reason: str, actor: str | None) -> None:
+        self._engine = engine
+        self._name = name
+        try:
+            self._order = evicting.order_of(engine, name, reason=reason, actor=actor)
+        except ValueError as error:
+            raise MisuseError(str(error)) from None
+
+    def run(self, *, dry_run: bool, yes: bool) -> _Report:
+        if not (dry_run or yes or sys.stdin.isatty()):
+            raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
+        try:
+            seen = evicting.perform(self._engine, statements.look, self._order)
+            if seen.token is None and not seen.holders:
+                return _Report("nobody", Code.NOBODY, [f"Nobody has the name {self._name!r}: nothing to evict."], seen)
+            if dry_run:
+                return _Report("seen", Code.OK, [*self._holders(seen), "Nothing was done."], seen)
+            if not yes and not self._confirmed(seen):
+                return _Report("declined", Code.DECLINED, ["nothing was done"], seen)
+            return self._evict(seen)
+        except LockTimeoutError as error:
+            return _Report("busy", Code.BUSY, [str(error)])
+        except UnreachableError as error:
+            return _Report("unavailable", Code.UNAVAILABLE, [str(error)])
+        except PgfenceError as error:
+            return _Report("refused", Code.REFUSED, [str(error)])
+
+    def _confirmed(self, seen: Found) -> bool:
+        for line in self._holders(seen):
+            typer.echo(line, err=True)
+        try:
+            return typer.confirm("Evict?", err=True)
+        except typer.Abort:  # the end of the input, or Ctrl-C
+            return False
+
+    def _evict(self, seen: Found) -> _Report:
+        # Between look, answer and eviction another one may have come: that one was not meant.
+        order = replace(self._order, only=seen)
+        found = evicting.perform(self._engine, statements.evict, order)
+        if found.newest is None:
+            who = "; ".join(map(str, found.holders)) or "nobody"
+            return _Report(
+                "changed", Code.BUSY, [f"{self._name!r} changed hands, and nothing was done: now {who}"], found
+            )
+        raised = f" Token {found.token} is refused from now on; {found.newest} counts." if found.token else ""
+        done = "Evicted, and written to the audit." if found.holders else "Written to the audit."
+        return _Report("evicted", Code.OK, [*self._holders(found), done + raised], found)
+
+    def _holders(self, found: Found) -> list[str]:
+        if not found.holders:
+            return [f"Nobody holds {self._name!r} at this moment; its last token is {found.token}."]
+        return [f"{self._name!r} is held by {_described(holder)}." for holder in found.holders]
+
+
+def _described(holder: Holder) -> str:
+    kind = "a lease of " if holder.kind == "lease" else ""
+    purpose = f", for {holder.purpose!r}" if holder.purpose else ""
+    until = f", until {holder.expires_at.isoformat(timespec='seconds')}" if holder.expires_at else ""
+    return f"{kind}{holder}{until}{purpose}"
+
+
+def _as_data(holder: Holder) -> dict[str, Any]:
+    until = holder.expires_at.isoformat() if holder.expires_at else None
+    return {"kind": holder.kind, **as_data(holder), "token": holder.token, "expires_at": until}
+
+
+def _configure(engine: Engine, *, namespace: str | None, schema: str | None, prefix: str | None) -> None:
+    if namespace is None and schema is None and prefix is None:
+        return
+    known = config_of(engine)
+    try:
+        configure(
+            engine,
+            namespace=known.namespace if namespace is None else namespace,
+            schema=known.schema if schema is None else schema,
+            prefix=known.prefix if prefix is None else prefix,
+        )
+    except ValueError as error:
+        raise MisuseError(f"--namespace, --schema, --prefix: {error}") from None

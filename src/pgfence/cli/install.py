@@ -1,0 +1,83 @@
+"""`pgfence install`: makes tables and server functions, or prints the script that does."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pgfence import schema as tables
+from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.report import Speaker
+from pgfence.cli.server import engine_from
+from pgfence.config import DEFAULT, config_of, configure
+from pgfence.errors import PgfenceError, UnreachableError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "install",
+        epilog="Exit codes: 0 all is there; 64 misuse; 69 unreachable; 78 not allowed, or not as it was made.",
+    )(install)
+
+
+def install(
+    dsn: Annotated[
+        str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
+    ] = None,
+    schema: Annotated[
+        str | None, typer.Option(help="Where; made if it is missing. Default: the first of the search path.")
+    ] = None,
+    prefix: Annotated[str | None, typer.Option(help="Of the names of tables and functions. Default: pgfence_.")] = None,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the script for psql and ask no server.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
+) -> None:
+    """Make the tables that leases, fences and once-only jobs need. Locks need none. A second time changes nothing.
+
+    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    """
+    if sql and (dsn or engine):
+        raise MisuseError("--sql asks no server: give it without --dsn and --engine")
+    if sql:
+        print(_script(schema, prefix), end="")
+        return
+    target = engine_from(dsn=dsn, path=engine, environ=os.environ)
+    _configure(target, schema, prefix)
+    try:
+        tables.create_all(target)
+    except PgfenceError as error:
+        Speaker().warn(str(error))
+        raise Finish(Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED) from None
+    finally:
+        target.dispose()
+    Speaker(quiet=quiet).tell("tables and functions are there")
+
+
+def _script(schema: str | None, prefix: str | None) -> str:
+    try:
+        return tables.sql(schema=schema, prefix=DEFAULT.prefix if prefix is None else prefix)
+    except ValueError as error:
+        raise MisuseError(f"--schema, --prefix: {error}") from None
+
+
+def _configure(target: Engine, schema: str | None, prefix: str | None) -> None:
+    """Apply what was given; the rest is left as the application has it."""
+    if schema is None and prefix is None:
+        return
+    known = config_of(target)
+    try:
+        configure(
+            target,
+            schema=known.schema if schema is None else schema,
+            prefix=known.prefix if prefix is None else prefix,
+        )
+    except ValueError as error:
+        raise MisuseError(f"--schema, --prefix: {error}") from None

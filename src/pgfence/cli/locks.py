@@ -1,0 +1,145 @@
+"""What `pgfence run` holds while the command runs: an advisory lock, a lease, or a slot that is run once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from pgfence.advisory import AdvisoryLock
+from pgfence.cli.codes import MisuseError
+from pgfence.config import config_of
+from pgfence.fenced_handles import FencedHeld
+from pgfence.keys import LockKey
+from pgfence.lease import Lease
+from pgfence.once import Once, Slot
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+    from pgfence.cli.report import Report
+    from pgfence.handles import Held
+
+PERIODS = {"day": timedelta(days=1), "hour": timedelta(hours=1), "minute": timedelta(minutes=1)}
+DEFAULT_TTL = 60.0
+DAY = 86_400.0
+
+# By these a script can tell what it holds, and a half-done run that it is not the first.
+TOKEN_VARIABLE = "PGFENCE_TOKEN"  # noqa: S105
+SLOT_VARIABLE = "PGFENCE_SLOT"
+RESUMED_VARIABLE = "PGFENCE_RESUMED"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What kind of hold the user wants; None where nothing was said. Times in seconds."""
+
+    lease: bool = False
+    once_per: str | None = None
+    tz: str | None = None
+    ttl: float | None = None
+    min_hold: float | None = None
+    max_hold: float | None = None
+
+    def check(self) -> None:
+        """Refuse what does not go together.
+
+        Raises:
+            MisuseError: it does not; the message says what does.
+        """
+        if self.lease and self.once_per is not None:
+            raise MisuseError("give --once-per or --lease, not both: a slot is held by a lease already")
+        if self.tz is not None and self.once_per is None:
+            raise MisuseError("--tz goes with --once-per: it says where the day begins")
+        timed = {"--ttl": self.ttl, "--min-hold": self.min_hold, "--max-hold": self.max_hold}
+        given = [option for option, value in timed.items() if value is not None]
+        if given and not (self.lease or self.once_per is not None):
+            raise MisuseError(f"{given[0]} goes with --lease: a plain lock has no time of its own")
+        if self.min_hold is not None and self.once_per is not None:
+            raise MisuseError("--min-hold goes with --lease: a slot runs once, however short the command")
+        if self.ttl is not None and self.ttl > DAY:
+            raise MisuseError("--ttl must be at most 86400 seconds: it is renewed for as long as the command runs")
+
+
+def lock_on(
+    engine: Engine, name: str, namespace: str | None, terms: Terms, report: Report
+) -> Once | Lease | AdvisoryLock[Held]:
+    """Return what to acquire.
+
+    Raises:
+        MisuseError: the name or one of the terms cannot be used.
+    """
+    ttl = DEFAULT_TTL if terms.ttl is None else terms.ttl
+    try:
+        if terms.once_per is not None:
+            return _once(engine, name, namespace, terms, ttl)
+        if terms.lease:
+            return _lease(engine, name, namespace, terms, ttl)
+        key = LockKey.of(name, namespace=config_of(engine).namespace if namespace is None else namespace)
+    except ValueError as error:
+        raise MisuseError(_in_options(str(error))) from None
+    report.key = key.value
+    return AdvisoryLock(engine, key)
+
+
+def _once(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Once:
+    tz, step = terms.tz or "UTC", PERIODS.get(terms.once_per or "")
+    if step is not None:
+        return Once(engine, name, every=step, tz=tz, ttl=ttl, max_hold=terms.max_hold, namespace=namespace)
+    assert terms.once_per is not None
+    return Once(engine, name, cron=terms.once_per, tz=tz, ttl=ttl, max_hold=terms.max_hold, namespace=namespace)
+
+
+def _lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Lease:
+    least = terms.min_hold or 0.0
+    return Lease(engine, name, ttl=ttl, max_hold=terms.max_hold, min_hold=least, namespace=namespace)
+
+
+def _in_options(message: str) -> str:
+    """Return a message of the library in the words of the command line."""
+    for argument, option in (("cron=", "--once-per="), ("tz=", "--tz=")):
+        if message.startswith(argument):
+            return option + message.removeprefix(argument)
+    first, _, rest = message.partition(" ")
+    word = first.partition("=")[0]
+    return f"--{word.replace('_', '-')}{first.removeprefix(word)} {rest}" if word in _TIMES else message
+
+
+_TIMES = frozenset({"ttl", "min_hold", "max_hold"})
+
+
+def variables(held: Held | None) -> dict[str, str]:
+    """Return what the command is told of its hold."""
+    told: dict[str, str] = {}
+    if isinstance(held, FencedHeld):
+        told[TOKEN_VARIABLE] = str(held.token)
+    if isinstance(held, Slot):
+        told[SLOT_VARIABLE] = held.slot.isoformat()
+        told[RESUMED_VARIABLE] = str(int(held.resumed))
+    return told
+
+
+def note(held: Held, report: Report) -> None:
+    """Note in the report what is held."""
+    if isinstance(held, FencedHeld):
+        report.token = held.token
+    if isinstance(held, Slot):
+        report.slot = held.slot.isoformat()
+        report.resumed = held.resumed
+
+
+class CommandFailedError(Exception):
+    """Ends a slot whose command has failed: it is free for another attempt."""
+
+
+def give_back(held: Held, *, well: bool) -> None:
+    """Release what is held; a slot is done only if all went well.
+
+    Raises:
+        LockLostError: it was lost before.
+    """
+    if isinstance(held, Slot) and not well:
+        held.check()
+        held.__exit__(CommandFailedError, CommandFailedError(), None)
+    else:
+        held.release()

@@ -1,0 +1,7 @@
+"""The scenes, played after the acts. A new one is a file with a SCENE, and its place in this list."""
+
+from __future__ import annotations
+
+from pgfence.demo.scenes import paused, slots
+
+SCENES = (paused.SCENE, slots.SCENE)

@@ -1,0 +1,268 @@
+"""How a transaction enters a gate: on a sync Session or Connection; async callers come here through `run_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, Engine, event, table, update
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql import gates, server
+from pgfence._sql import transaction as sql
+from pgfence._sql.storage import place_of, translated
+from pgfence.blocks import AsyncBlock, Block, kinds
+from pgfence.config import config_of
+from pgfence.errors import StaleFencingTokenError, TransactionStateError
+from pgfence.keys import shown, stored
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+
+    from sqlalchemy.orm import Session, scoped_session
+
+    from pgfence._sql.gates import Gates
+
+ASYNCIO = "sqlalchemy.ext.asyncio"
+ORM = "sqlalchemy.orm"
+
+# What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
+_WRITE = update(table("pgfence_gate"))
+
+
+def is_async(work: object) -> bool:
+    """Say whether a transaction belongs to the async half.
+
+    Raises:
+        TypeError: it is nothing that could have a transaction.
+    """
+    if isinstance(work, kinds(ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
+        return True
+    if isinstance(work, (Connection, *kinds(ORM, "Session", "scoped_session"))):
+        return False
+    factories: tuple[type[Any], ...] = (
+        Engine,
+        *kinds(ORM, "sessionmaker"),
+        *kinds(ASYNCIO, "AsyncEngine", "async_sessionmaker"),
+    )
+    way = "; open a transaction first, or use lease.begin(...)" if isinstance(work, factories) else ""
+    raise TypeError(f"a fence stands in a transaction: a Session or a Connection, not {type(work).__name__}{way}")
+
+
+def tokens_of(resource: object, token: object) -> dict[str, int]:
+    """Return what was asked for: resources as the caller names them, each with its token.
+
+    Raises:
+        TypeError: a resource is no str, or a token is no int.
+        ValueError: there is none, or a token is below 1.
+    """
+    if isinstance(resource, Mapping):
+        if token is not None:
+            raise TypeError("a mapping has its tokens already: fence(session, {resource: token})")
+        found: dict[Any, Any] = dict(resource)
+    else:
+        found = {resource: token}
+    if not found:
+        raise ValueError("there is no resource to enter")
+    for name, number in found.items():
+        stored(name, "", "a resource")
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"the token for {name!r} must be an int, not {type(number).__name__}")
+        if not 0 < number < 2**63:
+            raise ValueError(f"a fencing token is a bigint of 1 or more, not {number}: take the one of the lease")
+    return found
+
+
+def enter_named(work: Session | Connection, tokens: Mapping[str, int], *, after_reads: bool = False) -> None:
+    """As `enter`, by the names that callers use."""
+    enter(work, tokens, after_reads=after_reads, named=True)
+
+
+def enter(
+    work: Session | scoped_session[Any] | Connection,
+    tokens: Mapping[str, int],
+    *,
+    after_reads: bool = False,
+    named: bool = False,
+) -> None:
+    """Enter the gates of resources, which stay locked until the transaction ends. What was entered before costs nothing.
+
+    Args:
+        work: the transaction; it begins here if it has not yet.
+        tokens: by resource, as it stands in the tables.
+        after_reads: also where something was sent before.
+        named: the resources are as callers name them; the configured namespace is added.
+
+    Raises:
+        StaleFencingTokenError: a token is not the newest. The transaction cannot commit any more.
+        TransactionStateError: autocommit; or something was sent in this transaction already.
+        SchemaError: the tables or functions are missing, or this role may not use them.
+    """
+    connection, fresh, known = _transaction(work)
+    if named:
+        namespace = config_of(connection).namespace
+        tokens = {stored(name, namespace, "a resource"): token for name, token in tokens.items()}
+    record, first = _record(connection, tokens, fresh=fresh)
+    missing = {name: token for name, token in tokens.items() if record.tokens.get(name) != token}
+    if not missing:
+        return
+    if not (first or after_reads or record.first) and known:
+        raise TransactionStateError(
+            f"the gate of {_told(missing)} must be entered by the first statement of the transaction: what was read before may"
+            " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
+            " lease.begin(...); or pass after_reads=True if nothing was read yet that a write will rest on"
+        )
+    _send(connection, lambda: gates.enter(connection, place_of(connection), record, missing))
+    record.first = record.first or first
+
+
+def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str, token: int, data: str | None) -> None:
+    """Write what the next holder can go on from, in the caller's transaction; it enters the gate if that was not done.
+
+    Args:
+        work: the transaction; it begins here if it has not yet.
+        name: of the lease, as it stands in the tables.
+        token: of the lease.
+        data: JSON.
+
+    Raises:
+        StaleFencingTokenError: a newer holder has taken over. The transaction cannot commit any more.
+        TransactionStateError: autocommit.
+    """
+    connection, fresh, _ = _transaction(work)
+    record, _ = _record(connection, {name: token}, fresh=fresh)
+    _send(connection, lambda: gates.save_checkpoint(connection, place_of(connection), record, name, token, data))
+
+
+def entered(work: Session | scoped_session[Any] | Connection) -> Mapping[str, int]:
+    """Return the gates that the present transaction has entered: tokens by resource, as it stands in the tables.
+
+    A ROLLBACK TO SAVEPOINT takes back what was entered since.
+    """
+    if isinstance(work, Connection):
+        connection = work
+    else:
+        session = _session(work)
+        if not session.in_transaction():
+            return {}
+        connection = session.connection(bind_arguments={"clause": _WRITE})
+    return dict(gates.Gates.of(connection).tokens)
+
+
+def poison(work: Session | scoped_session[Any] | Connection, error: StaleFencingTokenError) -> None:
+    """Keep the present transaction from committing: it is refused until its outermost rollback."""
+    connection = work if isinstance(work, Connection) else _session(work).connection(bind_arguments={"clause": _WRITE})
+    gates.poison(connection, error)
+
+
+def _session(work: Session | scoped_session[Any]) -> Session:
+    one: Any = work
+    session: Session = one.registry() if isinstance(one, kinds(ORM, "scoped_session")) else one
+    return session
+
+
+def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Connection, bool, bool]:
+    """Return the connection, whether it begins just now, and whether it can be known what ran in it before."""
+    if isinstance(work, Connection):
+        # A savepoint may be all that the one who gave us the connection lets us have.
+        return work, False, not work.in_nested_transaction()
+    session = _session(work)
+    known = not isinstance(session.get_bind(clause=_WRITE), Connection)
+    begun: list[object] = []
+
+    def begin(*_: object) -> None:
+        begun.append(True)
+
+    # Hooks may send settings at the begin; that is not yet a read.
+    event.listen(session, "after_begin", begin)
+    try:
+        connection = session.connection(bind_arguments={"clause": _WRITE})
+    finally:
+        event.remove(session, "after_begin", begin)
+    return connection, bool(begun), known
+
+
+def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[Gates, bool]:
+    """Return what the transaction has entered, and whether the next statement counts as its first."""
+    server.style_of(connection.dialect)
+    gates.translate(connection)
+    state = sql.driver_state(connection)
+    if state.autocommit:
+        raise TransactionStateError(
+            f"the connection is in autocommit: the gate of {_told(tokens)} would be left with the statement that entered it."
+            " Use a connection without AUTOCOMMIT"
+        )
+    if state.pipeline:
+        raise TransactionStateError(
+            "the connection is in psycopg's pipeline mode, where a refusal may come with another statement: leave the"
+            " pipeline before entering a gate"
+        )
+    if not connection.in_transaction():
+        connection.begin()
+        fresh = True
+    record = gates.Gates.of(connection)
+    if state.idle:
+        record.forget()
+    return record, fresh or state.idle
+
+
+def _send(connection: Connection, send: Callable[[], None]) -> None:
+    try:
+        send()
+    except DBAPIError as error:
+        if told := translated(error, place_of(connection)):
+            raise told from error
+        raise
+
+
+def _told(tokens: Mapping[str, int]) -> str:
+    return ", ".join(repr(shown(name)) for name in tokens)
+
+
+def begin_fenced(factory: Any, tokens: Mapping[str, int]) -> AbstractContextManager[Any, None]:
+    """Open a transaction, enter the gates, yield the Session or Connection, and commit.
+
+    Args:
+        factory: a sessionmaker or an Engine.
+        tokens: by resource, as it stands in the tables.
+
+    Raises:
+        TypeError: it is neither.
+        StaleFencingTokenError: a token is not the newest; from the block, or at its end.
+    """
+    takes: tuple[type[Any], ...] = (Engine, *kinds(ORM, "sessionmaker"))
+    if not isinstance(factory, takes):
+        raise _misfit(factory, "a sessionmaker or an Engine")
+
+    @contextmanager
+    def block() -> Iterator[Any]:
+        with factory.begin() as work:
+            enter(work, tokens, after_reads=True)  # if anything was sent, then by hooks at the begin
+            yield work
+
+    return Block(block())
+
+
+def begin_fenced_async(factory: Any, tokens: Mapping[str, int]) -> AbstractAsyncContextManager[Any, None]:
+    """Open a transaction, enter the gates, yield the AsyncSession or AsyncConnection, and commit; see `begin_fenced`."""
+    if not isinstance(factory, kinds(ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+        raise _misfit(factory, "an async_sessionmaker or an AsyncEngine")
+
+    @asynccontextmanager
+    async def block() -> AsyncIterator[Any]:
+        async with factory.begin() as work:
+            await work.run_sync(enter, tokens, after_reads=True)
+            yield work
+
+    return AsyncBlock(block())
+
+
+def _misfit(factory: object, wanted: str) -> TypeError:
+    has = isinstance(
+        factory,
+        (Connection, *kinds(ORM, "Session", "scoped_session"), *kinds(ASYNCIO, "AsyncSession", "AsyncConnection")),
+    )
+    way = ": for a transaction of your own use held.fence(session)" if has else ""
+    return TypeError(f"begin() opens its own transaction and takes {wanted}, not {type(factory).__name__}{way}")

@@ -1,0 +1,110 @@
+"""`fence` and `fenced`: for transactions that the caller began."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+from pgfence.blocks import AsyncHold, Hold, kinds
+from pgfence.fence._entering import ASYNCIO, enter_named, is_async, tokens_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+    from typing import TypeAlias
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
+
+    SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
+    AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
+
+
+@overload
+def fence(session: AsyncWork, resource: str, token: int, *, after_reads: bool = False) -> Awaitable[None]: ...
+@overload
+def fence(session: SyncWork, resource: str, token: int, *, after_reads: bool = False) -> None: ...
+@overload
+def fence(session: AsyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False) -> Awaitable[None]: ...
+@overload
+def fence(session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False) -> None: ...
+def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool = False) -> Any:
+    """Enter the gate of a resource in a transaction that the caller began; it stays entered until that ends.
+
+    ::
+
+        with SessionLocal.begin() as session:
+            fence(session, "close:2026-04", token)
+            session.get_one(Period, "2026-04").closed = True
+
+    Promised: a transaction with another token than the newest cannot commit, and those with the same token run side by side.
+    A newer holder's first transaction waits until the older ones that are inside have ended, and sees what they wrote.
+    A refusal keeps the transaction from committing, also when the error is swallowed: roll back.
+
+    Not promised: anything about writers that enter no gate, unless the tables are guarded by `pgfence.schema.add_fence`; or
+    about effects outside this transaction.
+
+    Args:
+        session: a Session, scoped_session or Connection, or an async one; then the result is awaited.
+        resource: its name, in the configured namespace; a lease's name is the resource of that name.
+        token: of the lease, or of an advisory lock with `token=True`.
+        tokens: several resources at once, in place of `resource` and `token`. They are entered in one order everywhere.
+        after_reads: allow statements of this transaction before it. What they read may be older than the last holder's
+            commit, and a write that rests on it would undo that one.
+
+    Raises:
+        StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was set back.
+        TransactionStateError: something was sent in this transaction already; or the connection is in autocommit.
+        SchemaError: pgfence's tables are missing, or this role may not use them.
+        TypeError: `session` has no transaction of its own (an engine, a factory); a name is no str or a token no int.
+        ValueError: a name is unusable, or a token below 1.
+    """
+    asynchronous, tokens = is_async(session), tokens_of(resource, token)
+    if asynchronous:
+        return _one(session).run_sync(enter_named, tokens, after_reads=after_reads)
+    enter_named(session, tokens, after_reads=after_reads)
+    return None
+
+
+@overload
+def fenced(
+    session: AsyncWork, resource: str, token: int, *, after_reads: bool = False
+) -> AbstractAsyncContextManager[None, None]: ...
+@overload
+def fenced(
+    session: SyncWork, resource: str, token: int, *, after_reads: bool = False
+) -> AbstractContextManager[None, None]: ...
+@overload
+def fenced(
+    session: AsyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False
+) -> AbstractAsyncContextManager[None, None]: ...
+@overload
+def fenced(
+    session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False
+) -> AbstractContextManager[None, None]: ...
+def fenced(session: Any, resource: Any, token: Any = None, *, after_reads: bool = False) -> Any:
+    """Enter the gate of a resource for the rest of the transaction, as a block. Leaving it releases nothing before COMMIT.
+
+    The block shows which statements are meant; the gate is entered as by `fence`, and promised is the same.
+
+    Args:
+        session: a Session, scoped_session or Connection, or an async one; then it is an async block.
+        resource: its name, in the configured namespace.
+        token: of the lease, or of an advisory lock with `token=True`.
+        tokens: several resources at once, in place of `resource` and `token`.
+        after_reads: allow statements of this transaction before it; see `fence`.
+
+    Raises:
+        StaleFencingTokenError: on entering: the token is not the newest.
+        TransactionStateError: on entering: something was sent in this transaction already; or it is in autocommit.
+        TypeError, ValueError: as `fence`.
+    """
+    asynchronous, tokens = is_async(session), tokens_of(resource, token)
+    if asynchronous:
+        return AsyncHold(lambda: _one(session).run_sync(enter_named, tokens, after_reads=after_reads))
+    return Hold(lambda: enter_named(session, tokens, after_reads=after_reads))
+
+
+def _one(work: Any) -> Any:
+    """Return the AsyncSession or AsyncConnection itself: an async_scoped_session has no `run_sync`."""
+    return work.registry() if isinstance(work, kinds(ASYNCIO, "async_scoped_session")) else work

@@ -1,0 +1,189 @@
+"""Which resource a row of a fenced class belongs to, and which token this transaction has for it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Never
+
+from sqlalchemy import inspect as mapped
+
+from pgfence._runtime import aio, sync
+from pgfence.config import config_of
+from pgfence.errors import FenceRequiredError, StaleFencingTokenError
+from pgfence.fence._entering import entered, poison
+from pgfence.keys import shown, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import ClassVar, Literal
+
+    from sqlalchemy import Connection
+    from sqlalchemy.engine.default import DefaultExecutionContext
+    from sqlalchemy.orm import Mapper
+
+ATTRIBUTE = "fence_token"
+MODES = ("gate", "row")
+
+
+class Guarded:
+    """What the mixin is made of, for the modules that it is built on. No annotation stands in it: pydantic reads those."""
+
+    if TYPE_CHECKING:
+        __fence__: ClassVar[Literal["gate", "row"]]
+        __fence_resource__: Any
+        __fence_column__: ClassVar[str]
+    else:
+        __fence__ = "gate"
+        __fence_column__ = ATTRIBUTE
+
+
+def validated(cls: Any) -> None:
+    """Raise unless a class that is being mapped says how it is fenced."""
+    if cls.__fence__ not in MODES:
+        raise ValueError(f"{cls.__name__}.__fence__ must be 'gate' or 'row', not {cls.__fence__!r}")
+    asked = getattr(cls, "__fence_resource__", None)
+    if isinstance(asked, str):
+        stored(asked, "", f"{cls.__name__}.__fence_resource__")
+    elif not callable(asked):
+        raise TypeError(f"{cls.__name__}.__fence_resource__ must be a str, or a static method from the row to a str")
+    if not isinstance(cls.__fence_column__, str) or not cls.__fence_column__:
+        raise TypeError(f"{cls.__name__}.__fence_column__ must be the name of a column")
+
+
+def constant(cls: type[Guarded]) -> bool:
+    """Whether all rows of a class belong to one resource."""
+    return isinstance(cls.__fence_resource__, str)
+
+
+def column_of(mapper: Mapper[Any]) -> Any:
+    """Return the fencing column."""
+    return mapper.column_attrs[ATTRIBUTE].columns[0]
+
+
+class View:
+    """A row as it was or will be: its columns from elsewhere, its methods and properties those of the class."""
+
+    def __init__(self, cls: type[Guarded], look: Callable[[str], Any]) -> None:
+        self._cls = cls
+        self._look = look
+
+    def __getattr__(self, name: str) -> Any:
+        mapper = mapped(self._cls)
+        if name in mapper.column_attrs:
+            return self._look(name)
+        if name in mapper.attrs:
+            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may look at columns, and {name} is none")
+        found = inspect.getattr_static(self._cls, name)
+        return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
+
+
+def view(cls: type[Guarded], values: Mapping[str, Any]) -> View:
+    """Return a row of these values; to look at another column of it is an error."""
+
+    def look(name: str) -> Any:
+        if name not in values:
+            raise refusal(cls, f"the resource of a row depends on {name}, which is not known before the statement runs")
+        return values[name]
+
+    return View(cls, look)
+
+
+def resource_of(cls: type[Guarded], row: Any) -> str:
+    """Return the resource of a row, without the namespace.
+
+    Raises:
+        TypeError: the class's own function returned something else.
+    """
+    asked = cls.__fence_resource__
+    found = asked if isinstance(asked, str) else asked(row)
+    if not isinstance(found, str):
+        raise TypeError(f"{cls.__name__}.__fence_resource__ must return a str, not {type(found).__name__}")
+    return found
+
+
+def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
+    """Return the token that this transaction brought for a resource.
+
+    Raises:
+        FenceRequiredError: it brought none.
+        LockLostError: in mode "row": what this task or thread held under that name is lost.
+    """
+    name = stored(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
+    token = entered(connection).get(name)
+    if token is None and cls.__fence__ == "row":
+        token = _held_here(name)
+    if token is None:
+        raise FenceRequiredError(
+            f"{cls.__name__} is fenced by {shown(name)!r}, and this transaction brought no token for it: write inside"
+            f" lease.begin(...), or fenced(session, {resource!r}, token)",
+            resource=shown(name),
+        )
+    return token
+
+
+def _held_here(name: str) -> int | None:
+    owner = aio.contender_here() or sync.contender()
+    for hold in reversed(owner.holds):
+        if hold.stored == name and hold.token is not None:
+            hold.check()
+            return hold.token
+    return None
+
+
+def refusal(cls: type[Guarded], why: str) -> FenceRequiredError:
+    """Return the error for a statement whose rows cannot be told beforehand."""
+    return FenceRequiredError(
+        f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or by an update() or delete() of the class"
+    )
+
+
+def refuse_stale(connection: Connection, resource: str, token: int, newest: int) -> Never:
+    """Raise because a newer token wrote a row; the transaction cannot commit any more."""
+    error = StaleFencingTokenError(
+        f"token {token} for {resource!r} is refused, a row was written under {newest}: a newer holder has taken over."
+        " Nothing of this transaction is committed: roll back",
+        resource=resource,
+        token=token,
+        newest=newest,
+        sqlstate=None,
+    )
+    poison(connection, error)
+    raise error
+
+
+# ------------------------------------------------------------ what the column does for statements that nobody else looks at
+
+
+def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
+    """Return the token for a row that is inserted past the flush, one row after the other."""
+    if constant(cls):
+        return token_for(cls, resource_of(cls, None), context.root_connection)
+    if getattr(context.compiled and context.compiled.statement, "select", None) is not None:
+        raise refusal(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
+    row = view(cls, _given(cls, context))
+    return token_for(cls, resource_of(cls, row), context.root_connection)
+
+
+def _given(cls: type[Guarded], context: Any) -> dict[str, Any]:
+    """Return what an INSERT gives to the columns of the row whose default is asked for.
+
+    Not by the context's own way of telling the rows of one VALUES apart: it fails for columns of mapped classes.
+    """
+    values, column = context.current_parameters, context.current_column
+    suffix = ""
+    if context.compiled.compile_state._has_multi_parameters:
+        suffix = f"_m{column.index + 1 if column._is_multiparam_column else 0}"
+    found = {}
+    for prop in mapped(cls).column_attrs:
+        for key in (prop.columns[0].key + suffix, prop.columns[0].key if suffix in {"", "_m0"} else None):
+            if key in values:
+                found[prop.key] = values[key]
+                break
+    return found
+
+
+def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
+    """Return the token for rows that are updated past the flush."""
+    if cls.__fence__ == "row" or not constant(cls):
+        raise refusal(cls, "the rows of this UPDATE cannot be told before it runs")
+    return token_for(cls, resource_of(cls, None), context.root_connection)

@@ -1,0 +1,164 @@
+"""Lease, for tasks."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from sqlalchemy import Connection, Engine
+
+from pgfence._runtime import aio
+from pgfence._runtime.claims import holder_of
+from pgfence._runtime.lease_aio import AsyncLeases, leases_of
+from pgfence._sql.storage import place_of
+from pgfence.config import config_of
+from pgfence.fenced_handles import AsyncHeldLease
+from pgfence.lease._request import Leased, claim_of
+from pgfence.verbs import AsyncVerbs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
+
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._runtime.claims import Claim
+    from pgfence._runtime.grant import Heartbeat
+    from pgfence.grants import Holder
+    from pgfence.keys import Name
+    from pgfence.lease._request import Json, LeaseRef
+    from pgfence.timing import Seconds
+
+    AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
+
+
+class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
+    """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token; see `Lease`.
+
+    Promises, arguments and errors are those of the sync twin, with an AsyncEngine. The heartbeat is a thread of its own, so
+    a blocked loop cannot lose the lease; a loss cancels the block of `hold()`.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngineSource,
+        name: str,
+        *,
+        ttl: Seconds,
+        max_hold: Seconds | None = None,
+        min_hold: Seconds = 0,
+        lock_delay: Seconds = 0,
+        heartbeat: Heartbeat = "auto",
+        owner: str | None = None,
+        purpose: str = "",
+        metadata: Json = None,
+        namespace: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            ttl=ttl,
+            max_hold=max_hold,
+            min_hold=min_hold,
+            lock_delay=lock_delay,
+            heartbeat=heartbeat,
+            owner=owner,
+            purpose=purpose,
+            metadata=metadata,
+            namespace=namespace,
+        )
+        self._engine = source_of(engine, type(self).__name__)
+
+    async def try_acquire(self) -> AsyncHeldLease | None:
+        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+
+        Raises:
+            PgfenceError: as `acquire`.
+        """
+        domain, claim = self._place()
+        return await domain.acquire(claim, 0.0, AsyncHeldLease)
+
+    async def acquire(self, *, timeout: Seconds | None = None) -> AsyncHeldLease:
+        """Wait until it is held.
+
+        Args:
+            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: it was not free in time; names the holder.
+            SelfDeadlockError: this task, or a circle inside this process, holds it.
+            UnreachableError: no answer; a grant nobody heard of is given back in the background.
+            SchemaError: the tables are missing, too old, or not open to this role.
+            StandbyError, UnsupportedServerError: no lease can be written on this server.
+        """
+        domain, claim = self._place()
+        owner = aio.contender()
+        handle = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncHeldLease)
+        if handle is None:
+            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self.holders())
+        return handle
+
+    @staticmethod
+    async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
+        """Take over a lease that another process handed over; from now on it is renewed here.
+
+        A reference works once: whoever comes second is refused.
+
+        Args:
+            engine: an AsyncEngine, or a function that returns one.
+            ref: what `hand_over()` returned.
+
+        Raises:
+            LockLostError: it has expired, was adopted already, or was evicted.
+            TypeError, ValueError: it is no reference.
+            PgfenceError: as `acquire`.
+        """
+        domain, place = domain_of(source_of(engine, "AsyncLease.adopt"), "AsyncLease.adopt")
+        claim, reference = claim_of(domain.engine, ref, place)
+        return await domain.adopt(claim, reference, AsyncHeldLease)
+
+    async def holders(self) -> list[Holder]:
+        """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
+
+        Raises:
+            UnreachableError: there is no server.
+            SchemaError: the tables are missing.
+        """
+        domain, claim = self._place()
+        row = await domain.look(claim.place, claim.stored)
+        return [] if row is None else [holder_of(claim, row)]
+
+    def _named(self, names: Sequence[Name]) -> Self:
+        other = copy(self)
+        other._names = tuple(names)
+        return other
+
+    def _place(self) -> tuple[AsyncLeases, Claim]:
+        domain, place = domain_of(self._engine, type(self).__name__)
+        return domain, self._claim(place, domain.config.namespace)
+
+
+def source_of(engine: Any, what: str) -> AsyncEngineSource:
+    """Refuse what no lease can be taken through.
+
+    Raises:
+        TypeError: an AsyncSession, an AsyncConnection, or something sync.
+    """
+    if isinstance(engine, (Engine, Connection)):
+        raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: use the sync twin")
+    if hasattr(engine, "get_bind") or hasattr(engine, "registry") or hasattr(engine, "sync_connection"):
+        raise TypeError(
+            f"{what} needs an AsyncEngine, not {type(engine).__name__}: a lease outlives transactions and connections. Write"
+            " under it with lease.begin(async_sessionmaker)"
+        )
+    if not hasattr(engine, "sync_engine") and not callable(engine):
+        raise TypeError(f"{what} needs an AsyncEngine, or a function that returns one, not {type(engine).__name__}")
+    return cast("AsyncEngineSource", engine)
+
+
+def domain_of(source: AsyncEngineSource, what: str) -> tuple[AsyncLeases, Any]:
+    """Return the leases of an engine on the running loop, and where its tables are."""
+    found: Any = source
+    engine = found if hasattr(found, "sync_engine") else found()
+    if not hasattr(engine, "sync_engine"):
+        raise TypeError(f"{what} needs an AsyncEngine, not {engine!r}: use the sync twin")
+    return leases_of(engine, config_of(engine, pin=True)), place_of(engine)

@@ -1,0 +1,116 @@
+"""What both twins of a lease know: the arguments, read once and refused with the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from uuid import UUID
+
+from pgfence._runtime import trust
+from pgfence._runtime.claims import Identity, LeaseClaim, json_text
+from pgfence.config import config_of
+from pgfence.keys import shown, stored
+from pgfence.wrapping import choice
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pgfence._runtime.claims import Claim
+    from pgfence._runtime.grant import Heartbeat
+    from pgfence._sql.storage import Place
+    from pgfence.timing import Seconds
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+
+class LeaseRef(TypedDict):
+    """A lease that was handed over, as plain JSON for a queue. Whoever has it may adopt the lease."""
+
+    name: str
+    lease_id: str
+    token: int
+
+
+class Leased:
+    """The arguments of a lease."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        ttl: Seconds,
+        max_hold: Seconds | None,
+        min_hold: Seconds,
+        lock_delay: Seconds,
+        heartbeat: Heartbeat,
+        owner: str | None,
+        purpose: str,
+        metadata: Any,
+        namespace: str | None,
+    ) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"a lease is kept by its name, as text: give a str, not {type(name).__name__}")
+        stored(name, namespace or "", "the name of a lease")
+        choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
+        self._names: Sequence[Any] = (name,)
+        self._terms = trust.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
+        self._heartbeat: Heartbeat = heartbeat
+        self._identity = Identity(
+            _text(owner, "owner"), _text(purpose, "purpose") or "", json_text(metadata, "metadata")
+        )
+        self._namespace = namespace
+
+    def _claim(self, place: Place, namespace: str) -> Claim:
+        return LeaseClaim(
+            stored=stored(
+                self._names[0], namespace if self._namespace is None else self._namespace, "the name of a lease"
+            ),
+            place=place,
+            terms=self._terms,
+            identity=self._identity,
+            heartbeat=self._heartbeat,
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._names[0]!r}, ttl={self._terms.ttl:g}>"
+
+
+def claim_of(engine: Any, reference: object, place: Place) -> tuple[LeaseClaim, dict[str, Any]]:
+    """Return what a reference asks for.
+
+    Raises:
+        TypeError: it is no reference.
+        ValueError: it is damaged.
+    """
+    if not isinstance(reference, dict) or not {"name", "lease_id", "token"} <= reference.keys():
+        raise TypeError("adopt() needs what hand_over() returned: a dict with name, lease_id and token")
+    name, lease_id, token = reference["name"], reference["lease_id"], reference["token"]
+    if (
+        isinstance(token, bool)
+        or not isinstance(token, int)
+        or not isinstance(name, str)
+        or not isinstance(lease_id, str)
+    ):
+        raise TypeError("this reference is damaged: name and lease_id are text, token is an int")
+    try:
+        UUID(lease_id)
+    except ValueError:
+        raise ValueError(f"this reference is damaged: {lease_id!r} is no lease id") from None
+    if not 0 < token < 1 << 63:
+        raise ValueError(f"this reference is damaged: {token} is no token")
+    _, separator, _ = name.partition("\x1f")
+    if not separator:
+        stored(name, "", "the name of a lease")
+    config_of(engine, pin=True)
+    claim = LeaseClaim(stored=name, place=place, terms=trust.Terms(trust.SHORTEST_TTL))
+    assert claim.names == (shown(name),)
+    return claim, {"name": name, "lease_id": lease_id, "token": token}
+
+
+def _text(value: object, what: str) -> str | None:
+    if value is None and what == "owner":
+        return None
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
+    if "\x00" in value:
+        raise ValueError(f"{what} must not contain NUL")
+    return value

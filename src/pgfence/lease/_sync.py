@@ -1,0 +1,181 @@
+"""Lease, for threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+
+from sqlalchemy import Engine
+
+from pgfence._runtime import sync
+from pgfence._runtime.claims import holder_of
+from pgfence._runtime.lease_sync import SyncLeases, leases_of
+from pgfence._sql.storage import place_of
+from pgfence.config import config_of
+from pgfence.fenced_handles import HeldLease
+from pgfence.lease._request import Leased, claim_of
+from pgfence.verbs import Verbs
+
+if TYPE_CHECKING:
+    from pgfence._runtime.claims import Claim
+    from pgfence._runtime.grant import Heartbeat
+    from pgfence.grants import Holder
+    from pgfence.keys import Name
+    from pgfence.lease._request import Json, LeaseRef
+    from pgfence.timing import Seconds
+
+EngineSource: TypeAlias = Engine | Callable[[], Engine]
+
+
+class Lease(Leased, Verbs[HeldLease]):
+    """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token.
+
+    While it is held a thread of its own renews it, every third of the TTL. Works through any pooler.
+
+    Promised: one holder per name until `expires_at`, by the server's clock; whoever dies is out after one TTL at the latest;
+    tokens only grow; a holder that cannot renew believes in it until shortly before the server gives it away, and not longer.
+    Not promised: that a former holder has stopped. Write inside `begin()`, and PostgreSQL refuses what is stale.
+
+    Args:
+        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
+        name: text, at most 255 characters with its namespace.
+        ttl: seconds that it outlives a dead holder, 0.3 to a day (longer ones as a timedelta). Not how long the work takes.
+        max_hold: seconds after which it ends however alive the holder is; None: never.
+        min_hold: seconds for which nobody else gets it, also if it is released earlier; at most the TTL.
+        lock_delay: seconds for which nobody gets it after it expired without a release.
+        heartbeat: "auto" renews it while the process lives; "progress" only while `progress()` is called; "manual" never.
+        owner: what operators read of the holder; None: host and process id.
+        purpose: what operators read of its purpose.
+        metadata: JSON for operators, kept in the row.
+        namespace: instead of the configured one.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range; the message says what would do.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSource,
+        name: str,
+        *,
+        ttl: Seconds,
+        max_hold: Seconds | None = None,
+        min_hold: Seconds = 0,
+        lock_delay: Seconds = 0,
+        heartbeat: Heartbeat = "auto",
+        owner: str | None = None,
+        purpose: str = "",
+        metadata: Json = None,
+        namespace: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            ttl=ttl,
+            max_hold=max_hold,
+            min_hold=min_hold,
+            lock_delay=lock_delay,
+            heartbeat=heartbeat,
+            owner=owner,
+            purpose=purpose,
+            metadata=metadata,
+            namespace=namespace,
+        )
+        self._engine = source_of(engine, type(self).__name__)
+
+    def try_acquire(self) -> HeldLease | None:
+        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+
+        Raises:
+            PgfenceError: as `acquire`.
+        """
+        domain, claim = self._place()
+        return domain.acquire(claim, 0.0, HeldLease)
+
+    def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
+        """Wait until it is held.
+
+        Args:
+            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: it was not free in time; names the holder.
+            SelfDeadlockError: this thread, or a circle inside this process, holds it.
+            UnreachableError: no answer; a grant nobody heard of is given back in the background.
+            SchemaError: the tables are missing, too old, or not open to this role.
+            StandbyError, UnsupportedServerError: no lease can be written on this server.
+        """
+        domain, claim = self._place()
+        owner = sync.contender()
+        handle = domain.acquire(claim, domain.timeout(timeout, owner), HeldLease)
+        if handle is None:
+            raise domain.timed_out(domain.asked(claim, owner, 0.0), self.holders())
+        return handle
+
+    @staticmethod
+    def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
+        """Take over a lease that another process handed over; from now on it is renewed here.
+
+        A reference works once: whoever comes second is refused.
+
+        Args:
+            engine: an Engine, or a function that returns one.
+            ref: what `hand_over()` returned.
+
+        Raises:
+            LockLostError: it has expired, was adopted already, or was evicted.
+            TypeError, ValueError: it is no reference.
+            PgfenceError: as `acquire`.
+        """
+        domain, place = domain_of(source_of(engine, "Lease.adopt"), "Lease.adopt")
+        claim, reference = claim_of(domain.engine, ref, place)
+        return domain.adopt(claim, reference, HeldLease)
+
+    def holders(self) -> list[Holder]:
+        """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
+
+        Raises:
+            UnreachableError: there is no server.
+            SchemaError: the tables are missing.
+        """
+        domain, claim = self._place()
+        row = domain.look(claim.place, claim.stored)
+        return [] if row is None else [holder_of(claim, row)]
+
+    def _named(self, names: Sequence[Name]) -> Self:
+        other = copy(self)
+        other._names = tuple(names)
+        return other
+
+    def _place(self) -> tuple[SyncLeases, Claim]:
+        domain, place = domain_of(self._engine, type(self).__name__)
+        return domain, self._claim(place, domain.config.namespace)
+
+
+def source_of(engine: Any, what: str) -> EngineSource:
+    """Refuse what no lease can be taken through.
+
+    Raises:
+        TypeError: a Session, a Connection, or something async.
+    """
+    if isinstance(engine, Engine):
+        return engine
+    if hasattr(engine, "get_bind") or hasattr(engine, "registry") or hasattr(engine, "exec_driver_sql"):
+        raise TypeError(
+            f"{what} needs an Engine, not {type(engine).__name__}: a lease outlives transactions and connections. Write under"
+            " it with lease.begin(sessionmaker)"
+        )
+    if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
+        raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: use the Async twin")
+    if not callable(engine):
+        raise TypeError(f"{what} needs an Engine, or a function that returns one, not {type(engine).__name__}")
+    return cast("EngineSource", engine)
+
+
+def domain_of(source: EngineSource, what: str) -> tuple[SyncLeases, Any]:
+    """Return the leases of an engine in this process, and where its tables are."""
+    engine = source if isinstance(source, Engine) else source()
+    if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
+        raise TypeError(f"{what} needs a sync Engine, not {engine!r}: use the Async twin")
+    return leases_of(engine, config_of(engine, pin=True)), place_of(engine)

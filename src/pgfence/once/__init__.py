@@ -1,0 +1,11 @@
+"""Work that is done once in each slot of time, by whichever process comes first, sync and async."""
+
+from __future__ import annotations
+
+from pgfence.once._aio import AsyncOnce
+from pgfence.once._claim import SlotOverError
+from pgfence.once._handles import AsyncSlot, Slot
+from pgfence.once._slots import CatchUp
+from pgfence.once._sync import Once
+
+__all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotOverError"]

@@ -1,0 +1,210 @@
+"""Once, for tasks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from pgfence._runtime import aio
+from pgfence._runtime.claims import Refused, holder_of
+from pgfence.lease._aio import domain_of, source_of
+from pgfence.once._claim import answer
+from pgfence.once._handles import AsyncSlot
+from pgfence.once._request import Slotted
+from pgfence.verbs import AsyncVerbs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime, timedelta
+
+    from pgfence._runtime.lease_aio import AsyncLeases
+    from pgfence.errors import LockTimeoutError
+    from pgfence.grants import Holder
+    from pgfence.lease._aio import AsyncEngineSource
+    from pgfence.once._claim import SlotClaim
+    from pgfence.once._slots import CatchUp
+    from pgfence.timing import Seconds
+    from pgfence.wrapping import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
+
+
+class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
+    """Work that is done once in each slot of time, by whichever process comes first; see `Once`.
+
+    ::
+
+        @AsyncOnce(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
+        async def send_digest() -> int: ...
+
+    Arguments and errors are those of the sync twin, with an AsyncEngine. A run whose slot is lost is cancelled.
+    """
+
+    @overload
+    def __init__(
+        self,
+        engine: AsyncEngineSource,
+        name: str,
+        *,
+        every: timedelta,
+        tz: str = "UTC",
+        catch_up: CatchUp = "last",
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        engine: AsyncEngineSource,
+        name: str,
+        *,
+        cron: str,
+        tz: str = "UTC",
+        catch_up: CatchUp = "last",
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        engine: AsyncEngineSource,
+        name: str,
+        *,
+        at: datetime | str,
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None: ...
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        *,
+        every: timedelta | None = None,
+        cron: str | None = None,
+        at: datetime | str | None = None,
+        tz: str = "UTC",
+        catch_up: CatchUp = "last",
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            every=every,
+            cron=cron,
+            at=at,
+            tz=tz,
+            catch_up=catch_up,
+            ttl=ttl,
+            max_hold=max_hold,
+            namespace=namespace,
+        )
+        self._engine = source_of(engine, type(self).__name__)
+
+    async def try_acquire(self) -> AsyncSlot | None:
+        """Ask for the slot that counts, without waiting. None: it is done, or somebody runs it. Two round trips.
+
+        Raises:
+            PgfenceError: as `acquire`.
+        """
+        domain, claim = self._place()
+        try:
+            return await domain.acquire(claim, 0.0, AsyncSlot)
+        except Refused:
+            return None
+
+    async def acquire(self, *, timeout: Seconds | None = None) -> AsyncSlot:
+        """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
+
+        Args:
+            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: the slot is done, at once (`retry_after`: seconds to the next one; no holders); or it was held
+                until the timeout, and the error names the holder.
+            UnreachableError: no answer; a grant nobody heard of is given back in the background.
+            SchemaError: the tables are missing, too old, or not open to this role.
+            StandbyError, UnsupportedServerError: nothing can be written on this server.
+        """
+        domain, claim = self._place()
+        owner = aio.contender()
+        try:
+            slot = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncSlot)
+        except Refused as refused:
+            raise answer(refused) from None
+        if slot is None:
+            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self.holders())
+        return slot
+
+    @overload  # type: ignore[override]  # here skipping is the default
+    def wrap(
+        self, *, timeout: Seconds | None = None, busy: Literal["skip"] = "skip", unreachable: Unreachable = "raise"
+    ) -> AsyncWrapSkip: ...
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Literal["raise"],
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> AsyncWrap: ...
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Callable[[LockTimeoutError], BaseException],
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> AsyncWrap: ...
+    def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
+    ) -> Any:
+        """Return a decorator: the function runs once in each slot, and calls beyond that return None.
+
+        With `catch_up="all"` it runs once for each slot that is due, and the last result is returned;
+        `pgfence.current(AsyncSlot).slot` says which it is at. Otherwise as the `wrap` of a lock, but that `busy="skip"` is the
+        default.
+        """
+        once: Any = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
+        if self._catch_up != "all":
+            return once
+        lenient: Unreachable = "raise" if unreachable == "raise" else "skip"
+        further: Any = super().wrap(busy="skip", unreachable=lenient)
+
+        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+            once(fn)  # what is wrong with it is told now
+
+            @functools.wraps(fn)
+            async def each(*args: Any, **kwargs: Any) -> Any:
+                ran: list[Any] = []
+
+                @functools.wraps(fn)
+                async def note(*args: Any, **kwargs: Any) -> None:
+                    ran.append(await fn(*args, **kwargs))
+
+                await once(note)(*args, **kwargs)
+                before = 0
+                while len(ran) > before:
+                    before = len(ran)
+                    await further(note)(*args, **kwargs)
+                return ran[-1] if ran else None
+
+            return each
+
+        return decorate
+
+    async def holders(self) -> list[Holder]:
+        """Return who runs a slot of this name at this moment, as the server sees it. Looking never takes a lock.
+
+        Raises:
+            UnreachableError: there is no server.
+            SchemaError: the tables are missing.
+        """
+        domain, claim = self._place()
+        row = await domain.look(claim.place, claim.stored)
+        return [] if row is None else [holder_of(claim, row)]
+
+    def _place(self) -> tuple[AsyncLeases, SlotClaim]:
+        domain, place = domain_of(self._engine, type(self).__name__)
+        return domain, self._due(place, domain.config.namespace)

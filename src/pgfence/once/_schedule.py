@@ -1,0 +1,104 @@
+"""What the caller says of the slots, read once and refused with the way out."""
+
+from __future__ import annotations
+
+import functools
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+from pgfence.once._slots import SHORTEST, Cron, Every
+from pgfence.wrapping import choice
+
+if TYPE_CHECKING:
+    from datetime import tzinfo
+
+    from pgfence.once._slots import CatchUp, Schedule
+
+LONGEST = timedelta(days=366 * 100)
+
+
+def schedule_of(
+    every: timedelta | None, cron: str | None, at: datetime | str | None, tz: str, catch_up: CatchUp
+) -> Schedule | datetime:
+    """Return the slots, or the one slot that the caller names.
+
+    Raises:
+        TypeError: not exactly one of the three is given, or one is of another type.
+        ValueError: one of them, the zone or `catch_up` cannot be used.
+    """
+    if sum(given is not None for given in (every, cron, at)) != 1:
+        raise TypeError("Once needs one of every=, cron= and at=: how often, when, or which slot this is")
+    choice("catch_up", catch_up, ("none", "last", "all"))
+    if at is not None:
+        return _instant(at)
+    zone = zone_of(tz)
+    return _cron(cron, zone) if cron is not None else _every(every, zone)
+
+
+def _every(every: object, zone: tzinfo) -> Every:
+    if not isinstance(every, timedelta):
+        raise TypeError(f"every must be a timedelta, not {type(every).__name__}: every=timedelta(days=1)")
+    if not SHORTEST <= every <= LONGEST:
+        raise ValueError(f"every must be between a millisecond and a hundred years, not {every}")
+    return Every(every, zone)
+
+
+def _cron(cron: object, zone: tzinfo) -> Cron:
+    if not isinstance(cron, str):
+        raise TypeError(f"cron must be a str, not {type(cron).__name__}: cron='0 7 * * *'")
+    return _checked(cron, zone)
+
+
+@functools.lru_cache(maxsize=128)
+def _checked(line: str, zone: tzinfo) -> Cron:
+    # Here, for importing pgfence pays for nothing that few need.
+    from cronsim import CronSim, CronSimError
+
+    try:
+        next(CronSim(line, datetime(2024, 1, 1, tzinfo=zone)))
+    except CronSimError as error:
+        raise ValueError(
+            f"cron={line!r} is no crontab line: {str(error)[:1].lower()}{str(error)[1:]}. Its five fields are minute, hour,"
+            " day of the month, month, day of the week: '0 7 * * 1-5'"
+        ) from None
+    except StopIteration:
+        raise ValueError(f"cron={line!r} names no day that comes within the next 50 years") from None
+    return Cron(line, zone)
+
+
+def zone_of(tz: object) -> tzinfo:
+    """Return a time zone by its name in the zone database.
+
+    Raises:
+        TypeError: it is no str.
+        ValueError: there is no such zone on this host.
+    """
+    if not isinstance(tz, str):
+        raise TypeError(f"tz must be the name of a time zone, not {type(tz).__name__}: tz='Europe/Vienna'")
+    if tz == "UTC":
+        return UTC
+    from zoneinfo import ZoneInfo
+
+    try:
+        return ZoneInfo(tz)
+    except (KeyError, ValueError, OSError):
+        raise ValueError(
+            f"tz={tz!r} is no time zone that this host knows: write it as 'Europe/Vienna'. Where the host has no zone"
+            " database at all: pip install tzdata"
+        ) from None
+
+
+def _instant(at: object) -> datetime:
+    if isinstance(at, str):
+        try:
+            found = datetime.fromisoformat(at)
+        except ValueError:
+            raise ValueError(
+                f"at={at!r} is no date or time in ISO 8601: '2026-04-30', '2026-04-30T07:00+02:00'"
+            ) from None
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    if not isinstance(at, datetime):
+        raise TypeError(f"at must be a datetime with a time zone or its text in ISO 8601, not {type(at).__name__}")
+    if at.tzinfo is None:
+        raise ValueError(f"at={at} has no time zone, so it is another instant on each host: datetime(..., tzinfo=UTC)")
+    return at.astimezone(UTC)

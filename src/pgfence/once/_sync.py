@@ -1,0 +1,236 @@
+"""Once, for threads."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from pgfence._runtime import sync
+from pgfence._runtime.claims import Refused, holder_of
+from pgfence.lease._sync import domain_of, source_of
+from pgfence.once._claim import answer
+from pgfence.once._handles import Slot
+from pgfence.once._request import Slotted
+from pgfence.verbs import Verbs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime, timedelta
+
+    from pgfence._runtime.lease_sync import SyncLeases
+    from pgfence.errors import LockTimeoutError
+    from pgfence.grants import Holder
+    from pgfence.lease._sync import EngineSource
+    from pgfence.once._claim import SlotClaim
+    from pgfence.once._slots import CatchUp
+    from pgfence.timing import Seconds
+    from pgfence.wrapping import Busy, Unreachable, Wrap, WrapSkip
+
+
+class Once(Slotted, Verbs[Slot]):
+    """Work that is done once in each slot of time, by whichever process comes first.
+
+    ::
+
+        @Once(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
+        def send_digest() -> int: ...
+
+    It starts nothing by itself: call it from cron, from a scheduler on every host, from anywhere. The server's clock says
+    which slot it is; the clocks of the hosts play no part, and a slot is done however short the work was.
+
+    Promised: a slot that was finished never runs again; of those who ask for one at the same time one gets it; an attempt that
+    died half way is seen by the next (`Slot.resumed`). Not promised: that a half-done run left nothing behind, so make the
+    work resumable; that a slot runs at all when nobody calls. A slot is held by a lease of that name with its heartbeat and
+    token, see `Lease`; one slot of a name runs at a time.
+
+    Args:
+        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
+        name: text, at most 255 characters with its namespace.
+        every: the length of a slot. Whole days go from midnight to midnight in `tz`, weeks from Monday; anything else has
+            the same length of real time always.
+        cron: a crontab line of five fields, in `tz`, with cron's own rules for summer time.
+        at: the slot itself, as a datetime with a time zone or text in ISO 8601 (without a zone it is UTC), for callers that
+            have one already. Such slots run in any order and beside each other, each once; their rows have the name
+            `name@slot`, and stay.
+        tz: a name of the zone database.
+        catch_up: what becomes of slots that nobody ran. "last": the newest one runs late; "all": each of them in its order,
+            since the first that anybody ran; "none": a slot may be begun within its first minute.
+        ttl: seconds after which a host that died half way is given up.
+        max_hold: seconds after which a run that hangs is given up; None: never.
+        namespace: instead of the configured one.
+
+    Raises:
+        TypeError: an argument has the wrong type, or not exactly one of `every`, `cron` and `at` is given.
+        ValueError: an argument cannot be used; the message says what would do.
+    """
+
+    @overload
+    def __init__(
+        self,
+        engine: EngineSource,
+        name: str,
+        *,
+        every: timedelta,
+        tz: str = "UTC",
+        catch_up: CatchUp = "last",
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        engine: EngineSource,
+        name: str,
+        *,
+        cron: str,
+        tz: str = "UTC",
+        catch_up: CatchUp = "last",
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        engine: EngineSource,
+        name: str,
+        *,
+        at: datetime | str,
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None: ...
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        *,
+        every: timedelta | None = None,
+        cron: str | None = None,
+        at: datetime | str | None = None,
+        tz: str = "UTC",
+        catch_up: CatchUp = "last",
+        ttl: Seconds = 60,
+        max_hold: Seconds | None = None,
+        namespace: str | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            every=every,
+            cron=cron,
+            at=at,
+            tz=tz,
+            catch_up=catch_up,
+            ttl=ttl,
+            max_hold=max_hold,
+            namespace=namespace,
+        )
+        self._engine = source_of(engine, type(self).__name__)
+
+    def try_acquire(self) -> Slot | None:
+        """Ask for the slot that counts, without waiting. None: it is done, or somebody runs it. Two round trips.
+
+        Raises:
+            PgfenceError: as `acquire`.
+        """
+        domain, claim = self._place()
+        try:
+            return domain.acquire(claim, 0.0, Slot)
+        except Refused:
+            return None
+
+    def acquire(self, *, timeout: Seconds | None = None) -> Slot:
+        """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
+
+        Args:
+            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
+
+        Raises:
+            LockTimeoutError: the slot is done, at once (`retry_after`: seconds to the next one; no holders); or it was held
+                until the timeout, and the error names the holder.
+            UnreachableError: no answer; a grant nobody heard of is given back in the background.
+            SchemaError: the tables are missing, too old, or not open to this role.
+            StandbyError, UnsupportedServerError: nothing can be written on this server.
+        """
+        domain, claim = self._place()
+        owner = sync.contender()
+        try:
+            slot = domain.acquire(claim, domain.timeout(timeout, owner), Slot)
+        except Refused as refused:
+            raise answer(refused) from None
+        if slot is None:
+            raise domain.timed_out(domain.asked(claim, owner, 0.0), self.holders())
+        return slot
+
+    @overload  # type: ignore[override]  # here skipping is the default
+    def wrap(
+        self, *, timeout: Seconds | None = None, busy: Literal["skip"] = "skip", unreachable: Unreachable = "raise"
+    ) -> WrapSkip: ...
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Literal["raise"],
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> Wrap: ...
+    @overload
+    def wrap(
+        self,
+        *,
+        timeout: Seconds | None = None,
+        busy: Callable[[LockTimeoutError], BaseException],
+        unreachable: Literal["raise", "run"] = "raise",
+    ) -> Wrap: ...
+    def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
+    ) -> Any:
+        """Return a decorator: the function runs once in each slot, and calls beyond that return None.
+
+        With `catch_up="all"` it runs once for each slot that is due, and the last result is returned;
+        `pgfence.current(Slot).slot` says which it is at. Otherwise as the `wrap` of a lock, but that `busy="skip"` is the
+        default.
+        """
+        once: Any = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
+        if self._catch_up != "all":
+            return once
+        lenient: Unreachable = "raise" if unreachable == "raise" else "skip"
+        further: Any = super().wrap(busy="skip", unreachable=lenient)
+
+        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+            once(fn)  # what is wrong with it is told now
+
+            @functools.wraps(fn)
+            def each(*args: Any, **kwargs: Any) -> Any:
+                ran: list[Any] = []
+
+                @functools.wraps(fn)
+                def note(*args: Any, **kwargs: Any) -> None:
+                    ran.append(fn(*args, **kwargs))
+
+                once(note)(*args, **kwargs)
+                before = 0
+                while len(ran) > before:
+                    before = len(ran)
+                    further(note)(*args, **kwargs)
+                return ran[-1] if ran else None
+
+            return each
+
+        return decorate
+
+    def holders(self) -> list[Holder]:
+        """Return who runs a slot of this name at this moment, as the server sees it. Looking never takes a lock.
+
+        Raises:
+            UnreachableError: there is no server.
+            SchemaError: the tables are missing.
+        """
+        domain, claim = self._place()
+        row = domain.look(claim.place, claim.stored)
+        return [] if row is None else [holder_of(claim, row)]
+
+    def _place(self) -> tuple[SyncLeases, SlotClaim]:
+        domain, place = domain_of(self._engine, type(self).__name__)
+        return domain, self._due(place, domain.config.namespace)

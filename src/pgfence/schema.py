@@ -1,0 +1,255 @@
+"""Tables and server functions: made and dropped here, or printed as a script for whoever runs scripts.
+
+Schema and prefix are those of `configure()`, with the engine's `schema_translate_map` on top. Without a schema the first
+one of the search path is taken, or the one where the search path finds an installation.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, overload
+
+from sqlalchemy import Engine, Table, inspect
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._runtime.opening import unreachable
+from pgfence._sql import fences
+from pgfence._sql import tables as texts
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import VERSION, Place, place_of, primary, translated, translated_schema
+from pgfence._sql.transaction import driver_state
+from pgfence.config import config_of, expect_place
+from pgfence.errors import PgfenceError, SchemaError, StandbyError, TransactionStateError, UnsupportedServerError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
+
+    from sqlalchemy import Connection, MetaData
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+OLDEST = (14,)
+
+__all__ = ["add_fence", "create_all", "drop_all", "drop_fence", "sql", "tables"]
+
+
+def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfence_") -> Sequence[Table]:
+    """Add pgfence's tables to a MetaData and return them, for migrations that compare it with the database.
+
+    Called twice it adds nothing. `metadata.create_all()` makes these tables without functions and version: with it alone
+    nothing works. `create_all` of this module makes the rest.
+
+    Args:
+        metadata: where they shall be.
+        schema: of the tables; None takes the one of the MetaData.
+        prefix: of their names.
+
+    Raises:
+        ValueError: the schema is empty or the prefix too long.
+    """
+    expect_place(schema, prefix)
+    return texts.define(metadata, Place(schema, prefix))
+
+
+def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
+    """Return the script that makes tables and functions, in one transaction; run twice it changes nothing.
+
+    Without a schema both land in the first schema of the search path, and the functions find the tables by the search path
+    of whoever calls them: every writer needs the same one.
+
+    Args:
+        schema: made if it is missing.
+        prefix: of the names.
+
+    Raises:
+        ValueError: the schema is empty or the prefix too long.
+    """
+    expect_place(schema, prefix)
+    return texts.script(Place(schema, prefix))
+
+
+@overload
+def create_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, None]: ...
+@overload
+def create_all(engine: Engine | Connection) -> None: ...
+def create_all(engine: Any) -> Any:
+    """Make tables and functions, where they are not there yet.
+
+    A second call changes nothing and needs no right to make anything; several processes may call it at the same time. On a
+    Connection it is part of the caller's transaction. Tables that are there and differ are not altered.
+
+    Args:
+        engine: an Engine or Connection, or an async one: then await it.
+
+    Raises:
+        SchemaError: this role may not make them, or what is there is not as pgfence made it.
+        TransactionStateError: the Connection is in autocommit.
+        StandbyError: the server takes no writes.
+        UnreachableError: the server gave no answer.
+        UnsupportedServerError: no PostgreSQL, one before 14, or an unknown driver.
+    """
+    return _perform(engine, texts.create)
+
+
+@overload
+def drop_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, None]: ...
+@overload
+def drop_all(engine: Engine | Connection) -> None: ...
+def drop_all(engine: Any) -> Any:
+    """Drop tables and functions with all that is in them; what is not there is no error.
+
+    Tokens start again at 1 after that, so writers who still hold older ones must have ended. The schema stays.
+
+    Args:
+        engine: an Engine or Connection, or an async one: then await it.
+
+    Raises:
+        SchemaError: this role does not own them, or a table is still fenced: `drop_fence` first.
+        TransactionStateError: the Connection is in autocommit.
+    """
+
+    def drop(connection: Connection, place: Place) -> None:
+        if guarded := fences.fenced(connection, place):
+            raise SchemaError(
+                f"pgfence's fence still stands around {', '.join(guarded)}: pgfence.schema.drop_fence(engine, table) first",
+                needed=VERSION,
+                command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
+            )
+        texts.drop(connection, place)
+
+    return _perform(engine, drop)
+
+
+@overload
+def add_fence(
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any], *, resource: str
+) -> Coroutine[Any, Any, None]: ...
+@overload
+def add_fence(engine: Engine | Connection, table: str | Table | type[Any], *, resource: str) -> None: ...
+def add_fence(engine: Any, table: Any, *, resource: str) -> Any:
+    """Let a table refuse every write of a transaction that has not entered the gate of its resource, whoever writes it.
+
+    The same call again changes nothing, one with another resource replaces the fence. Not covered: a superuser who switches
+    triggers off, the apply process of a logical replication, and tables that inherit from this one by INHERITS, each of
+    which wants a fence of its own. Partitions are covered; a new one is open to TRUNCATE until this is called again.
+
+    Args:
+        engine: an Engine or Connection, or an async one: then await it. Making a trigger needs TRIGGER on the table.
+        table: a name (or schema.name), a Table, or a mapped class: of one with joined inheritance, the table of its own.
+        resource: the name that is fenced; in the configured namespace, as the name of a lease. With columns in braces
+            ("close:{book}") each row has its own, and TRUNCATE is refused to everybody. They may be text, integer, uuid,
+            date or enum columns; a row with NULL in one of them is refused.
+
+    Raises:
+        ValueError: there is no such table or column, or the resource cannot be used.
+        TypeError: the table or the resource has the wrong type.
+        SchemaError: pgfence's functions are missing, or this role may not make a trigger.
+        TransactionStateError: the Connection is in autocommit.
+    """
+    parts = fences.parts_of(resource, config_of(engine).namespace)
+    target = _target(engine, table)
+    return _perform(engine, lambda connection, place: fences.add(connection, place, target, parts))
+
+
+@overload
+def drop_fence(engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]) -> Coroutine[Any, Any, None]: ...
+@overload
+def drop_fence(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
+def drop_fence(engine: Any, table: Any) -> Any:
+    """Take the fence off a table: from the end of this transaction on everybody writes. None there is no error.
+
+    Args:
+        engine: an Engine or Connection, or an async one: then await it.
+        table: as in `add_fence`.
+
+    Raises:
+        ValueError: there is no such table.
+        TypeError: the table has the wrong type.
+        SchemaError: this role does not own the table.
+        TransactionStateError: the Connection is in autocommit.
+    """
+    target = _target(engine, table)
+    return _perform(engine, lambda connection, place: fences.drop(connection, place, target))
+
+
+def _target(engine: Any, table: Any) -> fences.Target:
+    if isinstance(table, str):
+        before, _, name = table.rpartition(".")
+        return fences.Target(name, translated_schema(engine, before or None))
+    found = table if isinstance(table, Table) else getattr(inspect(table, raiseerr=False), "local_table", None)
+    if not isinstance(found, Table):
+        raise TypeError(f"a table is its name, a Table or a mapped class, not {table!r}")
+    return fences.Target(found.name, translated_schema(engine, found.schema))
+
+
+def _perform(engine: Any, work: Callable[[Connection, Place], None]) -> Any:
+    """Do it in a transaction of its own, or in the one of the Connection; return an awaitable for the async ones."""
+    place = place_of(engine)
+    style_of(engine.dialect)
+
+    def on_connection(connection: Connection) -> None:
+        version = connection.dialect.server_version_info
+        if version is not None and version < OLDEST:
+            raise UnsupportedServerError(
+                f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
+            )
+        if driver_state(connection).autocommit:
+            raise TransactionStateError(
+                "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine"
+            )
+        try:
+            work(connection, texts.settled(connection, place))
+        except DBAPIError as error:
+            raise _told(error, place) or error from error
+
+    if hasattr(engine, "sync_engine"):
+        return _async(engine, on_connection)
+    return _sync(engine, on_connection)
+
+
+def _sync(engine: Engine | Connection, work: Callable[[Connection], None]) -> None:
+    if not isinstance(engine, Engine):
+        work(engine)
+        return
+    with _connecting(engine):
+        connection = engine.connect()
+    # Whatever the engine's own default is: the look at what is there has to follow the wait for others.
+    with connection.execution_options(isolation_level="READ COMMITTED"), connection.begin():
+        work(connection)
+
+
+async def _async(engine: Any, work: Callable[[Connection], None]) -> None:
+    if hasattr(engine, "run_sync"):
+        await engine.run_sync(work)
+        return
+    async with AsyncExitStack() as stack:
+        with _connecting(engine.sync_engine):
+            connection = await stack.enter_async_context(engine.connect())
+        await connection.execution_options(isolation_level="READ COMMITTED")
+        async with connection.begin():
+            await connection.run_sync(work)
+
+
+@contextmanager
+def _connecting(engine: Engine) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if told := unreachable(engine, error, "Nothing was made or changed"):
+            raise told from error
+        raise
+
+
+def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
+    """Return what it means that something could not be made or dropped; None when it is not ours to explain."""
+    match sqlstate(error):
+        case "42501" as state:
+            return SchemaError(
+                f"this role may not do that: {primary(error)}. Run `{place.command}` as a role that may",
+                needed=VERSION,
+                command=place.command,
+                sqlstate=state,
+            )
+        case "25006":
+            return StandbyError(f"{primary(error)}: this server is a standby, or writes are switched off here")
+    return translated(error, place)

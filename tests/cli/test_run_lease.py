@@ -1,0 +1,117 @@
+"""`pgfence run --lease` as processes on a real server: a TTL, a token, a minimum and a maximum."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from support.commandline import Cli, first_line
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    import psycopg
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+def free_after(admin: psycopg.Connection[Any], name: str) -> float:
+    """Return the seconds from when it was granted to when others may have it."""
+    query = "SELECT EXTRACT(EPOCH FROM free_at - acquired_at)::float8 FROM pgfence_lease WHERE name = %s"
+    row = admin.execute(query, [name]).fetchone()
+    assert row is not None
+    return float(row[0])
+
+
+def test_the_command_runs_with_a_token_that_grows(cli: Cli, name: str) -> None:
+    """PGFENCE_TOKEN is the fencing token of this run, larger at each; others are busy meanwhile."""
+    tokens = []
+    for _ in range(2):
+        with cli.started("--lease", name, "--", "sh", "-c", "echo $PGFENCE_TOKEN; read x; exit 4") as process:
+            tokens.append(int(first_line(process)))
+            busy = cli.run("--lease", name, "--", "echo", "ran")
+            process.communicate("\n", timeout=20)
+        assert process.returncode == 4
+        assert (busy.returncode, busy.stdout) == (75, "")
+        assert "is busy: held by" in busy.stderr
+    assert tokens[1] > tokens[0] >= 1
+
+
+def test_a_short_job_keeps_its_name_for_the_minimum(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C088: a node that comes soon after a job of milliseconds is refused; after the minimum it is let in."""
+    assert cli.run("--lease", "--min-hold", "4", name, "--", "true").returncode == 0
+    assert cli.run("--lease", "--min-hold", "4", name, "--", "true").returncode == 75
+    assert 3.9 < free_after(admin, name) < 4.1
+    assert cli.run("--lease", "--wait", "20", name, "--", "true").returncode == 0
+
+
+def test_a_crash_within_the_minimum_refuses_others_too(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C088: killed within the minimum, the name stays taken until the TTL is over, which is no shorter."""
+    with cli.started(
+        "--lease", "--ttl", "3", "--min-hold", "2", name, "--", "sh", "-c", "echo ready; read x"
+    ) as process:
+        assert first_line(process) == "ready"
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=20)
+    assert cli.run("--lease", name, "--", "true").returncode == 75
+    assert free_after(admin, name) >= 3
+    assert cli.run("--lease", "--wait", "20", name, "--", "true").returncode == 0
+
+
+def test_a_job_longer_than_its_ttl_keeps_the_lease(cli: Cli, name: str) -> None:
+    """C083: it is renewed for as long as the command runs: no second copy starts."""
+    with cli.started("--lease", "--ttl", "1", name, "--", "sh", "-c", "echo ready; read x") as process:
+        assert first_line(process) == "ready"
+        start = time.monotonic()
+        eventually(lambda: time.monotonic() - start > 2.5, deadline=10)
+        assert cli.run("--lease", name, "--", "true").returncode == 75
+        process.communicate("\n", timeout=20)
+    assert process.returncode == 0
+
+
+def test_a_job_that_hangs_is_stopped_at_the_maximum(cli: Cli, name: str) -> None:
+    """C083: at `--max-hold` the lease is over, the command is stopped, and the report says why."""
+    words = (
+        "--json",
+        "--lease",
+        "--ttl",
+        "1",
+        "--max-hold",
+        "1.5",
+        name,
+        "--",
+        "sh",
+        "-c",
+        "echo ready; exec sleep 60",
+    )
+    with cli.started(*words) as process:
+        assert first_line(process) == "ready"
+        _out, err = process.communicate(timeout=20)
+    report = json.loads(err.splitlines()[-1])
+    assert (process.returncode, report["outcome"], report["loss_reason"]) == (76, "lost", "overdue")
+
+
+def test_a_paused_run_learns_on_waking_that_it_lost(cli: Cli, name: str) -> None:
+    """C073: stopped past its TTL, it finds the lease gone when it is woken, and stops the command: 76."""
+    with cli.started("--lease", "--ttl", "1", name, "--", "sh", "-c", "echo ready; exec sleep 60") as process:
+        assert first_line(process) == "ready"
+        process.send_signal(signal.SIGSTOP)
+        try:
+            assert cli.run("--lease", "--wait", "20", name, "--", "true").returncode == 0
+        finally:
+            process.send_signal(signal.SIGCONT)
+        _out, err = process.communicate(timeout=20)
+    assert process.returncode == 76
+    assert f"the lock {name!r} is lost" in err
+
+
+def test_a_lease_needs_no_session_lock(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
+    """While it is held there is no advisory lock: it lives in a row, and goes through any pooler."""
+    with cli.started("--pooler", "transaction", "--lease", name, "--", "sh", "-c", "echo ready; read x") as process:
+        assert first_line(process) == "ready"
+        assert admin.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").fetchone() == (0,)
+        process.communicate("\n", timeout=20)
+    assert process.returncode == 0

@@ -1,0 +1,535 @@
+"""The fence in a caller's transaction: where it may stand, whom it refuses, and what a refusal does to the transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from pgfence import configure, schema
+from pgfence._sql.sqlstate import sqlstate
+from pgfence.errors import (
+    FenceRequiredError,
+    SchemaError,
+    StaleFencingTokenError,
+    TransactionStateError,
+)
+from pgfence.fence import fence, fenced
+from pgfence.fence._entering import begin_fenced, begin_fenced_async, entered, poison, save_checkpoint
+from support.transactions import connection, factory, run, scoped, session, statements, value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+    from support.worlds import Contender, World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+@pytest.fixture
+def ledger(admin: psycopg.Connection[Any]) -> Iterator[str]:
+    """A table of amounts with one row of 100, not guarded."""
+    table = f"ledger_{secrets.token_hex(6)}"
+    admin.execute(f"CREATE TABLE {table} (id int PRIMARY KEY, amount int NOT NULL)")
+    admin.execute(f"INSERT INTO {table} VALUES (1, 100)")
+    yield table
+    admin.execute(f"DROP TABLE {table}")
+
+
+@pytest.fixture
+async def guarded(world: World, ledger: str, name: str) -> str:
+    """The same, guarded by the resource of this test."""
+    await world.call(schema.add_fence, world.engine(), ledger, resource=name)
+    return ledger
+
+
+async def on_sync(world: World, work: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of the sync core with a session or connection of this world."""
+    if world.is_async:
+        return await world.call(work.run_sync, function, *args)
+    return await world.call(function, work, *args)
+
+
+async def add(who: Contender, work: Any, ledger: str, amount: int) -> None:
+    await run(who, work, f"UPDATE {ledger} SET amount = amount + {amount} WHERE id = 1")
+
+
+def amount(admin: psycopg.Connection[Any], ledger: str) -> int:
+    row = admin.execute(f"SELECT amount FROM {ledger} WHERE id = 1").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def blow(admin: psycopg.Connection[Any], name: str, token: int) -> None:
+    """Let a newer holder enter and commit."""
+    admin.execute("SELECT pgfence_enter_gates_v1(ARRAY[%s], ARRAY[%s::bigint])", (name, token))
+
+
+# ---------------------------------------------------------------- what it refuses, and what not
+
+
+async def test_only_the_newest_token_can_commit(world: World, name: str, ledger: str, admin: Any) -> None:
+    """A token that was overtaken is refused at the door, with both numbers; the same and newer ones are let in."""
+    engine = world.engine()
+    for token in (1, 1, 3):
+        async with session(world, engine) as work:
+            await world.call(fence, work, name, token)
+            await add(world, work, ledger, 1)
+            await world.call(work.commit)
+    async with session(world, engine) as work:
+        with pytest.raises(StaleFencingTokenError) as caught:
+            await world.call(fence, work, name, 2)
+    assert (caught.value.resource, caught.value.token, caught.value.newest) == (name, 2, 3)
+    assert caught.value.sqlstate == "PF001"
+    assert caught.value.http_status == 409
+    assert amount(admin, ledger) == 103
+
+
+async def test_holders_of_one_token_write_side_by_side(world: World, name: str) -> None:
+    """Two transactions with the same token are inside at once: neither waits."""
+    engine, second = world.engine(), world.other()
+    async with session(world, engine) as work:
+        await world.call(fence, work, name, 1)
+        await world.call(work.commit)
+        await world.call(fence, work, name, 1)
+        async with session(world, engine, second) as other:
+            await asyncio.wait_for(second.call(fence, other, name, 1), 5)
+
+
+async def test_a_newer_holder_waits_for_older_writers_and_sees_what_they_wrote(
+    world: World, name: str, ledger: str, admin: Any, eventually: Any
+) -> None:
+    """The lost update of a gate entered late cannot happen: 100 + 50 + 1 is 151."""
+    engine, newer = world.engine(), world.other()
+    async with session(world, engine) as work, session(world, engine, newer) as other:
+        await world.call(fence, work, name, 1)
+        await add(world, work, ledger, 50)
+        entering = asyncio.ensure_future(newer.call(fence, other, name, 2))
+        await eventually(
+            lambda: (
+                admin.execute(
+                    "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+                ).rowcount
+            )
+        )
+        assert not entering.done()
+        await world.call(work.commit)
+        await entering
+        seen = await value(newer, other, f"SELECT amount FROM {ledger} WHERE id = 1")
+        await run(newer, other, f"UPDATE {ledger} SET amount = {seen + 1} WHERE id = 1")
+        await newer.call(other.commit)
+    assert amount(admin, ledger) == 151
+
+
+async def test_a_token_above_the_leases_row_was_never_issued(world: World, name: str, admin: Any) -> None:
+    """C080: a token from another resource, or from before a restore, is refused as such."""
+    admin.execute(
+        "SELECT pgfence_acquire_lease_v1(%s, gen_random_uuid()::text, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL)",
+        (name,),
+    )
+    async with session(world, world.engine()) as work:
+        with pytest.raises(StaleFencingTokenError, match="never issued here") as caught:
+            await world.call(fence, work, name, 9)
+    assert (caught.value.token, caught.value.newest) == (9, 1)
+
+
+async def test_several_resources_are_entered_by_one_statement_all_or_none(world: World, name: str, admin: Any) -> None:
+    """One round trip in one order; one stale token among them refuses all."""
+    engine, names = world.engine(), {f"{name}:{n}": 1 for n in (3, 1, 2)}
+    with statements(engine) as sent:
+        async with session(world, engine) as work:
+            await world.call(fence, work, names)
+            await world.call(work.commit)
+    assert len([text for text in sent if "enter_gates" in text]) == 1
+    blow(admin, f"{name}:2", 2)
+    async with session(world, engine) as work:
+        with pytest.raises(StaleFencingTokenError) as caught:
+            await world.call(fence, work, names)
+    assert caught.value.resource == f"{name}:2"
+
+
+async def test_a_connection_and_a_scoped_session_have_transactions_too(world: World, name: str, admin: Any) -> None:
+    """A Core connection and a scoped session enter like a Session, and the namespace is part of the resource."""
+    engine = world.engine()
+    configure(engine, namespace="bank")
+    blow(admin, f"bank\x1f{name}", 5)
+    async with connection(world, engine) as work:
+        with pytest.raises(StaleFencingTokenError, match="bank:") as caught:
+            await world.call(fence, work, name, 4)
+        await world.call(work.rollback)
+        async with world.enter(fenced(work, name, 5)):
+            assert await on_sync(world, work, entered) == {f"bank\x1f{name}": 5}
+    assert caught.value.newest == 5
+    registry = scoped(world, engine)
+    await world.call(fence, registry, {name: 5})
+    await world.call(registry.remove)
+
+
+# ---------------------------------------------------------------- where it may stand
+
+
+async def test_a_gate_entered_after_a_read_is_refused_and_can_be_allowed(world: World, name: str, ledger: str) -> None:
+    """What was read before may be older than the last holder's commit: an error, unless the caller says that it is no harm."""
+    async with session(world, world.engine()) as work:
+        await value(world, work, f"SELECT amount FROM {ledger}")
+        with pytest.raises(TransactionStateError, match="first statement"):
+            await world.call(fence, work, name, 1)
+        await world.call(fence, work, name, 1, after_reads=True)
+        await world.call(work.commit)
+        await world.call(fence, work, name, 1)  # the first of the next transaction
+
+
+async def test_on_a_connection_too_the_gate_comes_first(world: World, name: str, ledger: str) -> None:
+    """Core has the same rule: after the begin, before anything else."""
+    async with connection(world, world.engine()) as work:
+        await world.call(work.begin)
+        await world.call(fence, work, name, 1)
+        await world.call(work.rollback)
+        await value(world, work, f"SELECT amount FROM {ledger}")
+        with pytest.raises(TransactionStateError, match="first statement"):
+            await world.call(fence, work, name, 1)
+
+
+async def test_settings_that_a_hook_sends_at_the_begin_are_no_reads(world: World, name: str) -> None:
+    """Row-level security sends its tenant at each begin: the gate still comes first."""
+    async with session(world, world.engine()) as work:
+        sync = getattr(work, "sync_session", work)
+        event.listen(sync, "after_begin", lambda s, t, c: c.execute(text("SELECT set_config('app.tenant', '7', true)")))
+        await world.call(fence, work, name, 1)
+
+
+async def test_entering_again_costs_nothing_and_more_gates_may_follow_the_first(
+    world: World, name: str, ledger: str
+) -> None:
+    """Nested services enter the same gate without a trip; another one right after is still before every read."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(fence, work, name, 1)
+        with statements(engine) as sent:
+            await world.call(fence, work, name, 1)
+        assert sent == []
+        await world.call(fence, work, f"{name}:2", 1)
+        await value(world, work, f"SELECT amount FROM {ledger}")
+        await world.call(fence, work, name, 1)
+        with pytest.raises(TransactionStateError):
+            await world.call(fence, work, f"{name}:3", 1)
+
+
+async def test_a_session_on_a_connection_of_a_test_may_have_had_statements(
+    world: World, name: str, ledger: str
+) -> None:
+    """Rollback-isolated tests begin the transaction outside and fill tables in it: the code under test enters its gate."""
+    async with connection(world, world.engine()) as outer:
+        await world.call(outer.begin)
+        await run(world, outer, f"INSERT INTO {ledger} VALUES (2, 0)")
+        for mode in ("create_savepoint", "rollback_only"):
+            async with session(world, outer, join_transaction_mode=mode) as work:
+                await world.call(fence, work, name, 1)
+                await world.call(work.commit)
+        await world.call(outer.rollback)
+
+
+async def test_autocommit_is_refused(world: World, name: str) -> None:
+    """A gate that is left with the statement that entered it protects nothing."""
+    engine = world.engine(isolation_level="AUTOCOMMIT")
+    async with session(world, engine) as work:
+        with pytest.raises(TransactionStateError, match="autocommit"):
+            await world.call(fence, work, name, 1)
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+async def test_under_a_snapshot_a_waiter_is_told_to_try_again(
+    world: World, name: str, admin: Any, eventually: Any, level: str
+) -> None:
+    """With a snapshot older than the gate PostgreSQL itself refuses with 40001, never with a stale read."""
+    engine, newer = world.engine(), world.other()
+    blow(admin, name, 1)
+    async with session(world, engine) as work, session(world, world.engine(isolation_level=level), newer) as other:
+        await world.call(fence, work, name, 2)
+        entering = asyncio.ensure_future(newer.call(fence, other, name, 3))
+        await eventually(
+            lambda: (
+                admin.execute(
+                    "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+                ).rowcount
+            )
+        )
+        await world.call(work.commit)
+        with pytest.raises(DBAPIError) as caught:
+            await entering
+        assert sqlstate(caught.value) == "40001"
+        await newer.call(other.rollback)
+        await newer.call(fence, other, name, 3)
+
+
+@pytest.mark.parametrize(
+    ("resource", "token", "kind"),
+    [
+        ("r", 0, ValueError),
+        ("r", -1, ValueError),
+        ("r", 2**63, ValueError),
+        ("r", True, TypeError),
+        ("r", "1", TypeError),
+        ("r", None, TypeError),
+        ("", 1, ValueError),
+        ("a\x1fb", 1, ValueError),
+        ("x" * 256, 1, ValueError),
+        (7, 1, TypeError),
+        ({}, None, ValueError),
+        ({"r": 1}, 1, TypeError),
+        ({"r": 0}, None, ValueError),
+    ],
+)
+@pytest.mark.parametrize("function", [fence, fenced])
+def test_what_is_no_resource_or_token_is_refused_before_anything_is_sent(
+    function: Any, resource: Any, token: Any, kind: type[Exception]
+) -> None:
+    """A name over the limit, a token below 1 or of another type: at the call, not in the server."""
+    with pytest.raises(kind):
+        function(Session(), resource, token)
+
+
+async def test_what_has_no_transaction_of_its_own_is_refused(world: World, name: str) -> None:
+    """An engine or a factory is no transaction: the message says what to do."""
+    engine = world.engine()
+    for thing in (engine, factory(world, engine)):
+        with pytest.raises(TypeError, match="open a transaction first"):
+            fence(thing, name, 1)
+    with pytest.raises(TypeError, match="not int"):
+        fence(1, name, 1)  # type: ignore[call-overload]
+
+
+async def test_without_the_tables_the_command_is_named(world: World, name: str) -> None:
+    """A fence in a schema where nothing is installed: SchemaError, with the way out."""
+    engine = world.engine()
+    configure(engine, schema="nowhere")
+    async with session(world, engine) as work:
+        with pytest.raises(SchemaError) as caught:
+            await world.call(fence, work, name, 1)
+    assert caught.value.command == "pgfence install --schema nowhere"
+
+
+# ---------------------------------------------------------------- begin
+
+
+async def test_begin_enters_first_yields_and_commits(world: World, name: str, ledger: str, admin: Any) -> None:
+    """From a factory and from an engine; a stale token is refused on entering, and the block does not run."""
+    engine = world.engine()
+    begin = world.pick(begin_fenced, begin_fenced_async)
+    for source in (factory(world, engine), engine):
+        async with world.enter(begin(source, {name: 1})) as work:
+            await add(world, work, ledger, 1)
+    blow(admin, name, 2)
+    with pytest.raises(StaleFencingTokenError):
+        async with world.enter(begin(engine, {name: 1})):
+            pytest.fail("the block must not run")
+    with pytest.raises(RuntimeError, match="mine"):
+        async with world.enter(begin(engine, {name: 2})) as work:
+            await add(world, work, ledger, 1000)
+            raise RuntimeError("mine")
+    assert amount(admin, ledger) == 102
+
+
+async def test_begin_takes_a_factory_and_nothing_else(world: World) -> None:
+    """A session is a transaction of the caller's: the message names the other way."""
+    begin = world.pick(begin_fenced, begin_fenced_async)
+    async with session(world, world.engine()) as work:
+        with pytest.raises(TypeError, match=r"held\.fence"):
+            begin(work, {"r": 1})
+    with pytest.raises(TypeError, match="this is no decorator"):
+        begin(world.engine(), {"r": 1})(len)
+
+
+# ---------------------------------------------------------------- refusals of the database, and what follows them
+
+
+async def test_a_guarded_table_refuses_who_enters_no_gate(world: World, name: str, guarded: str, admin: Any) -> None:
+    """PF002 reaches the caller as FenceRequiredError, whatever statement it was, Core or ORM."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(fence, work, f"{name}:other", 1)
+        with pytest.raises(FenceRequiredError) as caught:
+            await add(world, work, guarded, 1)
+    assert caught.value.resource == name
+    assert caught.value.sqlstate == "PF002"
+    assert amount(admin, guarded) == 100
+
+
+EVERY = {
+    "insert": "INSERT INTO {0} VALUES (2, 0)",
+    "upsert": "INSERT INTO {0} VALUES (1, 0) ON CONFLICT (id) DO UPDATE SET amount = 0",
+    "update": "UPDATE {0} SET amount = 0",
+    "no row": "UPDATE {0} SET amount = 0 WHERE id = 99",
+    "delete": "DELETE FROM {0}",
+    "truncate": "TRUNCATE {0}",
+    "merge": "MERGE INTO {0} USING (VALUES (1)) AS v(id) ON {0}.id = v.id WHEN MATCHED THEN UPDATE SET amount = 0",
+    "forged": "UPDATE {0} SET amount = 0 WHERE set_config('pgfence.f' || md5('pgfence_{1}'), '1', true) <> ''",
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_a_holder_who_was_overtaken_inside_a_transaction_cannot_write_by_any_statement(
+    world: World, name: str, guarded: str, admin: Any, kind: str
+) -> None:
+    """The gate was left by a savepoint's rollback and a newer holder came: the token that is still claimed is refused."""
+    if kind == "merge" and admin.info.server_version < 150000:
+        pytest.skip("MERGE is of PostgreSQL 15")
+    blow(admin, name, 2)
+    async with session(world, world.engine()) as work:
+        await world.call(fence, work, f"{name}:other", 1)
+        claim = "SELECT set_config('pgfence.f' || md5('pgfence_' || :name), '1', true)"
+        await run(world, work, claim, name=name)
+        with pytest.raises(StaleFencingTokenError) as caught:
+            await run(world, work, EVERY[kind].format(guarded, name))
+        assert (caught.value.token, caught.value.newest) == (1, 2)
+    assert amount(admin, guarded) == 100
+
+
+async def test_a_savepoint_rolled_back_takes_the_gate_with_it(
+    world: World, name: str, guarded: str, admin: Any
+) -> None:
+    """What was entered inside a savepoint is gone after it, here as in the server, and must be entered again."""
+    async with session(world, world.engine()) as work:
+        nested = await world.call(work.begin_nested)
+        await world.call(fence, work, name, 1)
+        assert await on_sync(world, work, entered) == {name: 1}
+        await world.call(nested.rollback)
+        assert await on_sync(world, work, entered) == {}
+        with pytest.raises(FenceRequiredError):
+            await add(world, work, guarded, 1)
+        await world.call(work.rollback)
+        await world.call(fence, work, name, 1)
+        nested = await world.call(work.begin_nested)
+        await world.call(nested.rollback)
+        assert await on_sync(world, work, entered) == {name: 1}
+        await add(world, work, guarded, 1)
+        await world.call(work.commit)
+        assert await on_sync(world, work, entered) == {}
+    assert amount(admin, guarded) == 101
+
+
+async def test_a_refusal_that_a_savepoint_swallows_still_keeps_the_transaction_from_committing(
+    world: World, name: str, ledger: str, admin: Any
+) -> None:
+    """Whoever catches the error and goes on writes nothing: the commit is refused until the outermost rollback."""
+    blow(admin, name, 2)
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(fence, work, f"{name}:other", 1)
+        await add(world, work, ledger, 1)
+        nested = await world.call(work.begin_nested)
+        with pytest.raises(StaleFencingTokenError):
+            await world.call(fence, work, name, 1, after_reads=True)
+        await world.call(nested.rollback)
+        await add(world, work, ledger, 1)
+        with pytest.raises(StaleFencingTokenError, match="cannot commit"):
+            await world.call(work.commit)
+        await world.call(work.rollback)
+        assert amount(admin, ledger) == 100
+        await world.call(fence, work, name, 2)
+        await add(world, work, ledger, 1)
+        await world.call(work.commit)
+    assert amount(admin, ledger) == 101
+
+
+async def test_on_a_connection_too_a_swallowed_refusal_keeps_the_transaction_from_committing(
+    world: World, name: str, ledger: str, guarded: str, admin: Any
+) -> None:
+    """Core has the same rule, and the refusal may come from the trigger as well."""
+    blow(admin, name, 2)
+    async with connection(world, world.engine()) as work:
+        outer = await world.call(work.begin)
+        await world.call(fence, work, f"{name}:other", 1)
+        nested = await world.call(work.begin_nested)
+        claim = "SELECT set_config('pgfence.f' || md5('pgfence_' || :name), '1', true)"
+        await run(world, work, claim, name=name)
+        with pytest.raises(StaleFencingTokenError):
+            await add(world, work, guarded, 1)
+        await world.call(nested.rollback)
+        with pytest.raises(StaleFencingTokenError, match="cannot commit"):
+            await world.call(outer.commit)
+        await world.call(work.rollback)
+        await world.call(fence, work, name, 2)
+        await world.call(work.commit)
+
+
+async def test_others_can_poison_a_transaction(world: World, name: str, ledger: str) -> None:
+    """A refusal that was found without the gate, by a row's own token, has the same effect."""
+    error = StaleFencingTokenError("found by a row", resource=name, token=1, newest=2)
+    async with session(world, world.engine()) as work:
+        await add(world, work, ledger, 1)
+        await on_sync(world, work, poison, error)
+        with pytest.raises(StaleFencingTokenError, match="found by a row"):
+            await world.call(work.commit)
+
+
+async def test_a_checkpoint_is_written_behind_the_gate(world: World, name: str, admin: Any) -> None:
+    """It is committed with the caller's transaction; whoever was overtaken writes none."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await on_sync(world, work, save_checkpoint, name, 1, '{"page": 7}')
+        await world.call(work.rollback)
+        await on_sync(world, work, save_checkpoint, name, 1, '{"page": 8}')
+        assert await on_sync(world, work, entered) == {name: 1}
+        await world.call(work.commit)
+        blow(admin, name, 2)
+        with pytest.raises(StaleFencingTokenError):
+            await on_sync(world, work, save_checkpoint, name, 1, None)
+    assert admin.execute("SELECT token, data FROM pgfence_checkpoint WHERE name = %s", (name,)).fetchall() == [
+        (1, {"page": 8})
+    ]
+
+
+# ---------------------------------------------------------------- without Python
+
+
+RECIPE = """
+BEGIN;
+SELECT pgfence_enter_gates_v1(ARRAY['{name}'], ARRAY[{token}::bigint]);
+{statement};
+COMMIT;
+"""
+
+
+@pytest.mark.skipif(shutil.which("psql") is None, reason="there is no psql")
+@pytest.mark.parametrize("world", ["psycopg"], indirect=True)
+async def test_other_languages_enter_the_gate_by_sql(
+    world: World, dsn: str, name: str, guarded: str, admin: Any
+) -> None:
+    """The recipe for psql and every other client: one statement after BEGIN. Without it, or with an old token, no write."""
+    del world
+    update = f"UPDATE {guarded} SET amount = amount + 1"
+    copy = f"COPY {guarded} FROM STDIN;\n2\t0\n\\.\n"
+
+    def psql(script: str) -> tuple[int, str]:
+        done = subprocess.run(
+            ["psql", "-X", "-v", "ON_ERROR_STOP=1", "-v", "VERBOSITY=verbose", dsn],
+            input=script,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        return done.returncode, done.stderr
+
+    assert psql(RECIPE.format(name=name, token=1, statement=update))[0] == 0
+    assert psql(RECIPE.format(name=name, token=1, statement=copy))[0] == 0
+    blow(admin, name, 2)
+    for script, state in [
+        (RECIPE.format(name=name, token=1, statement=update), "PF001"),
+        (update, "PF002"),
+        (copy, "PF002"),
+    ]:
+        code, told = await asyncio.to_thread(psql, script)
+        assert code != 0
+        assert state in told
+    assert amount(admin, guarded) == 101

@@ -1,0 +1,304 @@
+"""Ways around a fence: those that are closed, those that must not be opened by accident, and the two that are known."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import IntegrityError
+
+from pgfence import schema
+from pgfence._sql.sqlstate import sqlstate
+from pgfence.config import configure
+from pgfence.errors import FenceRequiredError, SchemaError, StaleFencingTokenError
+from pgfence.fence import fence
+from pgfence.fence._entering import begin_fenced, begin_fenced_async
+from support.fences import guarded, overtake, rows
+from support.transactions import connection, factory, run, session, value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+
+    from support.worlds import Contender, World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+@pytest.fixture
+def table(admin: psycopg.Connection[Any], dsn: str, name: str) -> Iterator[str]:
+    """A guarded table of the test's resource, with the rows (1, 100), (2, 100)."""
+    with guarded(admin, dsn, name) as made:
+        yield made
+
+
+@pytest.fixture
+def diary(admin: psycopg.Connection[Any]) -> Iterator[str]:
+    """A table that nobody guards."""
+    made = f"diary_{secrets.token_hex(6)}"
+    admin.execute(f"CREATE TABLE {made} (entry text)".encode())
+    yield made
+    admin.execute(f"DROP TABLE {made}".encode())
+
+
+async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
+    """Be refused at a gate inside a savepoint, and go on as if nothing had been."""
+    nested = await who.call(work.begin_nested)
+    with pytest.raises(StaleFencingTokenError):
+        await who.call(lambda: fence(work, name, token, after_reads=True))
+    await who.call(nested.rollback)
+
+
+# ---------------------------------------------------------------- after a refusal
+
+
+@pytest.mark.parametrize("opened", [session, connection])
+async def test_the_commit_after_a_refused_one_commits_none_of_the_refused_writes(
+    world: World, admin: psycopg.Connection[Any], name: str, diary: str, opened: Any
+) -> None:
+    """The refused commit ends the server's transaction too, so that the next one on that connection starts from nothing."""
+    overtake(admin, name, 2)
+    async with opened(world, world.engine()) as work:
+        await run(world, work, f"INSERT INTO {diary} VALUES ('stale')")
+        await swallowed(world, work, name, 1)
+        with pytest.raises(StaleFencingTokenError, match="refused before"):
+            await world.call(work.commit)
+        await world.call(work.rollback)
+        await run(world, work, f"INSERT INTO {diary} VALUES ('next')")
+        await world.call(work.commit)
+    assert rows(admin, diary) == [("next",)]
+
+
+@pytest.mark.parametrize("opened", [session, connection])
+async def test_after_a_rollback_the_same_session_works_on(
+    world: World, admin: psycopg.Connection[Any], name: str, table: str, opened: Any
+) -> None:
+    """The poison goes with the transaction: rolled back, the session enters with the newest token and writes."""
+    overtake(admin, name, 2)
+    async with opened(world, world.engine()) as work:
+        for _ in range(2):
+            await swallowed(world, work, name, 1)
+            await world.call(work.rollback)
+        await world.call(fence, work, name, 2)
+        await run(world, work, f"UPDATE {table} SET amount = 1")
+        await world.call(work.commit)
+    assert rows(admin, table) == [(1, 1), (2, 1)]
+
+
+async def test_a_block_that_swallows_the_refusal_ends_with_it(
+    world: World, admin: psycopg.Connection[Any], name: str, diary: str
+) -> None:
+    """`begin()` of a session factory commits at its end, and there the refusal comes again."""
+    overtake(admin, name, 2)
+    with pytest.raises(StaleFencingTokenError, match="refused before"):
+        async with world.enter(factory(world, world.engine()).begin()) as work:
+            await run(world, work, f"INSERT INTO {diary} VALUES ('stale')")
+            await swallowed(world, work, name, 1)
+    assert rows(admin, diary) == []
+
+
+async def test_an_error_swallowed_in_the_server_opens_no_guarded_table(
+    world: World, admin: psycopg.Connection[Any], name: str, table: str
+) -> None:
+    """A function that catches PF001 and goes on meets the gate again at its next statement."""
+    overtake(admin, name, 2)
+    body = f"""
+        DO $$ BEGIN
+            BEGIN
+                PERFORM pgfence_enter_gates_v1(ARRAY['{name}'], ARRAY[1::bigint]);
+            EXCEPTION WHEN SQLSTATE 'PF001' THEN NULL;
+            END;
+            UPDATE {table} SET amount = 0;
+        END $$"""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await world.call(fence, work, name + " of others", 1)
+        with pytest.raises(FenceRequiredError):
+            await world.call(work.execute, text(body))
+    assert rows(admin, table) == [(1, 100), (2, 100)]
+
+
+# ---------------------------------------------------------------- past SQLAlchemy's statements
+
+
+async def driver_of(world: World, work: Any) -> Any:
+    """Return the driver's own connection."""
+    if world.is_async:
+        return (await work.get_raw_connection()).driver_connection
+    return work.connection.driver_connection
+
+
+async def copy(world: World, work: Any, table: str) -> None:
+    """Copy a row into a table in the way of the driver."""
+    raw, statement = await driver_of(world, work), f"COPY {table} FROM STDIN"
+    match world.name:
+        case "asyncpg":
+            await raw.copy_records_to_table(table, records=[(3, 3)])
+        case "psycopg_async":
+            async with raw.cursor().copy(statement) as stream:
+                await stream.write_row((3, 3))
+        case "psycopg":
+            with raw.cursor().copy(statement) as stream:
+                stream.write_row((3, 3))
+        case _:
+            raw.cursor().copy_expert(statement, io.StringIO("3\t3\n"))
+
+
+async def test_copy_past_sqlalchemy_meets_the_fence(
+    world: World, admin: psycopg.Connection[Any], name: str, table: str
+) -> None:
+    """COPY by the driver's own means is refused without a gate, and passes in a transaction that has entered it."""
+    async with connection(world, world.engine()) as work:
+        await value(world, work, "SELECT 1")
+        with pytest.raises(Exception, match="brought no token") as told:
+            await copy(world, work, table)
+        assert sqlstate(told.value) == "PF002"
+        await world.call(work.rollback)
+        await world.call(fence, work, name, 1)
+        await copy(world, work, table)
+        await world.call(work.commit)
+    assert rows(admin, table) == [(1, 100), (2, 100), (3, 3)]
+
+
+async def test_a_commit_in_plain_text_leaves_the_gate(
+    world: World, admin: psycopg.Connection[Any], name: str, table: str
+) -> None:
+    """Whoever ends the transaction past SQLAlchemy has entered nothing in the next: asked again, not believed."""
+    engine = world.engine()
+    async with connection(world, engine) as work:
+        await world.call(fence, work, name, 1)
+        await world.call(work.exec_driver_sql, "COMMIT")
+        overtake(admin, name, 2)
+        with pytest.raises(StaleFencingTokenError):
+            await world.call(fence, work, name, 1)
+
+
+async def test_a_cascade_from_an_unguarded_parent_meets_the_fence(
+    world: World, admin: psycopg.Connection[Any], name: str, table: str, diary: str
+) -> None:
+    """Rows that a foreign key deletes are written too: refused without the gate, and none of the parent's go."""
+    admin.execute(f"ALTER TABLE {diary} ADD COLUMN id int PRIMARY KEY DEFAULT 1".encode())
+    admin.execute(f"INSERT INTO {diary} VALUES ('parent', 1), ('parent', 2)".encode())
+    admin.execute(
+        f"ALTER TABLE {table} ADD CONSTRAINT up FOREIGN KEY (id) REFERENCES {diary} (id) ON DELETE CASCADE".encode()
+    )
+    engine = world.engine()
+    try:
+        async with session(world, engine) as work:
+            await world.call(fence, work, name + " of others", 1)
+            with pytest.raises(FenceRequiredError):
+                await run(world, work, f"DELETE FROM {diary}")
+        async with world.enter(world.pick(begin_fenced, begin_fenced_async)(engine, {name: 1})) as work:
+            await run(world, work, f"DELETE FROM {diary} WHERE id = 1")
+        assert rows(admin, table) == [(2, 100)]
+    finally:
+        admin.execute(f"ALTER TABLE {table} DROP CONSTRAINT up".encode())
+
+
+async def test_known_ways_around_are_those_of_a_superuser(
+    world: World, admin: psycopg.Connection[Any], table: str
+) -> None:
+    """A replication role and a disabled trigger write past every fence, as they do past every trigger and foreign key."""
+    engine = world.engine()
+    async with session(world, engine) as work:
+        await run(world, work, "SET LOCAL session_replication_role = replica")
+        await run(world, work, f"UPDATE {table} SET amount = 1")
+        await world.call(work.commit)
+    admin.execute(f"ALTER TABLE {table} DISABLE TRIGGER ALL".encode())
+    async with session(world, engine) as work:
+        await run(world, work, f"UPDATE {table} SET amount = 2 WHERE id = 2")
+        await world.call(work.commit)
+    assert rows(admin, table) == [(1, 1), (2, 2)]
+
+
+# ---------------------------------------------------------------- how a refusal is told
+
+
+async def test_every_copy_of_the_engine_tells_refusals_as_ours(world: World, name: str, table: str) -> None:
+    """The first fence may be entered on a copy with options; statements of the engine itself are translated too."""
+    engine = world.engine()
+    async with connection(world, engine.execution_options(stream_results=True)) as work:
+        await world.call(fence, work, name, 1)
+    async with session(world, engine) as work:
+        with pytest.raises(FenceRequiredError, match=r"lease\.begin") as told:
+            await run(world, work, f"DELETE FROM {table}")
+    assert (told.value.resource, told.value.sqlstate) == (name, "PF002")
+
+
+async def test_other_errors_stay_as_they_are(world: World, name: str, table: str) -> None:
+    """Behind a gate a broken constraint is SQLAlchemy's IntegrityError, as everywhere, and poisons nothing."""
+    async with session(world, world.engine()) as work:
+        await world.call(fence, work, name, 1)
+        nested = await world.call(work.begin_nested)
+        with pytest.raises(IntegrityError):
+            await run(world, work, f"INSERT INTO {table} VALUES (1, 1)")
+        await world.call(nested.rollback)
+        await world.call(work.commit)
+
+
+# ---------------------------------------------------------------- where it stands
+
+
+async def test_settings_sent_by_an_engines_hook_at_the_begin_do_not_trip_begin(
+    world: World, admin: psycopg.Connection[Any], name: str, table: str
+) -> None:
+    """`begin` opened the transaction itself: what a hook of the application sends there is no read."""
+    engine = world.engine()
+    sync = getattr(engine, "sync_engine", engine)
+    event.listen(sync, "begin", lambda connection: connection.exec_driver_sql("SET LOCAL work_mem = '4MB'"))
+    for opener in (engine, factory(world, engine)):
+        async with world.enter(world.pick(begin_fenced, begin_fenced_async)(opener, {name: 1})) as work:
+            await run(world, work, f"UPDATE {table} SET amount = amount + 1")
+    assert rows(admin, table) == [(1, 102), (2, 102)]
+
+
+async def test_a_role_without_rights_is_told_the_grant(world: World, role: Any, name: str) -> None:
+    """No right to the gate: SchemaError with the GRANT that its owner has to run."""
+    async with session(world, world.engine(dsn=role())) as work:
+        with pytest.raises(SchemaError, match="GRANT SELECT, INSERT, UPDATE ON"):
+            await world.call(fence, work, name, 1)
+
+
+async def test_each_tenant_has_gates_of_its_own(world: World, admin: psycopg.Connection[Any], name: str) -> None:
+    """`schema_translate_map` chooses the gates as it chooses the user's tables; a prefix makes others again."""
+    tenant = f"tenant_{name[-12:]}"
+    admin.execute(f"CREATE SCHEMA {tenant}".encode())
+    engine = world.engine()
+    configure(engine, prefix="own_")
+    mapped = engine.execution_options(schema_translate_map={None: tenant})
+    try:
+        await world.call(schema.create_all, mapped)
+        overtake(admin, name, 9)
+        async with connection(world, mapped) as work:
+            await world.call(fence, work, name, 2)
+            await world.call(work.commit)
+        assert admin.execute(f"SELECT token FROM {tenant}.own_gate".encode()).fetchall() == [(2,)]
+    finally:
+        admin.execute(f"DROP SCHEMA {tenant} CASCADE".encode())
+
+
+async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
+    world: World, admin: psycopg.Connection[Any], name: str, eventually: Any
+) -> None:
+    """Cancelled while it waits behind an older holder, a newer one is not in the gate, and the next token gets in."""
+    if not world.is_async:
+        pytest.skip("a thread cannot be cancelled")
+    engine, other = world.engine(), world.other()
+    overtake(admin, name, 1)
+    async with session(world, engine) as old, session(world, engine, other) as new:
+        await world.call(fence, old, name, 1)
+        entering = asyncio.create_task(other.call(fence, new, name, 2))
+        waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%enter_gates%%'"
+        await eventually(lambda: admin.execute(waiting).fetchone())
+        entering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        await world.call(old.commit)
+    await eventually(lambda: not admin.execute(waiting).fetchone())
+    assert admin.execute("SELECT token FROM pgfence_gate WHERE resource = %s", [name]).fetchone() == (1,)
+    overtake(admin, name, 2)

@@ -1,0 +1,281 @@
+"""The server functions of gates and of tokens for advisory locks, called by hand."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from pgfence._sql.storage import Place
+from pgfence._sql.tables import creation, removal
+from support.lease_functions import Caller
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+KEY = 5_000_000_002
+
+
+@pytest.fixture
+def one(dsn: str, name: str) -> Iterator[Caller]:
+    """Somebody with a token."""
+    with Caller(dsn, name) as caller:
+        yield caller
+
+
+@pytest.fixture
+def other(dsn: str, name: str) -> Iterator[Caller]:
+    """Somebody with another one."""
+    with Caller(dsn, name) as caller:
+        yield caller
+
+
+def waits(admin: psycopg.Connection[Any], caller: Caller) -> bool:
+    row = admin.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [caller.pid]).fetchone()
+    return row is not None and row[0]
+
+
+def check(caller: Caller) -> str:
+    """Return the SQLSTATE with which a write to a guarded table is refused; "" if it is not."""
+    try:
+        caller.one("SELECT pgfence_check_gate_v1(%s, 'accounts')", caller.name)
+    except psycopg.Error as error:
+        return error.sqlstate or "?"
+    return ""
+
+
+def refusal(caller: Caller, token: int) -> tuple[str | None, str | None]:
+    """Return SQLSTATE and detail of an entry that is refused."""
+    with pytest.raises(psycopg.Error) as refused:
+        caller.enter(token)
+    return refused.value.sqlstate, refused.value.diag.message_detail
+
+
+def test_the_gate_knows_the_newest_token_that_entered(one: Caller) -> None:
+    """Without a lease of that name any token from 1 on may come, and none that is older than the newest."""
+    for token in (1, 1, 7):
+        one.enter(token)
+        assert one.gate == token
+    state, detail = refusal(one, 6)
+    assert state == "PF001"
+    assert detail == f'{{"resource" : "{one.name}", "token" : 6, "newest" : 7}}'
+    assert one.gate == 7
+
+
+def test_a_token_that_is_not_the_leases_is_refused(one: Caller) -> None:
+    """C080: neither an older one, though its holder's successor has not written yet, nor one that was never issued."""
+    one.acquire()
+    one.release()
+    one.acquire()
+    assert refusal(one, 1)[0] == "PF001"
+    assert refusal(one, 3)[0] == "PF001"
+    assert one.gate is None
+    one.enter(2)
+
+
+@pytest.mark.parametrize("token", [0, -1, None])
+def test_what_is_no_token_is_an_error(one: Caller, token: Any) -> None:
+    """Zero, less, or nothing: 22023, and no gate is made."""
+    assert refusal(one, token)[0] == "22023"
+    assert one.gate is None
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 1, 1]])
+def test_lists_of_different_length_are_an_error(one: Caller, tokens: list[int]) -> None:
+    """A resource without a token, and a token without a resource."""
+    with pytest.raises(psycopg.Error) as refused:
+        one.one("SELECT pgfence_enter_gates_v1(%s::text[], %s::bigint[])", [one.name, f"{one.name} 2"], tokens)
+    assert refused.value.sqlstate in {"22023", "23502"}
+
+
+def test_writers_with_one_token_are_inside_together(one: Caller, other: Caller) -> None:
+    """Two transactions with the same token do not wait for each other; both pass the guard of a table."""
+    one.enter(3)
+    with one.connection.transaction(), other.connection.transaction():
+        one.enter(3)
+        other.enter(3)
+        assert check(one) == check(other) == ""
+
+
+@pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
+def test_a_new_holder_waits_for_those_inside_and_shuts_out_the_others(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], level: str
+) -> None:
+    """C100: it enters after the old writer's commit; the old one's next transaction is refused, committed or not yet."""
+    one.enter(1)
+    for caller in (one, other):
+        caller.connection.execute(f"SET default_transaction_isolation = '{level}'")
+    with ThreadPoolExecutor(1) as pool:
+        with one.connection.transaction():
+            one.enter(1)
+            waiting = pool.submit(other.enter, 2)
+            eventually(lambda: waits(admin, other))
+            assert check(one) == ""
+        waiting.result(5)
+        with other.connection.transaction():
+            other.enter(2)
+            entering = pool.submit(refusal, one, 1)
+            eventually(lambda: waits(admin, one) or entering.done())
+        assert entering.result(5)[0] == "PF001"
+
+
+def test_two_that_wait_together_and_are_too_late_are_both_refused(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C077: the gate was raised above both while they waited with one token: no deadlock between the two."""
+    one.enter(1)
+    with ThreadPoolExecutor(2) as pool:
+        with admin.transaction():
+            admin.execute("UPDATE pgfence_gate SET token = 2 WHERE resource = %s", [name])
+            late = [pool.submit(refusal, caller, 1) for caller in (one, other)]
+            eventually(lambda: waits(admin, one) and waits(admin, other))
+        assert [entering.result(5)[0] for entering in late] == ["PF001", "PF001"]
+
+
+def test_whoever_waited_at_the_gate_sees_what_became_of_the_lease(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any]
+) -> None:
+    """C077: while it waited a newer holder got the lease: refused, though that one has not entered."""
+    one.enter(1)
+    one.acquire()
+    assert one.token == 2
+    with ThreadPoolExecutor(1) as pool:
+        with other.connection.transaction():
+            other.one("SELECT FROM pgfence_gate WHERE resource = %s FOR UPDATE", other.name)
+            entering = pool.submit(refusal, one, 2)
+            eventually(lambda: waits(admin, one))
+            admin.execute("UPDATE pgfence_lease SET token = 3 WHERE name = %s", [one.name])
+        assert entering.result(5)[0] == "PF001"
+
+
+def test_a_writer_that_is_inside_stays_inside_when_the_lease_goes_on(one: Caller, other: Caller) -> None:
+    """The next holder has a token and waits at the gate; what was entered before may be finished."""
+    one.acquire()
+    with one.connection.transaction():
+        one.enter(1)
+        other.acquire(lease=one.lease)
+        other.release(lease=one.lease)
+        other.acquire()
+        assert other.token == 2
+        assert check(one) == ""
+    assert refusal(one, 1)[0] == "PF001"
+
+
+def test_a_table_is_guarded_against_whoever_brought_no_token(one: Caller) -> None:
+    """PF002 outside of a transaction that entered, after it, and after a savepoint that took the entry with it."""
+    assert check(one) == "PF002"
+    with one.connection.transaction():
+        one.enter(1)
+        assert check(one) == ""
+    assert check(one) == "PF002"
+    with one.connection.transaction(), pytest.raises(psycopg.Error) as refused:
+        with one.connection.transaction(force_rollback=True):
+            one.enter(1)
+        one.one("SELECT pgfence_check_gate_v1(%s, 'accounts')", one.name)
+    assert refused.value.sqlstate == "PF002"
+
+
+@pytest.mark.parametrize(
+    ("forged", "state"), [("1", "PF001"), ("2", ""), ("3", "PF001"), ("x", "22P02"), ("", "PF002")]
+)
+def test_a_forged_setting_proves_nothing(one: Caller, forged: str, state: str) -> None:
+    """A token that is set past the gate is checked like one that entered."""
+    for _ in range(2):
+        one.acquire()
+        one.release()
+    one.enter(2)
+    one.one("SELECT set_config('pgfence.f' || md5('pgfence_' || %s), %s, false)", one.name, forged)
+    assert check(one) == state
+
+
+def test_a_checkpoint_needs_the_newest_token_and_is_the_next_holders(one: Caller, other: Caller) -> None:
+    """C100: the data of a stale holder is refused; the row of the lease is not locked for it."""
+    one.acquire()
+    with one.connection.transaction():
+        one.call("save_checkpoint_v1", one.name, 1, '{"page": 7}')
+        assert other.renew(lease=one.lease, token=1)[0] == "ok"
+    one.release()
+    assert other.acquire().checkpoint == '{"page": 7}'
+    with pytest.raises(psycopg.Error) as refused:
+        one.call("save_checkpoint_v1", one.name, 1, '{"page": 8}')
+    assert refused.value.sqlstate == "PF001"
+    other.release()
+    assert one.acquire().checkpoint == '{"page": 7}'
+
+
+@pytest.mark.parametrize("wait", [0, 2000])
+def test_a_lock_with_a_token_is_held_exactly_if_a_token_is_answered(one: Caller, other: Caller, wait: int) -> None:
+    """Busy: no token is used up and no lock is kept; the session lock outlives the statement."""
+    assert one.lock(KEY, wait) == 1
+    assert other.lock(KEY, min(wait, 50)) is None
+    assert other.one("SELECT count(*) FROM pg_locks WHERE pid = %s AND locktype = 'advisory'", other.pid)[0] == 0
+    assert one.row.token == 1
+    assert one.one("SELECT pg_advisory_unlock(%s)", KEY)[0]
+    assert other.lock(KEY, wait) == 2
+    assert other.one("SELECT pg_advisory_unlock(%s)", KEY)[0]
+
+
+def test_the_token_of_a_waiter_is_drawn_after_the_wait(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any]
+) -> None:
+    """The order of tokens is the order of holders: a token that others drew meanwhile is not drawn again."""
+    one.lock(KEY)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.lock, KEY, 5000)
+        eventually(lambda: waits(admin, other))
+        admin.execute("UPDATE pgfence_lease SET token = 40 WHERE name = %s", [one.name])
+        one.one("SELECT pg_advisory_unlock(%s)", KEY)
+        assert waiting.result(5) == 41
+    other.one("SELECT pg_advisory_unlock(%s)", KEY)
+
+
+def test_a_lock_does_not_take_the_token_of_whoever_holds_a_lease(one: Caller, other: Caller) -> None:
+    """Busy while a lease of that name is held, and no lock is kept; afterwards above its token."""
+    one.acquire()
+    assert other.lock(KEY) is None
+    assert one.renew()[0] == "ok"
+    one.release()
+    assert other.lock(KEY) == 2
+    assert one.acquire().token == 3
+    other.one("SELECT pg_advisory_unlock(%s)", KEY)
+
+
+def test_a_lock_ends_an_expired_lease_for_good(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C073: the clock is set back after the lock was taken: whoever held the lease does not get the lock's token."""
+    one.acquire()
+    admin.execute(
+        "UPDATE pgfence_lease SET expires_at = now() - interval '1 s', free_at = 'epoch' WHERE name = %s", [name]
+    )
+    assert other.lock(KEY) == 2
+    admin.execute("UPDATE pgfence_lease SET expires_at = now() + interval '1 h' WHERE name = %s", [name])
+    assert one.renew() == ["lost", "superseded"]
+    assert one.acquire().token == 3
+    other.one("SELECT pg_advisory_unlock(%s)", KEY)
+
+
+def test_another_server_process_than_the_one_named_takes_no_lock(one: Caller) -> None:
+    """C021: a pooler handed the statement to another session: -1, no lock, no row."""
+    assert one.lock(KEY, backend=one.pid + 1) == -1
+    assert one.row is None
+
+
+@pytest.mark.parametrize("place", [Place('o\'x "y"', "it's_"), Place("100 %s $1", "a\\b_")])
+def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: Place) -> None:
+    """Quotes, signs of parameters and backslashes in both: the functions work, and the hint can be copied."""
+    for statement in creation(place):
+        one.connection.execute(statement.encode())
+    try:
+        with pytest.raises(psycopg.Error) as refused:
+            one.connection.execute(f"SELECT {place.name('check_gate_v1')}('r', 't')".encode())
+        assert place.name("enter_gates_v1") in (refused.value.diag.message_hint or "")
+        one.connection.execute(f"SELECT {place.name('enter_gates_v1')}(ARRAY['r'], ARRAY[1])".encode())
+    finally:
+        for statement in (*removal(place), f"DROP SCHEMA {place.name('').rpartition('.')[0]}"):
+            one.connection.execute(statement.encode())

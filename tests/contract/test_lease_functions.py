@@ -1,0 +1,384 @@
+"""The server functions of leases, called by hand: who gets one, for how long, and what becomes of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from support.lease_functions import Caller
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+LEVELS = ["read committed", "repeatable read", "serializable"]
+
+
+@pytest.fixture
+def one(dsn: str, name: str) -> Iterator[Caller]:
+    """Somebody who wants the lease of this test."""
+    with Caller(dsn, name) as caller:
+        yield caller
+
+
+@pytest.fixture
+def other(dsn: str, name: str) -> Iterator[Caller]:
+    """Somebody else who does."""
+    with Caller(dsn, name) as caller:
+        yield caller
+
+
+def lapse(admin: psycopg.Connection[Any], name: str, seconds: float = 100) -> None:
+    """Set every time in the row back, as if the clock had been set forward."""
+    back = f"- interval '{seconds} s'"
+    columns = ("acquired_at", "renewed_at", "expires_at", "free_at", "min_until", "hold_until")
+    admin.execute(f"UPDATE pgfence_lease SET {', '.join(f'{c} = {c} {back}' for c in columns)} WHERE name = %s", [name])
+
+
+@contextmanager
+def row_locked(admin: psycopg.Connection[Any], name: str) -> Iterator[psycopg.Connection[Any]]:
+    """Keep the lease's row locked; committed at the end."""
+    with admin.transaction():
+        admin.execute("SELECT FROM pgfence_lease WHERE name = %s FOR UPDATE", [name])
+        yield admin
+
+
+def blocks(admin: psycopg.Connection[Any], waiter: Caller) -> Callable[[], bool]:
+    """Return a question: does this session keep the other waiting?"""
+    return lambda: admin.info.backend_pid in value(admin, "SELECT pg_blocking_pids(%s)", waiter.pid)
+
+
+def value(connection: psycopg.Connection[Any], statement: str, *args: object) -> Any:
+    """Return the one value that a statement answers."""
+    row = connection.execute(statement, args).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def test_a_grant_says_everything_about_itself(one: Caller) -> None:
+    """The answer and the row agree; the first token is 1."""
+    found = one.acquire(60, max_hold=90)
+    assert (found.granted, found.token, found.remaining, found.hold_remaining) == (True, 1, 60, 90)
+    assert (found.owner, found.host, found.pid, found.backend_pid, found.purpose) == (
+        "me",
+        "here",
+        7,
+        one.pid,
+        "a purpose",
+    )
+    assert found.checkpoint is None
+    row = one.row
+    assert (str(row.lease_id), row.metadata, row.ttl, row.released_at) == (one.lease, [1], 60, None)
+    assert row.expires_at == row.free_at == found.expires_at
+    assert row.acquired_at == found.since
+    assert 59 < row.left <= 60
+
+
+def test_whoever_is_refused_is_told_by_whom(one: Caller, other: Caller) -> None:
+    """The row that decided is in the answer, with the seconds until it is free; the row is unchanged."""
+    one.acquire(60, lock_delay=5, owner="first")
+    before = one.row[:-2]
+    found = other.acquire()
+    assert (found.granted, found.token, found.owner, found.backend_pid) == (False, 1, "first", one.pid)
+    assert 64 < found.remaining <= 65
+    assert one.row[:-2] == before
+
+
+def test_asked_again_with_the_same_id_it_is_the_same_grant(one: Caller, other: Caller) -> None:
+    """C084: an answer was lost; whoever asks again has the token that was given, with all of its time."""
+    one.acquire(60)
+    again = one.acquire(90)
+    assert (again.granted, again.token, again.remaining) == (True, 1, 90)
+    assert not other.acquire().granted
+
+
+def test_times_count_from_the_call_not_from_the_transaction(one: Caller) -> None:
+    """C074: in a transaction that is old already a lease has its whole time, and so has a renewal."""
+    with one.connection.transaction():
+        one.connection.execute("SELECT pg_sleep(0.3)")
+        one.acquire(10)
+        assert one.row.left > 9.9
+        one.connection.execute("SELECT pg_sleep(0.2)")
+        assert one.renew(10)[0] == "ok"
+        assert one.row.left > 9.9
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("what", ["acquire", "adopt"])
+def test_times_count_from_the_end_of_the_wait_for_the_row(
+    one: Caller, admin: psycopg.Connection[Any], name: str, what: str, level: str
+) -> None:
+    """C075: somebody keeps the row locked for a while: what is granted then has its whole time from then on."""
+    one.acquire(10)
+    one.connection.execute(f"SET default_transaction_isolation = '{level}'")
+    call = {"acquire": lambda: one.acquire(10), "adopt": lambda: one.adopt(one.lease, 1)}[what]
+    with ThreadPoolExecutor(1) as pool:
+        with row_locked(admin, name):
+            waiting = pool.submit(call)
+            eventually(blocks(admin, one))
+            admin.execute("SELECT pg_sleep(0.4)")
+            freed = value(admin, "SELECT clock_timestamp()")
+        waiting.result(5)
+    assert (one.row.expires_at - freed).total_seconds() >= 10
+
+
+def test_a_row_that_stays_locked_is_an_error_after_two_seconds(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """Nobody waits for a row for ever: 55P03, whatever the session's own limit."""
+    one.acquire()
+    other.connection.execute("SET lock_timeout = 0")
+    with row_locked(admin, name), pytest.raises(psycopg.errors.LockNotAvailable):
+        other.acquire()
+    assert other.one("SHOW lock_timeout")[0] == "0"
+
+
+def test_an_expired_lease_goes_to_the_next_with_a_larger_token(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C077, C078: the one before can neither renew nor release it, nor take it back by its id, and the row stays as it is."""
+    one.acquire()
+    lapse(admin, name)
+    assert other.acquire(owner="me").token == 2
+    before = other.row[:-2]
+    assert one.renew() == ["lost", "superseded"]
+    assert one.renew(token=2) == ["lost", "superseded"]
+    assert one.renew(lease=other.lease) == ["lost", "superseded"]
+    assert [one.release(), one.release(token=2), one.release(lease=other.lease)] == ["superseded"] * 3
+    assert not one.forget()
+    assert one.adopt(one.lease, 2, str(uuid4())).outcome == "superseded"
+    assert other.row[:-2] == before
+
+
+def test_an_expired_lease_cannot_be_renewed(one: Caller, admin: psycopg.Connection[Any], name: str) -> None:
+    """C083: nobody took it and it is lost all the same; released it is free, and says that it had expired."""
+    one.acquire()
+    lapse(admin, name)
+    assert one.renew() == ["lost", "expired"]
+    assert one.adopt(one.lease, 1).outcome == "expired"
+    assert one.release() == "expired"
+    assert one.release() == "superseded"
+    assert one.acquire().token == 2
+
+
+def test_a_released_row_stays_and_its_token_counts_on(one: Caller, other: Caller) -> None:
+    """C079: five times acquired and released: the sixth token is 6."""
+    for token in range(1, 6):
+        assert one.acquire().token == token
+        assert one.release() == "released"
+    assert one.row.token == 5
+    assert other.acquire().token == 6
+
+
+def test_a_deleted_row_starts_above_its_gate(one: Caller, admin: psycopg.Connection[Any], name: str) -> None:
+    """C079, C080: somebody deleted the row or set it back: no token that a writer has shown is given again."""
+    for _ in range(3):
+        one.acquire()
+        one.release()
+    one.enter(3)
+    admin.execute("DELETE FROM pgfence_lease WHERE name = %s", [name])
+    assert one.acquire().token == 4
+    one.enter(4)
+    one.release()
+    admin.execute("UPDATE pgfence_lease SET token = 1 WHERE name = %s", [name])
+    assert one.acquire().token == 5
+
+
+def test_released_early_it_stays_closed_for_min_hold(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C088: a short job does not run twice on skewed clocks; the clock decides when the time is over."""
+    one.acquire(60, min_hold=50)
+    assert one.release() == "released"
+    found = other.acquire()
+    assert not found.granted
+    assert 49 < found.remaining <= 50
+    lapse(admin, name, 50)
+    assert other.acquire().token == 2
+
+
+def test_a_shorter_renewal_does_not_end_before_min_hold(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C088: expired after a renewal for less than what is left of min_hold, it is still not free."""
+    one.acquire(60, min_hold=50)
+    assert one.renew(5)[0] == "ok"
+    lapse(admin, name, 20)
+    assert one.renew() == ["lost", "expired"]
+    assert 29 < other.acquire().remaining <= 30
+
+
+def test_lock_delay_counts_after_an_expiry_only(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """Released in time it is free at once; expired, nobody gets in for that long, even if it is released then."""
+    one.acquire(60, lock_delay=30)
+    assert one.release() == "released"
+    assert other.acquire(60, lock_delay=30).granted
+    lapse(admin, name, 70)
+    assert other.release() == "expired"
+    found = one.acquire()
+    assert not found.granted
+    assert 19 < found.remaining <= 20
+
+
+def test_max_hold_ends_every_renewal(one: Caller, admin: psycopg.Connection[Any], name: str) -> None:
+    """C083: renewed up to max_hold and not beyond; then it is overdue."""
+    assert one.acquire(60, max_hold=90).hold_remaining == 90
+    lapse(admin, name, 40)
+    answer, _, left = one.renew(60)
+    assert answer == "ok"
+    assert 49 < left <= 50
+    lapse(admin, name, 50)
+    assert one.renew() == ["lost", "overdue"]
+    assert one.adopt(one.lease, 1).outcome == "overdue"
+    assert one.release() == "overdue"
+
+
+def test_a_clock_set_back_does_not_keep_a_free_lease_closed(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """C073: released, forgotten or evicted at a time that is now in the future, it is free all the same."""
+    for end in (one.release, one.forget, one.evict):
+        assert one.acquire(lock_delay=10).granted
+        assert end()
+        lapse(admin, name, -3600)
+        assert other.acquire().granted
+        assert other.release() == "released"
+
+
+def test_many_are_renewed_at_once_each_with_its_own_answer(
+    one: Caller, admin: psycopg.Connection[Any], name: str
+) -> None:
+    """One that is locked, lost, unknown or asked twice does not delay or harm the others; order is kept."""
+    leases = []
+    for number in range(4):
+        one.name = f"{name} {number}"
+        one.acquire()
+        leases.append((one.name, one.lease, one.token, 60.0 + number))
+    lapse(admin, f"{name} 2")
+    asked = [*leases, ("no such", one.lease, 1, 60.0), leases[0]]
+    with row_locked(admin, f"{name} 1"):
+        answers = one.renew_all(asked)
+    assert [answer[0] for answer in answers] == ["ok", "busy", "lost", "ok", "lost", "ok"]
+    assert (answers[2][1], answers[4][1]) == ("expired", "superseded")
+    assert [round(answers[n][2]) for n in (0, 3)] == [60, 63]
+    assert one.renew_all([]) == []
+
+
+def test_a_grant_that_nobody_heard_of_is_ended_by_its_id(one: Caller, other: Caller) -> None:
+    """C084: forgotten it is free at once, min_hold or not; forgotten again, nothing; another's id is left alone."""
+    one.acquire(min_hold=50)
+    assert not other.forget()
+    assert one.forget()
+    assert not one.forget()
+    assert other.acquire().token == 2
+
+
+def test_a_grant_that_is_not_committed_yet_is_found_and_ended(one: Caller, other: Caller) -> None:
+    """C084: the connection was cut while the server was still about to commit: forgetting waits for that."""
+    one.acquire()
+    one.release()
+    new = str(uuid4())
+    with ThreadPoolExecutor(1) as pool:
+        with one.connection.transaction():
+            assert one.acquire(lease=new).granted
+            forgetting = pool.submit(other.forget, new)
+            eventually(blocks(one.connection, other))
+        assert forgetting.result(5)
+    assert one.renew(lease=new) == ["lost", "superseded"]
+
+
+def test_a_reference_works_once(one: Caller, other: Caller) -> None:
+    """The token stays, the id changes, the owner that is not given stays: whoever handed it on has it no more."""
+    one.acquire(60, max_hold=300)
+    found = other.adopt(one.lease, one.token)
+    assert (found.outcome, found.remaining, found.ttl, found.purpose) == ("ok", 60, 60, "a purpose")
+    assert 299 < found.hold_remaining <= 300
+    row = other.row
+    assert (str(row.lease_id), row.token, row.owner, row.host, row.pid) == (other.lease, 1, "me", "there", 8)
+    assert other.adopt(one.lease, one.token).outcome == "ok", "asked again after a lost answer"
+    assert other.adopt(one.lease, one.token, str(uuid4())).outcome == "superseded"
+    assert one.renew() == ["lost", "superseded"]
+    assert one.release() == "superseded"
+    assert other.release(token=1) == "released"
+
+
+def test_an_eviction_ends_the_lease_and_shuts_the_gate(one: Caller, other: Caller) -> None:
+    """C045: one transaction for row, gate and audit; the holder is told "evicted", whoever comes later has a larger token."""
+    assert other.evict() is None
+    one.acquire()
+    one.enter(1)
+    assert other.evict("it hangs")[:] == (1, 2)
+    assert (one.row.token, one.gate) == (2, 2)
+    assert one.renew() == ["lost", "evicted"]
+    assert one.adopt(one.lease, 1).outcome == one.release() == "evicted"
+    with pytest.raises(psycopg.Error) as refused:
+        one.enter(1)
+    assert refused.value.sqlstate == "PF001"
+    audit = one.one("SELECT action, actor, reason, detail FROM pgfence_audit WHERE resource = %s", one.name)
+    assert audit[:] == ("evict", "an operator", "it hangs", {"ticket": 5})
+    assert other.acquire().token == 3
+    assert one.renew() == ["lost", "evicted"]
+
+
+def test_an_eviction_is_all_or_nothing(one: Caller, other: Caller) -> None:
+    """An eviction that is rolled back has raised no token, shut no gate and written no line."""
+    one.acquire()
+    with other.connection.transaction(force_rollback=True):
+        other.evict()
+    assert (one.row.token, one.gate) == (1, None)
+    assert one.one("SELECT count(*) FROM pgfence_audit WHERE resource = %s", one.name)[0] == 0
+    assert one.renew()[0] == "ok"
+
+
+def test_every_end_is_told_to_those_who_listen(one: Caller, other: Caller) -> None:
+    """C085: release, forget and evict each notify with the name; nothing else does."""
+    other.connection.execute("LISTEN pgfence_released")
+    for end in (one.release, one.forget, one.evict):
+        one.acquire()
+        one.renew()
+        end()
+        told = [n.payload for n in other.connection.notifies(timeout=5, stop_after=1) if n.payload == one.name]
+        assert told == [one.name]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_many_at_once_are_one_holder_with_a_new_token(dsn: str, name: str, level: str) -> None:
+    """C073: 6 sessions, 20 rounds, the first of them without a row: one grant a round, or none on 40001; no token twice."""
+    callers = [Caller(dsn, name) for _ in range(6)]
+    tokens: list[int] = []
+    for caller in callers:
+        caller.connection.execute(f"SET default_transaction_isolation = '{level}'")
+    try:
+        for _ in range(20):
+            granted = _race(callers)
+            assert len(granted) == 1
+            tokens.append(granted[0].token)
+            assert granted[0].release() == "released"
+            for caller in callers:
+                caller.lease = str(uuid4())
+    finally:
+        for caller in callers:
+            caller.connection.close()
+    assert tokens == sorted(set(tokens))
+
+
+def _race(callers: list[Caller]) -> list[Caller]:
+    def ask(caller: Caller) -> bool:
+        for _ in range(10):
+            try:
+                return bool(caller.acquire().granted)
+            except psycopg.errors.SerializationFailure:
+                continue
+        return False
+
+    with ThreadPoolExecutor(len(callers)) as pool:
+        return [caller for caller, got in zip(callers, pool.map(ask, callers), strict=True) if got]

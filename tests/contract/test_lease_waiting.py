@@ -1,0 +1,260 @@
+"""Waiting for a lease, and what may happen on the way: rows that are locked, answers that are late or lost, cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import event
+
+from pgfence.config import configure
+from pgfence.errors import LockTimeoutError, UnreachableError
+from support.leases import lapse, lease, rival, row
+from support.locking import background
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.proxy import Proxy
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+def let_go(admin: psycopg.Connection[Any], name: str) -> None:
+    """Release a lease as its holder would, past all of our code."""
+    found = row(admin, name)
+    call = "SELECT pgfence_release_lease_v1(%s, %s, %s)"
+    assert admin.execute(call, [name, str(found.lease_id), found.token]).fetchone() == ("released",)
+
+
+@contextmanager
+def locked_row(dsn: str, name: str) -> Iterator[psycopg.Connection[Any]]:
+    """Keep the row of a lease locked until the transaction is committed, at the latest with the block."""
+    with psycopg.connect(dsn) as other:
+        other.execute("UPDATE pgfence_lease SET purpose = purpose WHERE name = %s", [name])
+        yield other
+
+
+def waits_for_row(admin: psycopg.Connection[Any]) -> bool:
+    """Say whether somebody stands in the server behind a locked row."""
+    query = (
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%acquire_lease%'"
+        " AND datname = current_database()"
+    )
+    return admin.execute(query).fetchone() == (1,)
+
+
+async def passed(seconds: float) -> None:
+    """Let time pass that the test itself is about."""
+    end = time.monotonic() + seconds
+    await eventually(lambda: time.monotonic() > end, deadline=seconds + 5)
+
+
+async def test_a_release_wakes_who_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Told by NOTIFY: long before the next look at the row, and the TTL plays no part."""
+    one = lease(world, world.engine(), name, ttl=60)
+    pauses = []
+    for _ in range(4):
+        assert rival(admin, name, 60)
+        async with background(world.other().call(one.acquire, timeout=20)) as waiting:
+            await eventually(lambda: not waiting.done() and listening(admin))
+            start = time.monotonic()
+            let_go(admin, name)
+            held = await waiting
+            pauses.append(time.monotonic() - start)
+        await world.call(held.release)
+    assert min(pauses) < 0.5, pauses
+
+
+def listening(admin: psycopg.Connection[Any]) -> bool:
+    query = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+    return admin.execute(query).fetchone() != (0,)
+
+
+async def test_an_expiry_wakes_who_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """C085: nobody tells of it; the waiter has it at the latest a moment after the holder's expiry."""
+    one = lease(world, world.engine(), name)
+    rival(admin, name, 0.6)
+    over = time.monotonic() + 0.6
+    held = await world.call(one.acquire, timeout=10)
+    assert -0.1 < time.monotonic() - over < 1.5
+    assert held.token == 2
+    await world.call(held.release)
+
+
+async def test_who_waits_asks_once_a_second_and_a_hundred_ask_as_one(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C085: a hundred contenders of one process stand in one line, and only its first looks at the row."""
+    engine = world.engine()
+    one = lease(world, engine, name)
+    rival(admin, name)
+    seen: list[float] = []
+    event.listen(
+        getattr(engine, "sync_engine", engine),
+        "before_cursor_execute",
+        lambda *args: seen.append(time.monotonic()) if "acquire_lease_v1" in args[2] else None,
+    )
+    count = 100 if world.is_async else 30
+    async with AsyncExitStack() as stack:
+        crowd = [world.other() for _ in range(count)]
+        tasks = [await stack.enter_async_context(background(who.call(one.acquire, timeout=2.5))) for who in crowd]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [LockTimeoutError] * count
+    # Whoever comes to the front when another one gives up looks once; that is after these two seconds.
+    assert len([at for at in seen if at < seen[0] + 2]) <= 5
+
+
+@pytest.mark.parametrize("given", [True, False])
+async def test_a_wait_ends_at_its_timeout(world: World, name: str, admin: psycopg.Connection[Any], given: bool) -> None:
+    """That of the call, or the configured one; the error names the holder, and nothing is left in line."""
+    engine = world.engine()
+    configure(engine, default_timeout=30 if given else 0.4)
+    one = lease(world, engine, name)
+    rival(admin, name)
+    start = time.monotonic()
+    with pytest.raises(LockTimeoutError, match="rival"):
+        await world.call(one.acquire, **({"timeout": 0.4} if given else {}))
+    assert 0.39 < time.monotonic() - start < 2
+    let_go(admin, name)
+    async with world.enter(one.hold(timeout=5)) as held:
+        assert held.token == 2
+
+
+async def test_never_two_at_a_time_and_never_a_token_twice(world: World, name: str) -> None:
+    """Contenders of two engines, which know nothing of each other, as two processes do."""
+    inside = most = 0
+    tokens: list[int] = []
+
+    async def work(one: Any) -> None:
+        nonlocal inside, most
+        who = world.other()
+        for _ in range(5):
+            async with who.enter(one.hold(timeout=30)) as held:
+                inside += 1
+                most = max(most, inside)
+                tokens.append(held.token)
+                await asyncio.sleep(0)
+                inside -= 1
+
+    leases = [lease(world, world.engine(), name) for _ in range(2)]
+    await asyncio.gather(*(work(one) for one in leases for _ in range(3)))
+    assert most == 1
+    assert len(set(tokens)) == 30
+    assert tokens == sorted(tokens)
+
+
+async def test_a_wait_for_the_row_takes_nothing_off_the_ttl(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C075: the expiry is computed after the wait; the holder's own deadline counts from before it, so it is no later."""
+    one = lease(world, world.engine(), name, ttl=5, heartbeat="manual")
+    rival(admin, name)
+    lapse(admin, name)
+    with locked_row(dsn, name) as other:
+        async with background(world.other().call(one.acquire, timeout=10)) as waiting:
+            await eventually(lambda: waits_for_row(admin))
+            await passed(1)
+            other.commit()
+            held = await waiting
+    assert row(admin, name).left > 4
+    assert held.remaining() < 5 - 0.5 - 1
+    await world.call(held.release)
+
+
+async def test_a_grant_that_comes_too_late_is_not_held(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """C086: the answer was longer on its way than the TTL: it is given back, and asked for again if there is time."""
+    one = lease(world, world.engine(), name, ttl=1.0)
+    rival(admin, name)
+    lapse(admin, name)
+    for call, wanted in ((one.try_acquire, None), (one.acquire, "held")):
+        with locked_row(dsn, name) as other:
+            async with background(world.other().call(call)) as waiting:
+                await eventually(lambda: waits_for_row(admin))
+                await passed(1.2)
+                other.commit()
+                held = await waiting
+        assert (held and held.state) == wanted
+        if held is None:
+            await eventually(lambda: row(admin, name).released_at is not None)
+    assert held.remaining() > 0
+    await world.call(held.release)
+
+
+async def test_a_row_that_stays_locked_is_neither_free_nor_held(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The server's wait ends after two seconds, the caller's at its timeout, and nothing is left."""
+    one = lease(world, world.engine(), name)
+    rival(admin, name)
+    lapse(admin, name)
+    with locked_row(dsn, name):
+        with pytest.raises(LockTimeoutError):
+            await world.call(one.acquire, timeout=0.5)
+    assert rival(admin, name) == 2
+
+
+async def test_a_grant_whose_answer_is_lost_blocks_nobody(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
+) -> None:
+    """C084: the error says that nobody knows, and the row is free again long before its TTL of a minute."""
+    engine = world.engine(dsn=proxy.dsn)
+    one = lease(world, engine, name, ttl=60)
+    await world.call((await world.call(one.acquire)).release)
+    with locked_row(dsn, name) as other:
+        async with background(world.other().call(one.acquire, timeout=20)) as waiting:
+            await eventually(lambda: waits_for_row(admin))
+            proxy.cut()
+            with pytest.raises(UnreachableError, match="unknown"):
+                await waiting
+            other.commit()
+    await eventually(lambda: row(admin, name).token == 2)
+    start = time.monotonic()
+    await eventually(lambda: rival(admin, name) == 3, deadline=10)
+    assert time.monotonic() - start < 10
+
+
+async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
+    """Unreachable is an error of its own, in every verb."""
+    one = lease(world, world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d"), name)
+    for call in (one.try_acquire, one.acquire, one.holders, one.is_held):
+        with pytest.raises(UnreachableError) as caught:
+            await world.call(call)
+        assert "hunter2" not in str(caught.value)
+
+
+async def test_a_cancelled_wait_leaves_nothing_behind(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
+) -> None:
+    """In line; and in the middle of a statement that no cancel request reaches, whose grant nobody will hear of."""
+    if not world.is_async:
+        pytest.skip("a thread is not cancelled")
+    one = lease(world, world.engine(dsn=proxy.dsn), name, ttl=60)
+    rival(admin, name)
+    await cancelled(one, lambda: listening(admin))
+    assert await one.try_acquire() is None  # a warm session: the cancel may have met a statement, and closed the first
+    lapse(admin, name)
+    with locked_row(dsn, name) as other:
+        proxy.refuse()
+        await cancelled(one, lambda: waits_for_row(admin))
+        other.commit()
+        await eventually(lambda: not waits_for_row(admin))
+    proxy.heal()
+    await eventually(lambda: rival(admin, name) is not None, deadline=8)
+
+
+async def cancelled(one: Any, moment: Callable[[], bool]) -> None:
+    """Wait for a lease, and be cancelled at some moment."""
+    waiting = asyncio.create_task(one.acquire(timeout=20))
+    await eventually(moment)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

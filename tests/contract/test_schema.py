@@ -1,0 +1,467 @@
+"""Tables and functions: made once by whoever comes first, checked, dropped; with their own rights and schemas."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from sqlalchemy import MetaData, create_engine, text
+from sqlalchemy import inspect as looked_at
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from pgfence import schema
+from pgfence._sql import tables
+from pgfence._sql.storage import Place, grants, place_of, translated
+from pgfence.config import configure
+from pgfence.errors import SchemaError, StandbyError, TransactionStateError, UnreachableError, UnsupportedServerError
+from support.transactions import connection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.worlds import World
+
+TABLES = {"lease", "gate", "checkpoint", "audit", "slot", "schema_version"}
+TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL)"
+
+
+@pytest.fixture
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+    """A schema of its own that is not there yet, and a prefix that has to be quoted."""
+    here = Place(f"Tenant {name[-12:]}", 'p%"')
+    yield here
+    admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(here.schema or "")))
+
+
+def engine_at(world: World, place: Place, **kwargs: Any) -> Any:
+    engine = world.engine(**kwargs)
+    configure(engine, schema=place.schema, prefix=place.prefix)
+    return engine
+
+
+def made(admin: psycopg.Connection[Any], place: Place) -> tuple[set[str], int]:
+    """Return the tables of a place without their prefix, and how many functions it has."""
+    found = admin.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", [place.schema]).fetchall()
+    count = admin.execute(
+        "SELECT count(*) FROM pg_proc WHERE pronamespace = to_regnamespace(quote_ident(%s))", [place.schema]
+    ).fetchone()
+    return {name.removeprefix(place.prefix) for (name,) in found}, count[0] if count else 0
+
+
+def take(admin: psycopg.Connection[Any], place: Place, name: str) -> Any:
+    """Acquire a lease with the plain function; return whether it was granted, and the token."""
+    function = sql.SQL(place.name("acquire_lease_v1").replace("%", "%%"))  # type: ignore[arg-type]
+    return admin.execute(sql.SQL(TAKE).format(function), [name]).fetchone()
+
+
+async def given(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+async def test_everything_is_made_and_a_second_call_changes_nothing(
+    world: World, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """Schema, tables and functions are there, work, and keep their rows when it is asked for again."""
+    engine = engine_at(world, place)
+    await given(schema.create_all(engine))
+    assert made(admin, place) == (TABLES, len(tables.functions(place)))
+    assert take(admin, place, "a") == (True, 1)
+    await given(schema.create_all(engine))
+    assert take(admin, place, "a") == (False, 1)
+
+
+async def test_everything_is_dropped_and_dropping_nothing_is_no_error(
+    world: World, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """After `drop_all` neither a table nor a function is left, and the schema stays."""
+    engine = engine_at(world, place)
+    await given(schema.create_all(engine))
+    for _ in range(2):
+        await given(schema.drop_all(engine))
+        assert made(admin, place) == (set(), 0)
+
+
+async def test_on_a_connection_it_is_part_of_the_callers_transaction(
+    world: World, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """Rolled back by the caller, nothing was made."""
+    async with connection(world, engine_at(world, place)) as open_connection:
+        await given(schema.create_all(open_connection))
+        await given(open_connection.rollback())
+    assert made(admin, place) == (set(), 0)
+
+
+async def test_autocommit_is_refused_on_a_connection_and_overridden_on_an_engine(
+    world: World, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """All or nothing needs a transaction: the caller's Connection has none, a Connection of our own gets one."""
+    engine = engine_at(world, place, isolation_level="AUTOCOMMIT")
+    async with connection(world, engine) as open_connection:
+        with pytest.raises(TransactionStateError, match="pass the engine"):
+            await given(schema.create_all(open_connection))
+    await given(schema.create_all(engine))
+    assert made(admin, place)[0] == TABLES
+
+
+async def test_a_schema_per_tenant_by_schema_translate_map(
+    world: World, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """One engine, an `execution_options` copy for each tenant: each has tables of its own, and tokens of its own."""
+    engine = world.engine()
+    configure(engine, schema="tenant", prefix=place.prefix)
+    other = Place(f"{place.schema} 2", place.prefix)
+    try:
+        for one in (place, other):
+            await given(schema.create_all(engine.execution_options(schema_translate_map={"tenant": one.schema})))
+            assert made(admin, one)[0] == TABLES
+        assert [take(admin, one, "a") for one in (place, other, other)] == [(True, 1), (True, 1), (False, 1)]
+    finally:
+        admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(other.schema or "")))
+
+
+async def test_a_connections_own_translate_map_counts(world: World, place: Place) -> None:
+    """The map of one Connection names the tenant, on top of what its engine says."""
+    async with connection(world, engine_at(world, place)) as open_connection:
+        options = open_connection.execution_options(schema_translate_map={place.schema: "elsewhere"})
+        await given(options)
+        assert place_of(open_connection) == Place("elsewhere", place.prefix)
+
+
+async def test_without_a_schema_the_search_path_decides_once(
+    world: World, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """Made in the first schema of the search path; from then on found, also by a path that begins elsewhere."""
+    admin.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(place.schema or "")))
+    engine = world.engine()
+    configure(engine, prefix=place.prefix)
+    path = postgresql.dialect().identifier_preparer.quote_identifier(place.schema or "")  # type: ignore[no-untyped-call]
+    for search_path in (path, f"pg_temp, public, {path}"):
+        async with connection(world, engine) as open_connection:
+            await given(open_connection.execute(text(f"SET LOCAL search_path = {search_path}")))
+            await given(schema.create_all(open_connection))
+            await given(open_connection.commit())
+    assert made(admin, place) == (TABLES, len(tables.functions(place)))
+    assert admin.execute("SELECT to_regclass(%s)", [Place("public", place.prefix).name("lease")]).fetchone() == (None,)
+    # A writer whose search path knows nothing of it meets the same tables.
+    assert take(admin, place, "a") == (True, 1)
+
+
+async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, place: Place) -> None:
+    """No schema to make anything in: the error names `configure`."""
+    async with connection(world, world.engine()) as open_connection:
+        await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
+        with pytest.raises(SchemaError, match=r"configure\(engine, schema="):
+            await given(schema.create_all(open_connection))
+
+
+def test_processes_that_start_together_make_it_once(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+    """Eight processes call `create_all` at the same moment: all of them come back, and it was made once."""
+    program = (
+        "import sys; from sqlalchemy import create_engine; from pgfence import schema; from pgfence.config import configure\n"
+        "engine = create_engine(sys.argv[1]); configure(engine, schema=sys.argv[2], prefix=sys.argv[3])\n"
+        "engine.connect().close(); print(flush=True); sys.stdin.read(); schema.create_all(engine)"
+    )
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        f"postgresql+psycopg://{dsn.split('://', 1)[1]}",
+        place.schema,
+        place.prefix,
+    ]
+    crowd = [
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    for process in crowd:
+        assert process.stdout and process.stdout.readline()
+    for process in crowd:
+        assert process.stdin
+        process.stdin.close()
+    for process in crowd:
+        process.stdin = None
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, said) == (0, "")
+    assert made(admin, place)[0] == TABLES
+
+
+# ---------------------------------------------------------------- what is there already
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("ALTER TABLE {lease} ALTER expires_at TYPE timestamp", "lease.expires_at is timestamp without time zone"),
+        ("ALTER TABLE {lease} DROP evicted", "lease.evicted is missing"),
+        ("DROP TABLE {checkpoint}", "checkpoint is missing"),
+        ("ALTER TABLE {gate} ALTER token TYPE integer", "gate.token is integer"),
+        ("DELETE FROM {schema_version}", "version 0"),
+    ],
+)
+def test_what_is_not_as_it_was_made_is_seen_and_said(
+    dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str, message: str
+) -> None:
+    """A naive timestamp, a missing column or table, another type, no version: each is named, with what puts it right."""
+    here = world_engine(dsn, place)
+    schema.create_all(here)
+    with here.connect() as open_connection:
+        assert tables.verify(open_connection, place) is None
+    names = {table: sql.SQL(place.name(table)) for table in TABLES}  # type: ignore[arg-type]
+    admin.execute(sql.SQL(harm).format(**names))
+    with here.connect() as open_connection:
+        error = tables.verify(open_connection, place)
+    here.dispose()
+    assert error and message in str(error)
+    assert error.command == place.command
+
+
+def world_engine(dsn: str, place: Place, role: str | None = None) -> Any:
+    engine = create_engine(f"postgresql+psycopg://{(role or dsn).split('://', 1)[1]}")
+    configure(engine, schema=place.schema, prefix=place.prefix)
+    return engine
+
+
+async def test_tables_that_differ_are_not_altered(world: World, place: Place, admin: psycopg.Connection[Any]) -> None:
+    """`create_all` over tables with a naive timestamp raises, and leaves them as they are."""
+    engine = engine_at(world, place)
+    await given(schema.create_all(engine))
+    lease = sql.SQL(place.name("lease"))  # type: ignore[arg-type]
+    admin.execute(sql.SQL("ALTER TABLE {} ALTER renewed_at TYPE timestamp").format(lease))
+    with pytest.raises(SchemaError, match=r"renewed_at is timestamp without time zone .*another time"):
+        await given(schema.create_all(engine))
+
+
+@pytest.mark.parametrize(
+    "missing", ["DROP FUNCTION {release_lease_v1}", "DROP TABLE {audit}; DELETE FROM {schema_version}"]
+)
+async def test_what_is_missing_is_made_again(
+    world: World, place: Place, admin: psycopg.Connection[Any], missing: str
+) -> None:
+    """A function or a table that is gone comes back, and the rest keeps its rows."""
+    engine = engine_at(world, place)
+    await given(schema.create_all(engine))
+    take(admin, place, "a")
+    names = {name: sql.SQL(place.name(name)) for name in (*TABLES, "release_lease_v1")}  # type: ignore[arg-type]
+    admin.execute(sql.SQL(missing).format(**names))
+    await given(schema.create_all(engine))
+    assert made(admin, place) == (TABLES, len(tables.functions(place)))
+    assert take(admin, place, "a") == (False, 1)
+
+
+def test_a_newer_version_is_good_enough(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+    """Functions keep their names, so what a later release made serves this one too."""
+    engine = world_engine(dsn, place)
+    schema.create_all(engine)
+    admin.execute(f"INSERT INTO {place.name('schema_version')} (version) VALUES (99)".encode())
+    with engine.connect() as open_connection:
+        assert tables.verify(open_connection, place) is None
+    schema.create_all(engine)
+    engine.dispose()
+
+
+async def test_nothing_there_is_an_error_that_names_the_command(world: World, place: Place) -> None:
+    """The check of a place without tables raises what `translated` explains."""
+    async with connection(world, engine_at(world, place)) as open_connection:
+        with pytest.raises(DBAPIError) as caught:
+            if world.is_async:
+                await open_connection.run_sync(tables.verify, place)
+            else:
+                await world.call(tables.verify, open_connection, place)
+    error = translated(caught.value, place)
+    assert isinstance(error, SchemaError)
+    assert f"pgfence install --schema '{place.schema}' --prefix 'p%\"'" in str(error)
+
+
+async def test_no_server_is_an_unreachable_error(world: World) -> None:
+    """Where nobody listens the error is typed, says where, and shows no password."""
+    engine = world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d")
+    with pytest.raises(UnreachableError, match=r"(?s)127\.0\.0\.1:1/d.*Nothing was made") as caught:
+        await given(schema.create_all(engine))
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_a_server_that_takes_no_writes_is_a_standby_error(world: World, role: Callable[..., str]) -> None:
+    """A standby, or a role that only reads."""
+    engine = world.engine(dsn=role({"default_transaction_read_only": "on"}))
+    configure(engine, schema="nowhere")
+    with pytest.raises(StandbyError, match="standby"):
+        await given(schema.create_all(engine))
+
+
+def test_other_servers_and_drivers_are_refused_by_name(dsn: str) -> None:
+    """No PostgreSQL; an old one; and something that is no engine at all."""
+    with pytest.raises(UnsupportedServerError, match="sqlite"):
+        schema.create_all(create_engine("sqlite://"))
+    old = world_engine(dsn, Place("nowhere"))
+    old.connect().close()
+    old.dialect.server_version_info = (13, 4)
+    with pytest.raises(UnsupportedServerError, match=r"this server is 13\.4"):
+        schema.create_all(old)
+    old.dispose()
+    with pytest.raises(TypeError, match="an Engine or AsyncEngine is needed"):
+        schema.create_all(Session(old))  # type: ignore[call-overload]
+
+
+# ---------------------------------------------------------------- rights
+
+
+async def test_a_role_without_the_right_to_make_tables_is_told_who_may(
+    world: World, place: Place, role: Callable[..., str]
+) -> None:
+    """The error carries the server's reason and the command for somebody else."""
+    engine = engine_at(world, place, dsn=role())
+    with pytest.raises(SchemaError, match="as a role that may") as caught:
+        await given(schema.create_all(engine))
+    assert caught.value.sqlstate == "42501"
+    assert caught.value.command == place.command
+
+
+async def test_a_role_with_the_listed_rights_only_can_use_everything(
+    world: World, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """The GRANTs are enough for leases, gates, tokens, and for `create_all` where all is there; to evict needs one more."""
+    await given(schema.create_all(engine_at(world, place)))
+    least = role()
+    who = least.split("//")[1].split(":")[0]
+    for statement in grants(place, who):
+        admin.execute(statement.encode())
+    await given(schema.create_all(engine_at(world, place, dsn=least)))
+    lease = "gen_random_uuid()::text"
+    with psycopg.connect(least, autocommit=True) as user:
+        assert take(user, place, "a") == (True, 1)
+        for call in (
+            f"{place.name('enter_gates_v1')}(ARRAY['a'], ARRAY[1])",
+            f"{place.name('save_checkpoint_v1')}('a', 1, '{{}}')",
+            f"{place.name('renew_leases_v1')}(ARRAY['a'], ARRAY[{lease}], ARRAY[1], ARRAY[10.0])",
+            f"{place.name('release_lease_v1')}('a', {lease}, 1)",
+            f"{place.name('forget_lease_v1')}('a', {lease})",
+            f"{place.name('lock_with_token_v1')}(pg_backend_pid(), 1, 'b', 0)",
+            "pg_advisory_unlock_all()",
+        ):
+            user.execute(f"SELECT {call}".encode())
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            user.execute(f"DELETE FROM {place.name('lease')}".encode())
+        evict = f"SELECT * FROM {place.name('evict_lease_v1')}('a', 'me', 'because', NULL)".encode()
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught:
+            user.execute(evict)
+        error = translated(caught.value, place)
+        assert isinstance(error, SchemaError)
+        admin.execute(error.command.replace("<role>", who).encode())
+        assert user.execute(evict).fetchall() == [(1, 2)]
+
+
+@pytest.mark.parametrize("missing", range(3))
+async def test_each_listed_right_is_needed(
+    world: World, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any], missing: int
+) -> None:
+    """Without any one of them something is refused, and the error is a SchemaError with a GRANT."""
+    await given(schema.create_all(engine_at(world, place)))
+    least = role()
+    statements = grants(place, least.split("//")[1].split(":")[0])
+    assert len(statements) == 3
+    for statement in statements[:missing] + statements[missing + 1 :]:
+        admin.execute(statement.encode())
+    with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught, psycopg.connect(least, autocommit=True) as user:
+        take(user, place, "a")
+        user.execute(tables.checking(place).encode())
+    error = translated(caught.value, place)
+    assert isinstance(error, SchemaError)
+    assert error.command.startswith("GRANT ")
+
+
+# ---------------------------------------------------------------- in a MetaData, as a script
+
+
+def test_the_tables_live_in_the_users_metadata_once() -> None:
+    """They take the schema of the MetaData unless told otherwise, and a second call gives the same ones."""
+    metadata = MetaData(schema="app")
+    first = schema.tables(metadata)
+    assert {table.fullname for table in first} == {f"app.pgfence_{name}" for name in TABLES}
+    assert [id(table) for table in schema.tables(metadata)] == [id(table) for table in first]
+    assert {table.schema for table in schema.tables(metadata, schema="other", prefix="x_")} == {"other"}
+
+
+@pytest.mark.parametrize(("schema_name", "prefix"), [("", "p_"), (None, "p" * 41), (None, "é" * 21), ("a\0", "p_")])
+def test_a_place_that_has_no_usable_names_is_refused(schema_name: str | None, prefix: str) -> None:
+    """By `configure`, and by what is given them directly."""
+    for call in (
+        lambda: configure(create_engine("postgresql+psycopg://"), schema=schema_name, prefix=prefix),
+        lambda: schema.sql(schema=schema_name, prefix=prefix),
+        lambda: schema.tables(MetaData(), schema=schema_name, prefix=prefix),
+    ):
+        with pytest.raises(ValueError, match=r"(schema|prefix) "):
+            call()
+
+
+def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+    """No name of ours is longer than the server keeps, and a fence with it is found again."""
+    here = Place(place.schema, "p" * 40)
+    engine = world_engine(dsn, here)
+    schema.create_all(engine)
+    assert made(admin, here) == (TABLES, len(tables.functions(here)))
+    admin.execute(sql.SQL("CREATE TABLE {}.books (book int)").format(sql.Identifier(here.schema or "")))
+    for _ in range(2):
+        schema.add_fence(engine, f"{here.schema}.books", resource="{book}")
+        found = admin.execute("SELECT oid, tgname FROM pg_trigger WHERE tgname ~ '^p{40}'").fetchall()
+    assert {name for _, name in found} == {"p" * 40 + "fence", "p" * 40 + "fence_truncate"}
+    engine.dispose()
+
+
+def test_the_metadata_and_the_database_agree(dsn: str, place: Place) -> None:
+    """What the database has after `create_all` is what the Tables say, column by column."""
+    engine = world_engine(dsn, place)
+    schema.create_all(engine)
+    found = looked_at(engine)
+    for table in schema.tables(MetaData(), schema=place.schema, prefix=place.prefix):
+        columns = found.get_columns(table.name, schema=place.schema)
+        assert [(c["name"], c["nullable"]) for c in columns] == [(c.name, c.nullable) for c in table.columns]
+        primary = found.get_pk_constraint(table.name, schema=place.schema)["constrained_columns"]
+        assert primary == [column.name for column in table.primary_key]
+    engine.dispose()
+
+
+def test_rows_that_change_often_have_room_on_their_page(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+    """Leases, gates and slots are updated without touching an index."""
+    engine = world_engine(dsn, place)
+    schema.create_all(engine)
+    engine.dispose()
+    found = admin.execute(
+        "SELECT relname FROM pg_class WHERE relnamespace = to_regnamespace(quote_ident(%s))"
+        " AND 'fillfactor=50' = ANY(reloptions)",
+        [place.schema],
+    )
+    assert {name.removeprefix(place.prefix) for (name,) in found} == {"lease", "gate", "slot"}
+
+
+@pytest.mark.parametrize("table", ["lease", "gate"])
+@pytest.mark.parametrize("token", [0, -1])
+def test_no_row_can_have_a_token_below_one(
+    dsn: str, place: Place, admin: psycopg.Connection[Any], table: str, token: int
+) -> None:
+    """A CHECK refuses it, whoever writes."""
+    engine = world_engine(dsn, place)
+    schema.create_all(engine)
+    engine.dispose()
+    take(admin, place, "a")
+    admin.execute(f"SELECT {place.name('enter_gates_v1')}(ARRAY['a'], ARRAY[1])".encode())
+    with pytest.raises(psycopg.errors.CheckViolation):
+        admin.execute(f"UPDATE {place.name(table)} SET token = {token}".encode())
+
+
+def test_the_script_makes_the_same_and_may_run_twice(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+    """`sql()` through a plain connection: `create_all` finds nothing left to do."""
+    script = schema.sql(schema=place.schema, prefix=place.prefix)
+    for _ in range(2):
+        admin.execute(script.encode())
+    engine = world_engine(dsn, place)
+    with engine.connect() as open_connection:
+        assert tables.installed(open_connection, place)
+    engine.dispose()
+    assert take(admin, place, "a") == (True, 1)

@@ -1,0 +1,134 @@
+"""The rights of each feature as the docs list them: enough, and none too many."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence import schema
+from pgfence._sql import tables
+from pgfence._sql.storage import Place, translated
+from pgfence.config import configure
+from pgfence.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ID = "'00000000-0000-0000-0000-000000000001'"
+LEASES = {
+    "lease": ("SELECT", "INSERT", "UPDATE"),
+    "gate": ("SELECT",),
+    "checkpoint": ("SELECT",),
+    "schema_version": ("SELECT",),
+}
+WRITERS = {"gate": ("SELECT", "INSERT", "UPDATE"), "lease": ("SELECT",)}
+
+LEASE_CALLS = (
+    f"SELECT * FROM {{acquire_lease_v1}}('new', {ID}, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL)",
+    f"SELECT {{renew_leases_v1}}(ARRAY['new'], ARRAY[{ID}], ARRAY[1], ARRAY[10.0])",
+    f"SELECT * FROM {{adopt_lease_v1}}('new', {ID}, 1, {ID}, 'o', 'h', 1)",
+    f"SELECT {{forget_lease_v1}}('new', {ID})",
+    f"SELECT {{release_lease_v1}}('new', {ID}, 1)",
+)
+
+FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
+    "leases": (LEASES, LEASE_CALLS),
+    "tokens": (
+        {"lease": ("SELECT", "INSERT", "UPDATE"), "gate": ("SELECT",)},
+        ("SELECT {lock_with_token_v1}(pg_backend_pid(), 1, 'new', 0)", "SELECT pg_advisory_unlock_all()"),
+    ),
+    "once": (
+        LEASES | {"slot": ("SELECT", "INSERT", "UPDATE")},
+        (
+            f"SELECT * FROM {{acquire_slot_v1}}('new', 'epoch', NULL, {ID}, 10, NULL, 'o', 'h', 1, 'p', NULL)",
+            f"SELECT {{finish_slot_v1}}('new', {ID}, 1, 'epoch', true)",
+        ),
+    ),
+    "writers": (
+        WRITERS,
+        ("SELECT {enter_gates_v1}(ARRAY['a', 'new'], ARRAY[1, 1])", "SELECT {check_gate_v1}('a', 't')"),
+    ),
+    "checkpoints": (
+        WRITERS | {"checkpoint": ("SELECT", "INSERT", "UPDATE")},
+        ("SELECT {save_checkpoint_v1}('a', 1, '{{}}')",),
+    ),
+    "evict": (
+        {"lease": ("SELECT", "UPDATE"), "gate": ("SELECT", "INSERT", "UPDATE"), "audit": ("INSERT",)},
+        ("SELECT * FROM {evict_lease_v1}('a', 'me', 'because', NULL)",),
+    ),
+}
+
+
+@pytest.fixture
+def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+    """Tables in a schema of their own, with a lease on "a" that the owner holds."""
+    here = Place(f"rights_{name[-12:]}", "r_")
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    configure(engine, schema=here.schema, prefix=here.prefix)
+    schema.create_all(engine)
+    engine.dispose()
+    admin.execute(filled(LEASE_CALLS[0].replace("'new'", "'a'"), here))
+    yield here
+    admin.execute(f"DROP SCHEMA {here.schema} CASCADE".encode())
+
+
+def filled(call: str, place: Place) -> bytes:
+    """Return a call with the names of our functions in it."""
+    names = {name.split('"')[-2].removeprefix(place.prefix): name for name in tables.functions(place)}
+    return call.format(**names).encode()
+
+
+def rights(feature: str) -> list[tuple[str, str]]:
+    return [(table, right) for table, given in FEATURES[feature][0].items() for right in given]
+
+
+def use(dsn: str, place: Place, feature: str) -> None:
+    """Do what the feature does, in one transaction that is rolled back."""
+    with psycopg.connect(dsn) as user:
+        for call in FEATURES[feature][1]:
+            user.execute(filled(call, place))
+        if feature in {"leases", "once"}:
+            user.execute(tables.checking(place).encode())
+        user.rollback()
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_listed_rights_are_enough_and_each_is_needed(
+    feature: str, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """A role with them and nothing else can use the feature; without any one of them the error is a SchemaError."""
+    least = role()
+    who = least.split("//")[1].split(":")[0]
+    grants = [f"{right} ON {place.name(table)}" for table, right in rights(feature)]
+    grants.append(f"USAGE ON SCHEMA {place.schema}")
+    for grant in grants:
+        admin.execute(f"GRANT {grant} TO {who}".encode())
+    use(least, place, feature)
+    for grant in grants:
+        admin.execute(f"REVOKE {grant} FROM {who}".encode())
+        with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught:
+            use(least, place, feature)
+        assert isinstance(translated(caught.value, place), SchemaError), grant
+        admin.execute(f"GRANT {grant} TO {who}".encode())
+
+
+def test_a_fenced_table_can_be_written_with_the_rights_of_a_writer(
+    place: Place, role: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The trigger runs with the writer's rights: those of the gate, and of the table itself."""
+    least = role()
+    who = least.split("//")[1].split(":")[0]
+    admin.execute(f"CREATE TABLE {place.schema}.books (book int)".encode())
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    configure(engine, schema=place.schema, prefix=place.prefix)
+    schema.add_fence(engine, f"{place.schema}.books", resource="a")
+    engine.dispose()
+    grants = [f"{right} ON {place.name(table)}" for table, right in rights("writers")]
+    for grant in (*grants, f"USAGE ON SCHEMA {place.schema}", f"INSERT ON {place.schema}.books"):
+        admin.execute(f"GRANT {grant} TO {who}".encode())
+    with psycopg.connect(least) as user:
+        user.execute(filled("SELECT {enter_gates_v1}(ARRAY['a'], ARRAY[1])", place))
+        user.execute(f"INSERT INTO {place.schema}.books VALUES (1)".encode())

@@ -1,0 +1,223 @@
+"""The server functions of slots, called by hand: who gets a slot, and what becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence import schema
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from support.servers import OwnServer
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+NOW = datetime.now(UTC)
+SLOT = NOW.replace(minute=0, second=0, microsecond=0)
+NEXT = SLOT + timedelta(hours=2)
+GRANT = "SELECT outcome, token, attempt FROM pgfence_acquire_slot_v1(%s, %s, %s, %s, %s, NULL, %s, 'here', 1, '', NULL)"
+
+
+class Caller:
+    """Somebody who asks for one slot name, on a connection of its own."""
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self.connection = psycopg.connect(dsn, autocommit=True)
+        self.name = name
+        self.lease = str(uuid4())
+        self.token = 0
+
+    def acquire(self, slot: datetime = SLOT, until: datetime | None = NEXT, ttl: float = 60) -> tuple[str, int]:
+        """Return the outcome and the number of the attempt."""
+        row = self.connection.execute(GRANT, [self.name, slot, until, self.lease, ttl, "me"]).fetchone()
+        assert row is not None
+        self.token = row[1]
+        return row[0], row[2]
+
+    def finish(self, slot: datetime = SLOT, *, done: bool = True) -> str:
+        """Return what the server answers."""
+        row = self.connection.execute(
+            "SELECT pgfence_finish_slot_v1(%s, %s, %s, %s, %s)", [self.name, self.lease, self.token, slot, done]
+        ).fetchone()
+        assert row is not None
+        return str(row[0])
+
+
+@pytest.fixture
+def one(dsn: str, name: str) -> Iterator[Caller]:
+    """Somebody who asks for the slots of this test."""
+    caller = Caller(dsn, name)
+    yield caller
+    caller.connection.close()
+
+
+@pytest.fixture
+def other(dsn: str, name: str) -> Iterator[Caller]:
+    """Somebody else who does."""
+    caller = Caller(dsn, name)
+    yield caller
+    caller.connection.close()
+
+
+def row_of(admin: psycopg.Connection[Any], name: str) -> Any:
+    return (
+        admin.cursor(row_factory=psycopg.rows.namedtuple_row)
+        .execute("SELECT * FROM pgfence_slot WHERE name = %s", [name])
+        .fetchone()
+    )
+
+
+def test_a_slot_is_granted_once_and_then_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
+    """C087: while it runs others are busy, and afterwards it is done for everybody."""
+    assert one.acquire() == ("granted", 1)
+    assert other.acquire()[0] == "busy"
+    assert one.finish() == "released"
+    assert other.acquire()[0] == "done"
+    assert one.acquire()[0] == "done"
+    assert row_of(admin, one.name).done == SLOT
+
+
+def test_an_earlier_slot_than_the_one_done_is_over(one: Caller) -> None:
+    """Slots go forward: a host with an old schedule cannot run what lies before the newest one done."""
+    one.acquire()
+    one.finish()
+    assert one.acquire(SLOT - timedelta(days=1), None)[0] == "done"
+    assert one.acquire(NEXT, None)[0] == "granted"
+
+
+def test_a_failed_attempt_leaves_the_slot_to_the_next(one: Caller, other: Caller) -> None:
+    """Given back undone it is free at once, with a larger token, and the next attempt knows that it is not the first."""
+    assert one.acquire() == ("granted", 1)
+    assert one.finish(done=False) == "released"
+    assert other.acquire() == ("granted", 2)
+    assert other.token > one.token
+
+
+def test_an_attempt_that_died_is_seen(one: Caller, other: Caller) -> None:
+    """Nobody gave it back: after its TTL another one may try, and is told that it resumes."""
+    one.acquire(ttl=0.2)
+    while (found := other.acquire()) == ("busy", 1):
+        pass
+    assert found == ("granted", 2)
+    assert one.finish() == "superseded"
+    assert other.finish() == "released"
+
+
+def test_the_next_slot_is_a_first_attempt_again(one: Caller) -> None:
+    """Attempts are counted for each slot."""
+    one.acquire()
+    one.finish(done=False)
+    assert one.acquire(NEXT, None) == ("granted", 1)
+
+
+def test_an_answer_that_was_lost_may_be_asked_for_again(one: Caller, other: Caller) -> None:
+    """C084: the same grant, asked for twice, is one attempt; the same end, told twice, is one end."""
+    assert one.acquire() == ("granted", 1)
+    token = one.token
+    assert one.acquire() == ("granted", 1)
+    assert one.token == token
+    assert one.finish() == "released"
+    assert one.finish() == "released"
+    assert other.acquire()[0] == "done"
+
+
+def test_work_that_was_finished_in_time_counts_also_if_the_word_came_late(one: Caller, other: Caller) -> None:
+    """The client decides whether it still held when it sent; the server only whether somebody took over meanwhile."""
+    one.acquire(ttl=0.05)
+    threading.Event().wait(0.1)
+    assert one.finish() == "released"
+    assert other.acquire()[0] == "done"
+
+
+@pytest.mark.parametrize(
+    ("slot", "until"), [(timedelta(hours=1), timedelta(hours=2)), (-timedelta(hours=1), timedelta())]
+)
+def test_the_server_s_clock_has_the_last_word(one: Caller, slot: timedelta, until: timedelta) -> None:
+    """C086: worked out too early or too late, the slot is not granted: another one counts."""
+    assert one.acquire(NOW + slot, NOW + until)[0] == "moved"
+
+
+def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
+    """Whoever was evicted cannot say that the slot is done; another one may try at once."""
+    one.acquire()
+    admin.execute("SELECT pgfence_evict_lease_v1(%s, 'me', 'test', NULL)", [one.name])
+    assert one.finish() == "evicted"
+    assert other.acquire() == ("granted", 2)
+
+
+@pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
+def test_of_many_at_once_one_gets_the_slot(dsn: str, name: str, level: str) -> None:
+    """C087: eight callers on a name that nobody has used before, at every isolation level."""
+    barrier, outcomes = threading.Barrier(8), []
+
+    def ask() -> None:
+        caller = Caller(dsn, name)
+        caller.connection.execute(f"SET default_transaction_isolation = '{level}'")
+        barrier.wait(20)
+        try:
+            while True:
+                try:
+                    outcomes.append(caller.acquire()[0])
+                    break
+                except psycopg.errors.SerializationFailure:
+                    continue
+        finally:
+            caller.connection.close()
+
+    crowd = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join(30)
+    assert sorted(outcomes) == ["busy"] * 7 + ["granted"]
+
+
+def test_whoever_asks_while_it_is_being_finished_learns_that_it_is_done(
+    one: Caller, other: Caller, admin: psycopg.Connection[Any]
+) -> None:
+    """C088: between the look at what was done and the grant nobody can finish: the row is locked before it is read."""
+    one.acquire()
+    outcomes: list[str] = []
+    asking = threading.Thread(target=lambda: outcomes.append(other.acquire()[0]))
+    with one.connection.transaction():
+        assert one.finish() == "released"
+        asking.start()
+        waits = "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
+        eventually(lambda: admin.execute(waits, [other.connection.info.backend_pid]).fetchone() is not None)
+    asking.join(20)
+    assert outcomes == ["done"]
+
+
+def test_a_crash_forgets_no_slot_that_is_done(make_server: Callable[..., OwnServer], name: str) -> None:
+    """With synchronous_commit off as the default, an immediate stop right after the answer loses neither done nor token."""
+    server = make_server(fsync=True, settings={"synchronous_commit": "off", "wal_writer_delay": "10s"})
+    create(server.dsn)
+    for attempt in range(1, 4):  # a few, for the log may be written by chance
+        slot = SLOT + timedelta(days=attempt)
+        caller = Caller(server.dsn, name)
+        assert caller.acquire(slot, None) == ("granted", 1)
+        token = caller.token
+        assert caller.finish(slot) == "released"
+        server.restart("immediate")
+        with suppress(psycopg.Error):
+            caller.connection.close()
+        caller = Caller(server.dsn, name)
+        assert caller.acquire(slot, None)[0] == "done"
+        assert caller.token == token
+        caller.connection.close()
+
+
+def create(dsn: str) -> None:
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    schema.create_all(engine)
+    engine.dispose()

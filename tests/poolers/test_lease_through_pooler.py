@@ -1,0 +1,98 @@
+"""Leases through PgBouncer in transaction mode: no session of their own, so they work there."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import event
+
+from pgfence.config import configure
+from support.leases import lease, rival, row
+from support.locking import background
+from support.transactions import connection, value
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+def pooled(world: World, through: str, **settings: Any) -> Any:
+    """Return an engine as its driver's manual wants it behind a transaction pooler."""
+    arguments: dict[str, dict[str, Any]] = {
+        "psycopg": {"prepare_threshold": None},
+        "psycopg2": {},
+        "psycopg_async": {"prepare_threshold": None},
+        "asyncpg": {"statement_cache_size": 0, "prepared_statement_cache_size": 0},
+    }
+    engine = world.engine(dsn=through, connect_args=arguments[world.name])
+    configure(engine, **settings)
+    return engine
+
+
+@pytest.mark.parametrize("pooler", ["auto", "transaction"])
+async def test_a_lease_is_taken_renewed_and_released_through_it(
+    world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any], pooler: str
+) -> None:
+    """C022: declared or not, for longer than its TTL, with other clients on the same sessions, and again and again."""
+    through = pgbouncer("transaction")
+    engine = pooled(world, through, pooler=pooler)
+    one = lease(world, engine, name, ttl=0.9)
+    others = [psycopg.connect(through, prepare_threshold=None) for _ in range(2)]
+    try:
+        for turn in range(3):
+            async with world.enter(one.hold()) as held:
+                before = held.expires_at
+                for other in others:
+                    other.execute("SELECT 1")
+                    other.commit() if turn % 2 else None
+                await eventually(lambda at=before: held.expires_at > at)
+                assert rival(admin, name) is None
+    finally:
+        for other in others:
+            other.close()
+    assert rival(admin, name) == 4
+
+
+async def test_a_waiter_gets_it_without_being_told(
+    world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
+) -> None:
+    """NOTIFY does not come through, the look at the row does: within about a second of the release."""
+    engine = pooled(world, pgbouncer("transaction"), pooler="transaction")
+    asked: list[str] = []
+    event.listen(getattr(engine, "sync_engine", engine), "after_cursor_execute", lambda *args: asked.append(args[2]))
+    one = lease(world, engine, name)
+    rival(admin, name)
+    async with background(world.other().call(one.acquire, timeout=20)) as waiting:
+        await eventually(lambda: any("acquire_lease_v1" in text for text in asked))
+        found = row(admin, name)
+        admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, str(found.lease_id), found.token])
+        start = time.monotonic()
+        held = await waiting
+    assert time.monotonic() - start < 2
+    await world.call(held.release)
+
+
+async def test_nothing_of_ours_stays_on_the_poolers_sessions(
+    world: World, name: str, pgbouncer: Callable[..., str]
+) -> None:
+    """C021: no setting, no lock, no prepared statement is left for the next client of a session."""
+    through = pgbouncer("transaction")
+    engine = pooled(world, through)
+    async with world.enter(lease(world, engine, name, ttl=0.9).hold()) as held:
+        before = held.expires_at
+        await eventually(lambda: held.expires_at > before)
+    async with connection(world, pooled(world, through)) as plain:
+        for query, wanted in (
+            ("SELECT current_setting('lock_timeout')", "0"),
+            ("SELECT current_setting('synchronous_commit')", "on"),
+            ("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()", 0),
+            ("SELECT count(*) FROM pg_prepared_statements WHERE statement LIKE '%pgfence%'", 0),
+        ):
+            assert await value(world, plain, query) == wanted

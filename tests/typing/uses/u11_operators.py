@@ -1,0 +1,41 @@
+"""11 The command line is USES.md's; this is its library side, with the set-up both share."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pgfence.monitoring as monitoring
+from app import async_engine, engine
+from pgfence import Event, configure, embedded, schema
+
+
+def listen(event: Event) -> None:
+    print(event.event, event.name, event.token)
+
+
+def set_up() -> None:
+    configure(
+        engine,
+        namespace="shop",
+        schema="locks",
+        default_timeout=timedelta(seconds=10),
+        pooler="session",
+        on_event=listen,
+    )
+    schema.create_all(engine)
+    schema.add_fence(engine, "ledger", resource="close")
+
+
+async def set_up_async() -> None:
+    await schema.create_all(async_engine)
+
+
+def incident() -> None:
+    for holder in monitoring.evict(engine, "close:2026-04", reason="hung worker", dry_run=True):
+        print(holder.name, holder.owner, holder.token)
+    monitoring.evict(engine, "close:2026-04", reason="hung worker", actor="ann")
+
+
+def throw_away() -> None:
+    with embedded.server() as dsn:
+        print(dsn)

@@ -1,0 +1,18 @@
+"""14 From redis-py Lock."""
+
+from __future__ import annotations
+
+from redis import Redis
+
+from app import engine
+from pgfence import Lease
+
+redis = Redis()
+
+
+def release_n() -> None:
+    with redis.lock("billing", timeout=60):  # Redis outside
+        with Lease(engine, "billing", ttl=60).hold() as lease:  # N+1 drops Redis
+            lease.renew(ttl=120)
+            lease.check()
+    print(Lease(engine, "billing", ttl=60).is_held())

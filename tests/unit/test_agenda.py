@@ -1,0 +1,286 @@
+"""What the heartbeat does when, without a clock or a server: one agenda, and a time that the test moves."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pgfence._runtime import grant as grants
+from pgfence._runtime import trust
+from pgfence._runtime.agenda import Agenda
+from pgfence._runtime.chores import Ending, Renewal
+from pgfence._runtime.ears import LINGER, Ears, Listening
+from pgfence._runtime.localqueue import Contender, Lines, Ticket
+from pgfence._sql.lease import BATCH, Answer
+from pgfence._sql.storage import Place
+from pgfence.config import Config
+
+HERE, THERE = Place(), Place("tenant")
+EXPIRES = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+class Clock:
+    """The time of one test."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that grants look at."""
+    clock = Clock()
+    monkeypatch.setattr(grants, "clock", clock)
+    return clock
+
+
+def make(now: float, ttl: float, *, heartbeat: Any = "auto", place: Place = HERE, name: str = "n") -> grants.Grant:
+    """Return a grant that the server gave at this moment."""
+    return grants.Grant(
+        name,
+        UUID(int=1),
+        7,
+        names=(name,),
+        ticket=Ticket((name,), Contender("thread"), Lines()),
+        place=place,
+        config=Config(),
+        heartbeat=heartbeat,
+        ttl=ttl,
+        started=now,
+        remaining=ttl,
+        hold_remaining=None,
+        expires_at=EXPIRES,
+    )
+
+
+def renewals(agenda: Agenda, now: float) -> list[Renewal]:
+    """Return all renewals that are due."""
+    agenda.take(now)
+    found: list[Renewal] = []
+    while isinstance(chore := agenda.pick(now), Renewal):
+        found.append(chore)
+    assert chore is None
+    return found
+
+
+def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
+    """Those taken over a quarter of an interval go together, 500 at a time."""
+    agenda = Agenda()
+    for n in range(2 * BATCH + 1):
+        agenda.schedule.plan(make(now.now + n / 1000, 30, name=str(n)))
+    assert renewals(agenda, now.now + 9.9) == []
+    assert [len(chore.wishes) for chore in renewals(agenda, now.now + 10)] == [BATCH, BATCH, 1]
+    assert renewals(agenda, now.now + 11) == []
+
+
+def test_each_place_has_statements_of_its_own(now: Clock) -> None:
+    """Tenants with tables of their own share the connection, not the statement, and none waits for all of another's."""
+    agenda = Agenda()
+    for n in range(BATCH + 1):
+        agenda.schedule.plan(make(now.now, 30, name=str(n)))
+    agenda.schedule.plan(make(now.now, 30, place=THERE))
+    assert [(c.place, len(c.wishes)) for c in renewals(agenda, now.now + 10)] == [(HERE, BATCH), (THERE, 1), (HERE, 1)]
+
+
+def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None:
+    """C082: nobody is lost by it; all are in doubt, and the pause is short for the shortest TTL."""
+    agenda = Agenda()
+    short, long = make(now.now, 0.3, name="short"), make(now.now, 30, name="long")
+    answers: list[Exception | None] = []
+    agenda.schedule.plan(short)
+    agenda.schedule.plan(long)
+    assert agenda.wish(long, None, answers.append)
+    now.now += 0.1
+    [chore] = renewals(agenda, now.now)
+    wishes = agenda.failed(chore, now.now)
+    assert [short.state, long.state] == ["unknown", "unknown"]
+    assert len(wishes) == 1
+    assert now.now < agenda.retry_at <= now.now + 0.03
+    [again] = renewals(agenda, agenda.retry_at)
+    assert set(again.wishes) == {short, long}
+    again.started = now.now
+    for grant in again.wishes:
+        agenda.answered(again, grant, Answer("ok", grant.ttl, EXPIRES), now.now)
+    assert [short.state, long.state] == ["held", "held"]
+
+
+def test_a_locked_row_is_asked_for_again_and_nobody_is_told(now: Clock) -> None:
+    """The one who wished for a renewal waits on; what was wished for since is not lost either."""
+    agenda = Agenda()
+    grant = make(now.now, 30, heartbeat="progress")
+    agenda.schedule.plan(grant)
+    first: list[Exception | None] = []
+    second: list[Exception | None] = []
+    agenda.wish(grant, 40.0, first.append)
+    [chore] = renewals(agenda, now.now)
+    agenda.wish(grant, None, second.append)
+    assert agenda.answered(chore, grant, Answer("busy"), now.now) is None
+    now.now += 1
+    [again] = renewals(agenda, now.now)
+    assert again.ttl(grant) == 40.0
+    again.started = now.now
+    wish = agenda.answered(again, grant, Answer("ok", 40.0, EXPIRES), now.now)
+    assert wish is not None
+    wish.granted(None)
+    assert (first, second) == ([None], [None])
+    assert grant.ttl == 40.0
+
+
+def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
+    """A release that had no answer is repeated with growing pauses, and then left to the TTL."""
+    agenda = Agenda()
+    agenda.endings.append(Ending(HERE, lambda sql: sql.release, (), now.now + 60))
+    tries = 0
+    while (chore := agenda.pick(now.now)) is not None or agenda.endings:
+        if chore is not None:
+            tries += 1
+            agenda.failed(chore, now.now)
+        now.now += 0.5
+    assert 40 < tries < 140
+    assert now.now <= 1000 + 61
+
+
+def test_a_channel_is_listened_to_while_somebody_waits_and_some_seconds_more() -> None:
+    """Waiters that come and go do not make a statement each."""
+    ears, woken = Ears(), []
+    assert ears.add(HERE, "a", lambda: woken.append("a"))
+    on = ears.chore(0.0)
+    assert isinstance(on, Listening) and on.on
+    assert len(ears.changed(on)) == 1
+    assert ears.chore(0.0) is None
+    wake = ears.told(HERE.channel, "a")[0]
+    ears.remove(HERE, "a", wake, 5.0)
+    ears.remove(HERE, "a", wake, 5.0)
+    assert not ears
+    assert ears.chore(5.0 + LINGER) is None
+    assert not ears.add(HERE, "b", lambda: None)
+    assert ears.chore(6.0 + LINGER) is None
+    ears.remove(HERE, "b", ears.told(HERE.channel, "b")[0], 20.0)
+    off = ears.chore(20.1 + LINGER)
+    assert off is not None and not off.on
+    assert ears.changed(off) == []
+    assert ears.chore(99.0) is None
+
+
+def test_the_server_says_when_max_hold_ends_a_lease(now: Clock) -> None:
+    """C083: fewer seconds than the TTL mean that no renewal helps any more: no beat follows, and the reason is "overdue"."""
+    grant = make(now.now, 10)
+    assert grant.renewed(now.now, 10, EXPIRES, 10)
+    assert grant.next_beat < math.inf
+    assert grant.renewed(now.now, 4, EXPIRES, 10)
+    assert grant.next_beat == math.inf
+    now.now += 3.6
+    assert grant.loss_reason == "overdue"
+
+
+class Schedules(RuleBasedStateMachine):
+    """Any order of keeping, dropping, beats, answers, failures and passing time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.before = grants.clock
+        grants.clock = self.clock
+        self.agenda = Agenda()
+        self.kept: list[grants.Grant] = []
+        self.at_work: list[Renewal] = []
+        self.answered = 0
+        self.wished = 0
+
+    def teardown(self) -> None:
+        grants.clock = self.before
+
+    def told(self, wish: Any) -> None:
+        if wish is not None:
+            self.answered += len(wish.done)
+
+    @rule(ttl=st.floats(0.3, 60), heartbeat=st.sampled_from(["auto", "progress", "manual"]))
+    def keep(self, ttl: float, heartbeat: str) -> None:
+        grant = make(self.clock.now, ttl, heartbeat=heartbeat)
+        self.kept.append(grant)
+        self.agenda.schedule.plan(grant)
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        if self.kept:
+            grant = data.draw(st.sampled_from(self.kept))
+            self.kept.remove(grant)
+            self.told(self.agenda.drop(grant))
+
+    @rule(data=st.data())
+    def progress(self, data: st.DataObject) -> None:
+        if self.kept:
+            grant = data.draw(st.sampled_from(self.kept))
+            grant.progress()
+            self.agenda.nudge(grant, self.clock.now)
+
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        if self.kept and self.agenda.wish(data.draw(st.sampled_from(self.kept)), None, lambda _: None):
+            self.wished += 1
+
+    @rule(seconds=st.floats(0, 20))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now += seconds
+        _, over = self.agenda.take(self.clock.now)
+        for grant, wish in over:
+            assert self.clock.now >= grant.deadline
+            assert grant.state == "lost"
+            self.kept.remove(grant)
+            self.told(wish)
+
+    @rule()
+    def send(self) -> None:
+        if not self.at_work and isinstance(chore := self.agenda.pick(self.clock.now), Renewal):
+            chore.started = self.clock.now
+            self.at_work.append(chore)
+
+    @rule(verdict=st.sampled_from(["ok", "busy", "lost", "silence"]))
+    def answer(self, verdict: Any) -> None:
+        if not self.at_work:
+            return
+        chore = self.at_work.pop()
+        if verdict == "silence":
+            for wish in self.agenda.failed(chore, self.clock.now):
+                self.told(wish)
+            return
+        for grant in chore.wishes:
+            if verdict == "lost":
+                grant.lose("superseded")
+            granted = Answer("ok", chore.ttl(grant), EXPIRES)
+            self.told(
+                self.agenda.answered(chore, grant, granted if verdict == "ok" else Answer(verdict), self.clock.now)
+            )
+            if grant.state == "lost" and grant in self.kept:
+                self.told(self.agenda.drop(grant))
+                self.kept.remove(grant)
+
+    @invariant()
+    def whoever_is_kept_is_looked_at_in_time(self) -> None:
+        """The schedule never sleeps past a deadline, and whoever renews by itself is asked or has a beat ahead."""
+        assert set(self.agenda.schedule) == set(self.kept)
+        assert self.agenda.schedule.next() <= min((grant.deadline for grant in self.kept), default=math.inf)
+        for grant in self.kept:
+            if grant.heartbeat == "auto":
+                assert grant.asked or grant.next_beat <= grant.deadline - trust.margin(grant.ttl)
+
+    @invariant()
+    def every_wish_is_answered_or_waits(self) -> None:
+        """Nobody who asked for a renewal is forgotten."""
+        waiting = sum(len(wish.done) for wish in self.agenda._wishes.values())
+        sent = sum(len(wish.done) for chore in self.at_work for wish in chore.wishes.values() if wish is not None)
+        assert self.answered + waiting + sent == self.wished
+
+
+TestSchedules = Schedules.TestCase
+TestSchedules.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

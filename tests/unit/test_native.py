@@ -1,0 +1,61 @@
+"""Where no native threads run a heartbeat cannot beat, and that is said before a lease is asked for."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence._runtime.beat import beat_of
+from pgfence._runtime.native import refuse_without_threads
+from pgfence.config import Config
+from pgfence.errors import PgfenceError
+
+
+def patched(name: str, **members: Any) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(members)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "way"),
+    [
+        ("gevent.monkey", {"is_module_patched": lambda name: name == "threading"}, r"patch_all\(thread=False\)"),
+        ("eventlet.patcher", {"is_monkey_patched": lambda name: name == "thread"}, r"monkey_patch\(thread=False\)"),
+        ("uwsgi", {"opt": {"http": b":8000"}}, "--enable-threads"),
+        ("uwsgi", {"opt": {b"http": b":8000"}}, "--enable-threads"),
+    ],
+)
+def test_a_process_without_native_threads_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, name: str, members: dict[str, Any], way: str
+) -> None:
+    """Rule of the house: patched threads and uWSGI without threads beat 0 times; the flag or call that helps is named."""
+    monkeypatch.setitem(sys.modules, name, patched(name, **members))
+    with pytest.raises(PgfenceError, match=way):
+        beat_of(create_engine("postgresql+psycopg://"), Config())
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("gevent.monkey", {"is_module_patched": lambda _: False}),
+        ("eventlet.patcher", {"is_monkey_patched": lambda _: False}),
+        ("uwsgi", {"opt": {b"enable-threads": True}}),
+        ("uwsgi", {"opt": {"threads": b"4"}}),
+    ],
+)
+def test_a_process_with_native_threads_is_fine(
+    monkeypatch: pytest.MonkeyPatch, name: str, members: dict[str, Any]
+) -> None:
+    """Gevent that is installed, or patches something else, is no obstacle; nor is uWSGI with threads."""
+    monkeypatch.setitem(sys.modules, name, patched(name, **members))
+    refuse_without_threads()
+
+
+def test_here_threads_are_native() -> None:
+    """The check lets an ordinary process pass."""
+    refuse_without_threads()
