@@ -71,7 +71,7 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that puts other acts on the programme of the command."""
 
     def put(*those: Act) -> None:
-        monkeypatch.setattr(pgfence.cli.demo, "play", partial(stage.play, acts=those))
+        monkeypatch.setattr(pgfence.cli.demo, "play", partial(stage.play, acts=those, scenes=()))
 
     return put
 
@@ -118,10 +118,26 @@ def test_the_control_loses_money_and_no_guarded_act_does(
     shown = json.loads(capfd.readouterr().out)
 
     assert shown.keys() == {
-        *("server", "loaded_by", "processes", "acts", "verdict", "embedded", "seconds_per_act", "exit_code", "seconds")
+        *(
+            "server",
+            "loaded_by",
+            "processes",
+            "acts",
+            "scenes",
+            "verdict",
+            "embedded",
+            "seconds_per_act",
+            "exit_code",
+            "seconds",
+        )
     }
     assert (shown["processes"], shown["embedded"], shown["seconds_per_act"]) == (4, False, 1.0)
     assert (shown["verdict"], shown["exit_code"]) == ("ok", 0)
+    paused, slots = shown["scenes"]
+    assert (paused["scene"], paused["verdict"], paused["late_fenced"]) == ("paused", "ok", 0)
+    assert paused["late"] > 0
+    assert (slots["scene"], slots["verdict"]) == ("slots", "ok")
+    assert slots["slots"] == slots["runs"] >= 50
     control, *guarded = shown["acts"]
     assert [act["act"] for act in shown["acts"]] == [act.name for act in ACTS]
     for act in shown["acts"]:
@@ -224,7 +240,7 @@ def test_a_process_that_ends_unasked_ends_the_demo(engine: Engine, admin: psycop
         workers()[0].kill()
 
     with pytest.raises(DemoError, match=r"process \d ended with -9, unasked"):
-        stage.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT])
+        stage.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT], scenes=())
     assert schemas(admin) == []
 
 
@@ -235,7 +251,7 @@ def test_a_mistake_in_an_act_is_told(engine: Engine, admin: psycopg.Connection[A
         admin.execute(f"ALTER TABLE IF EXISTS {SCHEMA}.pgbench_history RENAME TO elsewhere")
 
     with pytest.raises(DemoError, match=r"process \d: ProgrammingError: .*pgbench_history"):
-        stage.play(engine, Quiet(break_the_bank), seconds=5, processes=3, keep=False, acts=[unguarded.ACT])
+        stage.play(engine, Quiet(break_the_bank), seconds=5, processes=3, keep=False, acts=[unguarded.ACT], scenes=())
     assert schemas(admin) == []
 
 

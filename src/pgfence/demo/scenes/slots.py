@@ -41,18 +41,19 @@ def play(engine: Engine) -> Shown:
         start(__name__, engine.url).hear_of("done")
     with engine.connect() as connection:
         slots, runs, processes = connection.execute(_COUNT).one()
-    fine = slots >= SLOTS and runs == slots
+    verdict = _judge(slots, runs)
+    each = ": each slot ran once" if verdict is Verdict.OK else ""
     return Shown(
         scene="slots",
         title=_TITLE,
-        verdict=Verdict.OK if fine else Verdict.GUARD_FAILED,
-        lines=(
-            f"{slots} slots, {runs} runs, spread over {processes} processes: each slot ran once."
-            if fine
-            else f"{slots} slots, {runs} runs.",
-        ),
+        verdict=verdict,
+        lines=(f"{slots} slots, {runs} runs, spread over {processes} processes{each}.",),
         figures={"slots": slots, "runs": runs, "processes": processes},
     )
+
+
+def _judge(slots: int, runs: int) -> Verdict:
+    return Verdict.OK if slots >= SLOTS and runs == slots else Verdict.GUARD_FAILED
 
 
 def main() -> None:

@@ -1,0 +1,76 @@
+"""The scenes of the demo: what each is judged by, and that a broken guard is seen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from pgfence import schema
+from pgfence.demo.act import Verdict
+from pgfence.demo.bank import SCHEMA
+from pgfence.demo.errors import DemoError
+from pgfence.demo.scene import engine_for, players
+from pgfence.demo.scenes import paused, slots
+from support.servers import database
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Engine
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def stage(dsn: str) -> Iterator[Engine]:
+    """An engine for a database of its own with the demo's schema and pgfence's tables in it."""
+    with database(dsn, "scene") as own:
+        engine = engine_for(own)
+        with engine.begin() as connection:
+            connection.execute(text(f"CREATE SCHEMA {SCHEMA}"))
+        schema.create_all(engine)
+        yield engine
+        engine.dispose()
+
+
+def test_without_the_fence_the_scene_of_the_paused_worker_fails(stage: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge reads the tables: a step that got behind the fence too late is a guard that failed."""
+
+    def forge(late: int, late_fenced: int) -> Verdict:
+        with stage.begin() as connection:
+            connection.execute(text(f"ALTER TABLE {SCHEMA}.fenced_steps DISABLE TRIGGER ALL"))
+            connection.execute(text(f"INSERT INTO {SCHEMA}.fenced_steps (token) VALUES (1)"))
+            found = connection.scalar(text(paused._LATE.format(table="fenced_steps")))
+        assert late_fenced == 0
+        return judge(late, found)
+
+    judge = paused._judge
+    monkeypatch.setattr(paused, "_judge", forge)
+    assert paused.play(stage).verdict is Verdict.GUARD_FAILED
+
+
+@pytest.mark.parametrize(
+    ("late", "late_fenced", "verdict"),
+    [(1, 0, Verdict.OK), (0, 0, Verdict.CONTROL_FAILED), (1, 1, Verdict.GUARD_FAILED), (0, 1, Verdict.GUARD_FAILED)],
+)
+def test_the_paused_worker_is_judged_by_both_tables(late: int, late_fenced: int, verdict: Verdict) -> None:
+    """Nothing late behind the fence, and something late without it, or the scene proves nothing."""
+    assert paused._judge(late, late_fenced) is verdict
+
+
+@pytest.mark.parametrize(
+    ("ran", "runs", "verdict"), [(50, 50, Verdict.OK), (50, 51, Verdict.GUARD_FAILED), (49, 49, Verdict.GUARD_FAILED)]
+)
+def test_the_slots_are_judged_by_their_runs(ran: int, runs: int, verdict: Verdict) -> None:
+    """As many runs as slots, and enough of them."""
+    assert slots._judge(ran, runs) is verdict
+
+
+def test_a_player_that_ends_unasked_is_told(dsn: str) -> None:
+    """A process that fails is a DemoError with its last words, and no wait for ever."""
+    engine: Any = create_engine(dsn)
+    with players() as start, pytest.raises(DemoError, match="NoSuchModule|No module"):
+        start("pgfence.demo.no_such_module", engine.url).hear()
+    engine.dispose()
