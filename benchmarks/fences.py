@@ -24,13 +24,17 @@ GUARDED = sa.text("UPDATE guarded SET n = n + 1 WHERE id = :id")
 WRITERS = 8
 
 
-def bare(writes: int) -> Make:
+def bare(writes: int, *, trip: bool = False) -> Make:
+    """Updates without a fence; with `trip` one more statement before them, which does nothing."""
+
     def make(place: Place, stack: ExitStack) -> Callable[[], object]:
         engine = sa.create_engine(place.url())
         stack.callback(engine.dispose)
 
         def cycle() -> None:
             with engine.begin() as connection:
+                if trip:
+                    connection.exec_driver_sql("SELECT 1")
                 for number in range(writes):
                     connection.execute(UPDATE, {"id": number})
 
@@ -68,7 +72,12 @@ def run(quick: bool) -> dict[str, Any]:
                 connection.exec_driver_sql(f"INSERT INTO {table} SELECT i, 0 FROM generate_series(0, 99) AS i")
         schema.add_fence(engine, "guarded", resource="close")
         for writes, limit in ((1, 1.5), (10, 1.3)):
-            field = {"bare": bare(writes), "bare, again": bare(writes), "fenced": fenced(writes)}
+            field = {
+                "bare": bare(writes),
+                "bare, again": bare(writes),
+                "bare, after a SELECT 1": bare(writes, trip=True),
+                "fenced": fenced(writes),
+            }
             medians = rounds.alternate(place, field, effort)
             what = f"fenced transaction of {writes} write{'s' if writes > 1 else ''}, against a bare one"
             bars.append(report.bar(what, f"at most {limit}x", rounds.ratio(medians, "fenced", "bare"), limit, "x"))
