@@ -57,6 +57,15 @@ class Shell:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
+    def prompted(self) -> None:
+        """Wait until the shell answers an empty line: what is typed while it takes the terminal back may be flushed."""
+        for _ in range(20):
+            self.type("\n")
+            if select.select([self._master], [], [], 1.0)[0]:
+                self.expect("[prompt] ")
+                return
+        raise AssertionError("the shell does not answer")
+
     def expect(self, text: str) -> str:
         """Wait for a text on the screen; return what stood before it."""
         deadline = time.monotonic() + 20
@@ -107,6 +116,7 @@ def test_ctrl_z_stops_the_job_and_fg_continues_it(tmp_path: Path) -> None:
         shell.type("\x1a")
         shell.expect("Stopped")
         shell.expect("[prompt] ")
+        shell.prompted()
         shell.type("fg\n")
         shell.expect("[SIGCONT]")
         shell.type("back\n")
@@ -132,5 +142,6 @@ def test_sigterm_is_passed_on_under_a_terminal(tmp_path: Path) -> None:
         shell.type("\x1a")
         shell.expect("Stopped")
         shell.expect("[prompt] ")
+        shell.prompted()
         shell.type("kill -TERM $(jobs -p); fg; echo code=$?\n")
         shell.expect("code=143")
