@@ -384,6 +384,23 @@ async def test_what_is_no_reference_is_refused_at_once(world: World, wrong: Any)
         await world.call(world.pick(Lease, AsyncLease).adopt, engine, wrong)
 
 
+async def test_a_long_transaction_with_a_checkpoint_does_not_keep_the_heartbeat_out(
+    world: World, name: str, eventually: Any
+) -> None:
+    """The checkpoint locks no row of the lease: it is renewed while the transaction that wrote it stays open past the TTL."""
+    engine = world.engine()
+    held = await world.call(lease(world, engine, name, ttl=0.6).acquire)
+    async with world.enter(held.begin(engine)) as connection:
+        await world.call(held.checkpoint, connection, {"done": 1})
+        first = held.expires_at
+        await eventually(lambda: (held.expires_at - first).total_seconds() > 0.7, deadline=10)
+        held.check()
+    await world.call(held.release)
+    following = await world.call(lease(world, engine, name).acquire)
+    assert following.last_checkpoint == {"done": 1}
+    await world.call(following.release)
+
+
 async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Committed with the work: the next one has it; rolled back with it: the one before stands."""
     engine = world.engine()
