@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
     from pgfence._runtime.grant import Grant
-    from pgfence.handles import _Handle
     from pgfence.lease._request import Json, LeaseRef
     from pgfence.timing import Seconds
 
@@ -38,20 +37,14 @@ if TYPE_CHECKING:
     AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
 
 
-def _token(handle: _Handle) -> int:
-    token = handle._hold.token
-    assert token is not None
-    return token
-
-
-def _tokens(handle: _Handle, resources: tuple[str, ...]) -> Mapping[str, int]:
+def _tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
     """Return the gates to enter, as they stand in the table: those named, else the handle's own."""
     handle.check()
     own = handle._hold.stored
     if not resources:
-        return {own: _token(handle)}
+        return {own: handle.token}
     namespace, separator, _ = own.partition(SEPARATOR)
-    return {stored(each, namespace if separator else "", "a resource"): _token(handle) for each in resources}
+    return {stored(each, namespace if separator else "", "a resource"): handle.token for each in resources}
 
 
 def _inside(work: AsyncWork) -> Any:
@@ -59,7 +52,66 @@ def _inside(work: AsyncWork) -> Any:
     return getattr(work, "registry", lambda: work)()
 
 
-class FencedHeld(Held):
+class _Tokened:
+    """What both twins know of a token without asking anybody."""
+
+    __slots__ = ()
+
+    _hold: Any
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this grant. No I/O."""
+        token: int = self._hold.token
+        return token
+
+
+class _Leased(_Tokened):
+    """What both twins know of a lease without asking anybody."""
+
+    __slots__ = ()
+
+    _domain: Any
+
+    @property
+    def _grant(self) -> Grant:
+        grant: Grant = self._hold
+        return grant
+
+    @property
+    def lease_id(self) -> UUID:
+        """Which grant this is. No I/O."""
+        return self._grant.lease_id
+
+    @property
+    def expires_at(self) -> datetime:
+        """Until when it is held by the server's clock, as of the last renewal. No I/O."""
+        return self._grant.expires_at
+
+    @property
+    def last_checkpoint(self) -> Json:
+        """What the holder before had committed last when this one was granted. No I/O."""
+        found: Json = self._grant.checkpoint
+        return found
+
+    def remaining(self) -> float:
+        """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
+        return self._grant.remaining()
+
+    def progress(self) -> None:
+        """Say that the work goes on: `heartbeat="progress"` renews only then. No I/O."""
+        self._grant.progress()
+
+    def abandon(self) -> None:
+        """Stop renewing and give nothing back: it expires with its TTL. No I/O.
+
+        Raises:
+            LockNotHeldError: it was released before.
+        """
+        self._domain.let_lapse(self._grant)
+
+
+class FencedHeld(_Tokened, Held):
     """Something held whose grant brought a fencing token: a number that only grows for its name.
 
     Not promised: that the token stops anybody by itself. Only a transaction that entered a gate with it is refused once it is
@@ -67,11 +119,6 @@ class FencedHeld(Held):
     """
 
     __slots__ = ()
-
-    @property
-    def token(self) -> int:
-        """The fencing token of this grant. No I/O."""
-        return _token(self)
 
     def fence(self, session: SyncWork, *resources: str) -> None:
         """Enter the gate with a transaction that you began, as its first statement; it stays locked until that ends.
@@ -108,47 +155,13 @@ class FencedHeld(Held):
         return begin_fenced(factory, _tokens(self, resources))
 
 
-class HeldLease(FencedHeld):
+class HeldLease(_Leased, FencedHeld):
     """A lease that is held. Release it, or use it as a context manager.
 
     `state`, `lost` and `check()` look at the clock of this process: after a pause they say "lost" before anything was asked.
     """
 
     __slots__ = ()
-
-    _hold: Grant
-
-    @property
-    def lease_id(self) -> UUID:
-        """Which grant this is. No I/O."""
-        return self._hold.lease_id
-
-    @property
-    def expires_at(self) -> datetime:
-        """Until when it is held by the server's clock, as of the last renewal. No I/O."""
-        return self._hold.expires_at
-
-    @property
-    def last_checkpoint(self) -> Json:
-        """What the holder before had committed last when this one was granted. No I/O."""
-        found: Json = self._hold.checkpoint
-        return found
-
-    def remaining(self) -> float:
-        """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
-        return self._hold.remaining()
-
-    def progress(self) -> None:
-        """Say that the work goes on: `heartbeat="progress"` renews only then. No I/O."""
-        self._hold.progress()
-
-    def abandon(self) -> None:
-        """Stop renewing and give nothing back: it expires with its TTL. No I/O.
-
-        Raises:
-            LockNotHeldError: it was released before.
-        """
-        self._domain.let_lapse(self._hold)
 
     def renew(self, ttl: Seconds | None = None) -> None:
         """Renew it now, with another TTL from now on if one is given. Needed with `heartbeat="manual"`, else seldom.
@@ -193,15 +206,10 @@ def ttl_of(ttl: Seconds | None) -> float | None:
     return None if ttl is None else trust.ttl_of(ttl)
 
 
-class AsyncFencedHeld(AsyncHeld):
+class AsyncFencedHeld(_Tokened, AsyncHeld):
     """Something held whose grant brought a fencing token; see `FencedHeld`."""
 
     __slots__ = ()
-
-    @property
-    def token(self) -> int:
-        """The fencing token of this grant. No I/O."""
-        return _token(self)
 
     async def fence(self, session: AsyncWork, *resources: str) -> None:
         """Enter the gate with a transaction that you began, as its first statement; it stays locked until that ends.
@@ -223,44 +231,10 @@ class AsyncFencedHeld(AsyncHeld):
         return begin_fenced_async(factory, _tokens(self, resources))
 
 
-class AsyncHeldLease(AsyncFencedHeld):
+class AsyncHeldLease(_Leased, AsyncFencedHeld):
     """A lease that is held; see `HeldLease`."""
 
     __slots__ = ()
-
-    _hold: Grant
-
-    @property
-    def lease_id(self) -> UUID:
-        """Which grant this is. No I/O."""
-        return self._hold.lease_id
-
-    @property
-    def expires_at(self) -> datetime:
-        """Until when it is held by the server's clock, as of the last renewal. No I/O."""
-        return self._hold.expires_at
-
-    @property
-    def last_checkpoint(self) -> Json:
-        """What the holder before had committed last when this one was granted. No I/O."""
-        found: Json = self._hold.checkpoint
-        return found
-
-    def remaining(self) -> float:
-        """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
-        return self._hold.remaining()
-
-    def progress(self) -> None:
-        """Say that the work goes on: `heartbeat="progress"` renews only then. No I/O."""
-        self._hold.progress()
-
-    def abandon(self) -> None:
-        """Stop renewing and give nothing back: it expires with its TTL. No I/O.
-
-        Raises:
-            LockNotHeldError: it was released before.
-        """
-        self._domain.let_lapse(self._hold)
 
     async def renew(self, ttl: Seconds | None = None) -> None:
         """Renew it now; arguments and errors are those of the sync twin."""

@@ -10,7 +10,7 @@ import pytest
 from pgfence import AsyncAdvisoryLock
 from pgfence.config import configure
 from support.locking import elsewhere, freed, give, is_free, labelled, run, sessions
-from support.stepping import at_every_step, stepped
+from support.stepping import at_every_step, quitting_in_line, stepped
 from support.waiting import eventually
 from support.worlds import World
 
@@ -183,25 +183,11 @@ async def test_a_wait_in_the_server(world: World, name: str, dsn: str, admin: ps
 async def test_a_wait_in_the_line(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Cancelled behind a neighbour, also in the moment of the hand-over: the one after it is served."""
     engine = labelled(world, name)
-    for pause in (None, 0, 0, 0, 0.001):
-        for times in (1, 2):
-            held = await AsyncAdvisoryLock(engine, name).acquire(timeout=5)
-            quitter = asyncio.create_task(AsyncAdvisoryLock(engine, name).acquire(timeout=5))
-            patient = asyncio.create_task(AsyncAdvisoryLock(engine, name).acquire(timeout=5))
-            await asyncio.sleep(0.001)
-            if pause is None:
-                quitter.cancel()
-                await asyncio.sleep(0)
-            await held.release()
-            if pause is not None:
-                for _ in range(times):
-                    quitter.cancel()
-                    await asyncio.sleep(pause)
-            await asyncio.wait([quitter])
-            if not quitter.cancelled():
-                await quitter.result().release()
-            await (await asyncio.wait_for(patient, 5)).release()
-            await freed(admin, name)
+
+    async def check() -> None:
+        await freed(admin, name)
+
+    await quitting_in_line(lambda: AsyncAdvisoryLock(engine, name).acquire(timeout=5), check, 5)
 
 
 async def test_a_cancelled_task_ends_as_cancelled(world: World, name: str, dsn: str) -> None:

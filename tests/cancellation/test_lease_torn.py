@@ -18,7 +18,7 @@ from pgfence.config import configure
 from pgfence.errors import LockLostError
 from support.locking import labelled
 from support.moments import SoftLimit, Stop, interrupted
-from support.stepping import at_every_step, stepped
+from support.stepping import at_every_step, quitting_in_line, stepped
 from support.worlds import World
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ async def test_an_adoption_cancelled_at_every_await(world: World, name: str) -> 
             await (await AsyncLease.adopt(engine, ref)).release()
         except LockLostError:
             await (await one.acquire(timeout=SOON)).release()
+        assert await one.holders() == []
     else:
         pytest.fail("more suspensions than expected")
 
@@ -126,24 +127,11 @@ async def test_an_adoption_cancelled_at_every_await(world: World, name: str) -> 
 async def test_a_wait_in_the_line_cancelled_in_any_moment(world: World, name: str) -> None:
     """Cancelled behind a neighbour, also in the moment of the hand-over: the one after it is served."""
     one = AsyncLease(labelled(world, name), name, ttl=TTL)
-    for pause in (None, 0, 0, 0, 0.001):
-        for times in (1, 2):
-            held = await one.acquire(timeout=SOON)
-            quitter = asyncio.create_task(one.acquire(timeout=SOON))
-            patient = asyncio.create_task(one.acquire(timeout=SOON))
-            await asyncio.sleep(0.001)
-            if pause is None:
-                quitter.cancel()
-                await asyncio.sleep(0)
-            await held.release()
-            if pause is not None:
-                for _ in range(times):
-                    quitter.cancel()
-                    await asyncio.sleep(pause)
-            await asyncio.wait([quitter])
-            if not quitter.cancelled():
-                await quitter.result().release()
-            await (await asyncio.wait_for(patient, SOON)).release()
+
+    async def check() -> None:
+        assert await one.holders() == []
+
+    await quitting_in_line(lambda: one.acquire(timeout=SOON), check, SOON)
 
 
 @pytest.fixture(params=["psycopg", "psycopg2"])

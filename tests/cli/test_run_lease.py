@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -117,3 +119,21 @@ def test_a_lease_needs_no_session_lock(cli: Cli, name: str, admin: psycopg.Conne
         assert admin.execute(f"{held} AND datname = current_database()").fetchone() == (0,)
         process.communicate("\n", timeout=20)
     assert process.returncode == 0
+
+
+def test_the_tables_may_be_elsewhere(cli: Cli, name: str, admin: psycopg.Connection[Any]) -> None:
+    """--schema and --prefix lead to what `pgfence install` was told to make; without them the error names the command."""
+    where = "--schema", "elsewhere", "--prefix", "my_"
+    words = [sys.executable, "-m", "pgfence", "install", *where]
+    subprocess.run(words, cwd=cli.folder, env=cli.environment, check=True, timeout=50, capture_output=True)
+    try:
+        for kind in (("--lease",), ("--once-per", "day")):
+            done = cli.run(*where, *kind, name, "--", "sh", "-c", "echo $PGFENCE_TOKEN")
+            assert (done.returncode, done.stderr) == (0, "")
+            assert int(done.stdout) > 0
+        assert admin.execute("SELECT count(*) FROM elsewhere.my_lease").fetchone() == (1,)
+        lost = cli.run("--schema", "nowhere", "--lease", name, "--", "true")
+        assert lost.returncode == 78
+        assert "pgfence install --schema nowhere" in lost.stderr
+    finally:
+        admin.execute("DROP SCHEMA elsewhere CASCADE")

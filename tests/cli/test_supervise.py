@@ -274,10 +274,19 @@ def test_a_normal_end_does_not_wait_for_a_background_process() -> None:
 
 
 def test_a_loss_that_comes_too_late_is_ignored() -> None:
-    """`lose` may be called after everything is over: another thread cannot know."""
+    """`lose` may be called after everything is over: another thread cannot know. Its descriptors may be others' by then."""
     with Supervisor(grace=1) as supervisor:
         pass
-    supervisor.lose()
+    reader, writer = os.pipe()  # the numbers that were given back just now
+    try:
+        assert {reader, writer} == {supervisor._reader, supervisor._writer}
+        supervisor.lose()
+        os.set_blocking(reader, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reader, 1)
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def test_killed_ourselves_the_guard_ends_the_whole_group() -> None:

@@ -94,8 +94,8 @@ async def test_only_the_newest_token_can_commit(world: World, name: str, ledger:
     assert amount(admin, ledger) == 103
 
 
-async def test_holders_of_one_token_write_side_by_side(world: World, name: str) -> None:
-    """Two transactions with the same token are inside at once: neither waits."""
+async def test_holders_of_one_token_write_side_by_side(world: World, name: str, ledger: str, admin: Any) -> None:
+    """Two transactions with the same token are inside at once: neither waits, and both commit."""
     engine, second = world.engine(), world.other()
     async with session(world, engine) as work:
         await world.call(fence, work, name, 1)
@@ -103,6 +103,11 @@ async def test_holders_of_one_token_write_side_by_side(world: World, name: str) 
         await world.call(fence, work, name, 1)
         async with session(world, engine, second) as other:
             await asyncio.wait_for(second.call(fence, other, name, 1), 5)
+            await add(second, other, ledger, 10)
+            await second.call(other.commit)
+        await add(world, work, ledger, 1)
+        await world.call(work.commit)
+    assert amount(admin, ledger) == 111
 
 
 async def test_a_newer_holder_waits_for_older_writers_and_sees_what_they_wrote(
@@ -205,6 +210,18 @@ async def test_settings_that_a_hook_sends_at_the_begin_are_no_reads(world: World
         sync = getattr(work, "sync_session", work)
         event.listen(sync, "after_begin", lambda s, t, c: c.execute(text("SELECT set_config('app.tenant', '7', true)")))
         await world.call(fence, work, name, 1)
+        assert await value(world, work, "SELECT current_setting('app.tenant')") == "7"
+        assert await value(world, work, f"SELECT token FROM pgfence_gate WHERE resource = '{name}'") == 1
+
+
+async def test_the_sqlstate_of_somebody_else_stays_what_it_is(world: World, name: str) -> None:
+    """Another program may raise PF001 too: its error comes out as it is, with its own words."""
+    raised = "DO $$ BEGIN RAISE EXCEPTION 'not ours' USING ERRCODE = 'PF001', DETAIL = '{no json'; END $$"
+    async with session(world, world.engine()) as work:
+        await world.call(fence, work, name, 1)
+        with pytest.raises(DBAPIError, match="not ours"):
+            await world.call(work.execute, text(raised))
+        await world.call(work.rollback)
 
 
 async def test_entering_again_costs_nothing_and_more_gates_may_follow_the_first(
@@ -235,7 +252,10 @@ async def test_a_session_on_a_connection_of_a_test_may_have_had_statements(
             async with session(world, outer, join_transaction_mode=mode) as work:
                 await world.call(fence, work, name, 1)
                 await world.call(work.commit)
+        entered = text("SELECT token FROM pgfence_gate WHERE resource = :name")
+        assert (await world.call(outer.execute, entered, {"name": name})).scalar() == 1
         await world.call(outer.rollback)
+        assert (await world.call(outer.execute, entered, {"name": name})).scalar() is None
 
 
 async def test_autocommit_is_refused(world: World, name: str) -> None:

@@ -10,8 +10,10 @@ import psycopg
 import pytest
 
 from pgfence._runtime.beat import Beat, beat_of
+from pgfence._runtime.claims import Granted, LeaseClaim
 from pgfence._runtime.grant import Grant
 from pgfence._runtime.localqueue import Contender, Lines, Ticket
+from pgfence._runtime.trust import Terms
 from pgfence._sql.storage import Place
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError, UnreachableError
@@ -46,21 +48,10 @@ class Bench:
             (name, str(lease_id), ttl, max_hold),
         ).fetchone()
         assert row is not None and row[0]
-        grant = Grant(
-            name,
-            lease_id,
-            row[1],
-            names=(name,),
-            ticket=Ticket((name,), Contender("thread"), Lines()),
-            place=PLACE,
-            config=self.beat.config,
-            heartbeat=heartbeat,
-            ttl=ttl,
-            started=started,
-            remaining=row[3],
-            hold_remaining=row[4],
-            expires_at=row[2],
-        )
+        claim = LeaseClaim(stored=name, place=PLACE, terms=Terms(ttl, max_hold=max_hold), heartbeat=heartbeat)
+        ticket = Ticket((name,), Contender("thread"), Lines())
+        told = Granted(row[1], row[2], row[3], row[4], None)
+        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.beat.config)
         self.grants.append(grant)
         self.beat.keep(grant)
         return grant

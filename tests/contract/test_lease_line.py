@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from pgfence.errors import LockTimeoutError
 from support.leases import lease, rival, row
-from support.locking import background
+from support.locking import background, labelled, sessions
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -25,10 +24,11 @@ async def test_who_times_out_in_line_hears_who_holds_it(
 ) -> None:
     """Only the first in line asks the server; those behind it name the holder that it found."""
     rival(admin, name)
-    one = lease(world, world.engine(), name)
+    one = lease(world, labelled(world, name), name)
     first = world.other()
-    async with background(first.call(one.acquire, timeout=1.5)) as waiting:
-        await asyncio.sleep(0.3)
+    async with background(first.call(one.acquire, timeout=3)) as waiting:
+        # It has asked, and was answered.
+        await eventually(lambda: any("acquire_lease" in s.query and s.state == "idle" for s in sessions(admin, name)))
         with pytest.raises(LockTimeoutError, match="rival") as caught:
             await world.call(one.acquire, timeout=0.5)
         assert [seen.token for seen in caught.value.holders] == [1]

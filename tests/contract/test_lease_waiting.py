@@ -107,8 +107,9 @@ async def test_who_waits_asks_once_a_second_and_a_hundred_ask_as_one(
         tasks = [await stack.enter_async_context(background(who.call(one.acquire, timeout=2.5))) for who in crowd]
         results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [LockTimeoutError] * count
-    # Whoever comes to the front when another one gives up looks once; that is after these two seconds.
-    assert len([at for at in seen if at < seen[0] + 2]) <= 5
+    # At once, when the connection begins to listen, and then a second apart. Whoever comes to the front when another one gives
+    # up looks once; that is after these two seconds.
+    assert len([at for at in seen if at < seen[0] + 2]) <= 4
 
 
 @pytest.mark.parametrize("given", [True, False])

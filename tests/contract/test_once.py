@@ -92,6 +92,17 @@ async def test_release_says_that_it_is_done(world: World, name: str, admin: psyc
         await world.call(slot.release)
 
 
+async def test_a_slot_is_not_handed_over(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Whoever adopted it could not finish it, and it would run again: refused, still held, and done when it is left."""
+    slot = await world.call(once(world, name).acquire)
+    with pytest.raises(TypeError, match="take a Lease"):
+        await world.call(slot.hand_over)
+    assert slot.state == "held"
+    await world.call(slot.release)
+    done = row_of(admin, name)
+    assert done is not None and done[0] == this_year()
+
+
 async def test_a_slot_that_is_done_raises_at_once(world: World, name: str) -> None:
     """acquire() waits for nobody then: the next slot is another one; the error says when that is."""
     engine = world.engine()

@@ -132,3 +132,4 @@ def test_a_fenced_table_can_be_written_with_the_rights_of_a_writer(
     with psycopg.connect(least) as user:
         user.execute(filled("SELECT {enter_gates_v1}(ARRAY['a'], ARRAY[1])", place))
         user.execute(f"INSERT INTO {place.schema}.books VALUES (1)".encode())
+    assert admin.execute(f"SELECT book FROM {place.schema}.books".encode()).fetchall() == [(1,)]

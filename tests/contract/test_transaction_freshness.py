@@ -136,6 +136,8 @@ async def test_an_assignment_that_changes_nothing_refuses_nothing(world: World, 
         account = await load(world, work)
         account.balance = 100
         await world.call(lock(work, name).acquire)
+        assert await world.call(lock(work, name).is_held)
+        assert account not in work.dirty
 
 
 async def test_new_instances_are_left_alone_and_nothing_is_flushed(world: World, engine: Any, name: str) -> None:

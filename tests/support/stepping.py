@@ -65,3 +65,36 @@ async def at_every_step(
         else:
             raise AssertionError(f"more than {most} suspensions")
     return at
+
+
+async def quitting_in_line(
+    acquire: Callable[[], Coroutine[Any, Any, Any]], check: Callable[[], Coroutine[Any, Any, Any]], patience: float
+) -> None:
+    """Cancel a contender behind a neighbour, also in the moment of the hand-over: the one after it has to be served.
+
+    Args:
+        acquire: of the same engine each time; returns a handle.
+        check: awaited each time when all is given back.
+        patience: seconds that the one after it may take.
+    """
+    for pause in (None, 0, 0, 0, 0.001):
+        for times in (1, 2):
+            held = await acquire()
+            quitter = asyncio.create_task(acquire())
+            patient = asyncio.create_task(acquire())
+            await asyncio.sleep(0.001)
+            if pause is None:
+                quitter.cancel()
+                await asyncio.sleep(0)
+            await held.release()
+            if pause is not None:
+                for _ in range(times):
+                    quitter.cancel()
+                    await asyncio.sleep(pause)
+            await asyncio.wait([quitter])
+            if not quitter.cancelled():
+                await quitter.result().release()
+            served = await asyncio.wait_for(patient, patience)
+            assert served.state == "held"
+            await served.release()
+            await check()

@@ -16,8 +16,10 @@ from pgfence._runtime import grant as grants
 from pgfence._runtime import trust
 from pgfence._runtime.agenda import Agenda
 from pgfence._runtime.chores import Ending, Renewal
+from pgfence._runtime.claims import Granted, LeaseClaim
 from pgfence._runtime.ears import LINGER, Ears, Listening
 from pgfence._runtime.localqueue import Contender, Lines, Ticket
+from pgfence._runtime.trust import Terms
 from pgfence._sql.lease import BATCH, Answer
 from pgfence._sql.storage import Place
 from pgfence.config import Config
@@ -46,20 +48,10 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def make(now: float, ttl: float, *, heartbeat: Any = "auto", place: Place = HERE, name: str = "n") -> grants.Grant:
     """Return a grant that the server gave at this moment."""
+    claim = LeaseClaim(stored=name, place=place, terms=Terms(ttl), heartbeat=heartbeat)
+    ticket = Ticket((name,), Contender("thread"), Lines())
     return grants.Grant(
-        name,
-        UUID(int=1),
-        7,
-        names=(name,),
-        ticket=Ticket((name,), Contender("thread"), Lines()),
-        place=place,
-        config=Config(),
-        heartbeat=heartbeat,
-        ttl=ttl,
-        started=now,
-        remaining=ttl,
-        hold_remaining=None,
-        expires_at=EXPIRES,
+        claim, Granted(7, EXPIRES, ttl, None, None), ticket, lease_id=UUID(int=1), started=now, config=Config()
     )
 
 

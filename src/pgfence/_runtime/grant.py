@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._runtime import trust
 from pgfence._runtime.state import BaseHold, emit, named
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
+    from pgfence._runtime.claims import Claim, Granted
     from pgfence._runtime.localqueue import Ticket
-    from pgfence._sql.storage import Place
     from pgfence.config import Config
     from pgfence.errors import LossReason
 
@@ -67,57 +67,34 @@ class Grant(BaseHold):
     noun = "lease"
 
     def __init__(
-        self,
-        name: str,
-        lease_id: UUID,
-        token: int,
-        *,
-        names: tuple[str, ...],
-        ticket: Ticket,
-        place: Place,
-        config: Config,
-        heartbeat: Heartbeat,
-        ttl: float,
-        started: float,
-        remaining: float,
-        hold_remaining: float | None,
-        expires_at: datetime,
-        checkpoint: Any = None,
-        label: str | None = None,
+        self, claim: Claim, told: Granted, ticket: Ticket, *, lease_id: UUID, started: float, config: Config
     ) -> None:
         """Record a grant.
 
         Args:
-            name: as it stands in the table.
-            lease_id: made by this client for this grant.
-            token: the fencing token.
-            names: for messages and `Held.names`.
+            claim: what was asked for.
+            told: what the server answered.
             ticket: of the thread or task that took it; the heartbeat never touches it.
-            place: of the tables.
-            config: of the engine; `on_event` hears of a loss.
-            heartbeat: who renews it.
-            ttl: seconds.
+            lease_id: made by this client for this grant.
             started: `timing.clock()` from just before the statement was sent.
-            remaining: seconds the server gave.
-            hold_remaining: seconds to the end of max_hold by the server; None without one.
-            expires_at: by the server's clock.
-            checkpoint: what the holder before committed last.
-            label: the owner that the caller named.
+            config: of the engine; `on_event` hears of a loss.
         """
-        super().__init__(names, ticket)
-        self.stored = name
+        super().__init__(claim.names, ticket)
+        self.stored = claim.stored
+        self.place = claim.place
+        self.heartbeat: Heartbeat = claim.heartbeat
+        self.label = claim.identity.owner
+        """The owner that the caller named."""
         self.lease_id = lease_id
-        self.token = token
-        self.place = place
-        self.config = config
-        self.heartbeat: Heartbeat = heartbeat
-        self.checkpoint = checkpoint
-        self.label = label
-        self.slot: datetime | None = None
+        self.token = told.token
+        self.checkpoint = told.checkpoint
+        """What the holder before committed last."""
+        self.slot = told.slot
         """Of a slot: which one. Its release says whether it is done."""
-        self.done = False
-        self.attempt = 1
+        self.attempt = told.attempt
         """Of a slot: the how manyth at it."""
+        self.done = False
+        self.config = config
         self.failures = 0
         """Renewals in a row that had no answer."""
         self.asked = False
@@ -132,10 +109,10 @@ class Grant(BaseHold):
         """Which entry in the heartbeat's schedule counts."""
         self.next_beat = math.inf
         """When to renew, on the clock of this process; never while `asked`."""
-        self.ttl = ttl
+        self.ttl = claim.terms.ttl
         self.deadline = math.inf
-        self._settle(started, remaining, expires_at)
-        if hold_remaining is not None and hold_remaining <= remaining + CLOSE:
+        self._settle(started, told.remaining, told.expires_at)
+        if told.hold_remaining is not None and told.hold_remaining <= told.remaining + CLOSE:
             self._cap()
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pgfence._runtime.aio import contender
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, on_loop
-from pgfence._runtime.claims import Busy, Granted, Refused, adopted, adoption
+from pgfence._runtime.claims import Busy, Granted, Refused, adoption
 from pgfence._runtime.domain import NO_CONNECTION, Homes
 from pgfence._runtime.lease_domain import (
     RELEASE_BUDGET,
@@ -26,17 +26,14 @@ from pgfence._runtime.lease_domain import (
     again,
     ask_again,
     budget_of,
-    not_adopted,
     row_locked,
     spoke,
 )
 from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
-from pgfence._runtime.opening import unreachable
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.storage import translated
 from pgfence._sql.tables import checking, judged
 from pgfence.errors import LockLostError, UnreachableError
 from pgfence.timing import clock
@@ -81,7 +78,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             if grant is not None:
                 return make(self, grant)
         except BaseException:
-            self._give_up(ticket)
+            self.give_up(ticket)
             raise
         self.step_out(ticket)
         return None
@@ -99,12 +96,6 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             first = self.lines.first(ticket)
         if not first:
             raise self.timed_out(request, self.holders_here(request))
-
-    def _give_up(self, ticket: Ticket) -> None:
-        grant: Grant | None = ticket.hold
-        if grant is not None:
-            self.give_back_later(grant)
-        self.torn(ticket)
 
     async def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
@@ -124,11 +115,12 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 left = request.left
                 if left <= 0:
                     raise self.timed_out(request, [busy.holder] if busy.holder else [])
+                first = bell is None
                 if bell is None:
                     bell = asyncio.Event()
                     cease = beat.listen(claim.place, claim.stored, partial(on_loop, self.loop, bell.set))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.nap(busy.remaining, left)):
+                    async with asyncio.timeout(self.nap(busy.remaining, left, first=first)):
                         await bell.wait()
                 bell.clear()
         finally:
@@ -198,10 +190,8 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             kept = True
         except Exception as error:
             kept = spoke(session, error)
-            if told := translated(error, place):
+            if told := self.refusal(error, place, server_spoke=kept):
                 raise told from error
-            if not kept and (gone := unreachable(self.engine, error, "Nothing is known")):
-                raise gone from error
             raise
         finally:
             (self.keeper.park if kept else self.keeper.discard)(session)
@@ -302,17 +292,11 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     raise
             await asyncio.sleep(0.1)
         try:
-            told = adopted(claim, token, row)
-            if isinstance(told, str):
-                not_adopted(claim.stored, token, told)
-            grant = self.granted(told[0], ticket, new, started, told[1])
-            if grant is None:
-                not_adopted(claim.stored, token, "expired")
-            return make(self, grant)
+            return make(self, self.adopted(claim, ticket, new, started, token, row))
         except LockLostError:
             raise
         except BaseException:
-            self._give_up(ticket)
+            self.give_up(ticket)
             raise
 
     def abandon(self, hold: Any) -> None:

@@ -3,8 +3,8 @@
     line up ── first in line ── attempt ─────────────────── granted: the heartbeat keeps it ── release
                                   └─ busy: sleep until it may be free, or somebody tells ─┘
 
-No session is held: each attempt takes a warm one for a round trip. Whoever waits costs a query a second at most, and is woken
-by a release where notifications come through. An answer that does not arrive is neither a grant nor a refusal: the error says
+No session is held: each attempt takes a warm one for a round trip. Whoever waits costs a query a second at most (more often only for
+a lease that would expire sooner), and is woken by a release where notifications come through. An answer that does not arrive is neither a grant nor a refusal: the error says
 so, and the grant, which has an id of this client's making, is ended in the background.
 """
 
@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.beat import beat_of
+from pgfence._runtime.claims import adopted
 from pgfence._runtime.domain import Domain
 from pgfence._runtime.grant import Grant
 from pgfence._runtime.localqueue import MUTEX
-from pgfence._runtime.opening import from_driver, lost_connection, place, unreachable
+from pgfence._runtime.opening import from_driver, lost_connection, unreachable
+from pgfence._runtime.opening import place as place_in_words
 from pgfence._runtime.roster import S
 from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.state import emit, log, named
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
 from pgfence._sql.storage import translated
 from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
 from pgfence.grants import Holder
-from pgfence.keys import shown
 from pgfence.timing import WARN_AFTER, clock
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import Place
     from pgfence.config import Config
 
-SERIALIZATION_FAILURE = "40001"
 RETRIES = 10
 LONGEST_SLEEP = 1.0
 WARM = 1
@@ -77,24 +77,7 @@ class LeaseDomain(Domain[S]):
 
     def granted(self, claim: Claim, ticket: Ticket, lease_id: UUID, started: float, told: Granted) -> Grant | None:
         """Record a grant and have it renewed; None: the answer came when its time was over already."""
-        grant = Grant(
-            claim.stored,
-            lease_id,
-            told.token,
-            names=claim.names,
-            ticket=ticket,
-            place=claim.place,
-            config=self.config,
-            heartbeat=claim.heartbeat,
-            ttl=claim.terms.ttl,
-            started=started,
-            remaining=told.remaining,
-            hold_remaining=told.hold_remaining,
-            expires_at=told.expires_at,
-            checkpoint=told.checkpoint,
-            label=claim.identity.owner,
-        )
-        grant.slot, grant.attempt = told.slot, told.attempt
+        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.config)
         if grant.state == "lost":
             self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
             return None
@@ -179,6 +162,27 @@ class LeaseDomain(Domain[S]):
         self.take_leave(grant)
         self.step_out(grant.ticket)
 
+    def give_up(self, ticket: Ticket) -> None:
+        """Leave nothing behind of an acquire that ends here, whatever happened."""
+        grant: Grant | None = ticket.hold
+        if grant is not None:
+            self.give_back_later(grant)
+        self.torn(ticket)
+
+    def adopted(self, claim: Claim, ticket: Ticket, lease_id: UUID, started: float, token: int, row: Any) -> Grant:
+        """Record what was adopted.
+
+        Raises:
+            LockLostError: it cannot be adopted, or the answer came when its time was over already.
+        """
+        told = adopted(claim, token, row)
+        if isinstance(told, str):
+            raise not_adopted(claim, token, told)
+        grant = self.granted(told[0], ticket, lease_id, started, told[1])
+        if grant is None:
+            raise not_adopted(claim, token, "expired")
+        return grant
+
     def give_back_later(self, grant: Grant) -> None:
         """Free a lease whose handle was dropped."""
         try:
@@ -207,13 +211,23 @@ class LeaseDomain(Domain[S]):
             return error  # a signal handler's
         reason = str(told_unreachable or error).strip()
         return UnreachableError(
-            f"the server gave no answer for the lease {named(claim.names)} ({reason or place(self.engine)}): whether it was"
+            f"the server gave no answer for the lease {named(claim.names)} ({reason or place_in_words(self.engine)}): whether it was"
             " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
         )
 
-    def nap(self, remaining: float, left: float) -> float:
-        """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left."""
-        return min(left, LONGEST_SLEEP * random.uniform(0.8, 1.0), max(0.0, remaining) + random.uniform(0.005, 0.05))
+    def refusal(self, error: Exception, place: Place, *, server_spoke: bool) -> Exception | None:
+        """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
+        if told := translated(error, place):
+            return told
+        return None if server_spoke else unreachable(self.engine, error, "Nothing is known")
+
+    def nap(self, remaining: float, left: float, *, first: bool) -> float:
+        """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left.
+
+        Only the first sleep is of random length: it is enough to keep waiters apart, and from then on each asks once a second.
+        """
+        longest = LONGEST_SLEEP * random.uniform(0.5, 1.0) if first else LONGEST_SLEEP
+        return min(left, longest, max(0.0, remaining) + random.uniform(0.005, 0.05))
 
     def news(self, request: Request, began: float, busy: Busy) -> None:
         """Say once in the log who is waited for, when that has taken long."""
@@ -272,16 +286,16 @@ def ask_again(error: BaseException) -> bool:
     return isinstance(error, UnreachableError) or again(error) or row_locked(error)
 
 
-def not_adopted(name: str, token: int, outcome: str) -> NoReturn:
-    """Raise why a reference cannot be adopted."""
+def not_adopted(claim: Claim, token: int, outcome: str) -> LockLostError:
+    """Return why a reference cannot be adopted."""
     why = {
         "superseded": "it was adopted already, or somebody else has it by now",
         "evicted": "it was evicted",
         "overdue": "its max_hold is over",
     }.get(outcome, "it has expired: nobody adopted it within its TTL")
-    raise LockLostError(
-        f"the lease {shown(name)!r} cannot be adopted: {why}",
-        names=(shown(name),),
+    return LockLostError(
+        f"the lease {named(claim.names)} cannot be adopted: {why}",
+        names=claim.names,
         reason=outcome,  # type: ignore[arg-type]
         token=token,
     )

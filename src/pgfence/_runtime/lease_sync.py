@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pgfence._runtime.claims import Busy, Granted, Refused, adopted, adoption
+from pgfence._runtime.claims import Busy, Granted, Refused, adoption
 from pgfence._runtime.domain import NO_CONNECTION, Homes
 from pgfence._runtime.lease_domain import (
     RELEASE_BUDGET,
@@ -17,12 +17,10 @@ from pgfence._runtime.lease_domain import (
     again,
     ask_again,
     budget_of,
-    not_adopted,
     row_locked,
     spoke,
 )
 from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
-from pgfence._runtime.opening import unreachable
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.sync import contender, for_certain
@@ -31,7 +29,6 @@ from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import translated
 from pgfence._sql.tables import checking, judged
 from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
 from pgfence.timing import clock
@@ -84,7 +81,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 return make(self, grant)
             self.step_out(ticket)
         except BaseException:
-            for_certain(lambda: self._give_up(ticket))
+            for_certain(lambda: self.give_up(ticket))
             raise
         return None
 
@@ -101,12 +98,6 @@ class SyncLeases(LeaseDomain[SyncSession]):
             first = self.lines.first(ticket)
         if not first:
             raise self.timed_out(request, self.holders_here(request))
-
-    def _give_up(self, ticket: Ticket) -> None:
-        grant: Grant | None = ticket.hold
-        if grant is not None:
-            self.give_back_later(grant)
-        self.torn(ticket)
 
     def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
@@ -126,10 +117,11 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 left = request.left
                 if left <= 0:
                     raise self.timed_out(request, [busy.holder] if busy.holder else [])
+                first = bell is None
                 if bell is None:
                     bell = threading.Event()
                     cease = beat.listen(claim.place, claim.stored, bell.set)
-                bell.wait(self.nap(busy.remaining, left))
+                bell.wait(self.nap(busy.remaining, left, first=first))
                 bell.clear()
         finally:
             if cease is not None:
@@ -198,10 +190,8 @@ class SyncLeases(LeaseDomain[SyncSession]):
             kept = True
         except Exception as error:
             kept = spoke(session, error)
-            if told := translated(error, place):
+            if told := self.refusal(error, place, server_spoke=kept):
                 raise told from error
-            if not kept and (gone := unreachable(self.engine, error, "Nothing is known")):
-                raise gone from error
             raise
         finally:
             (self.keeper.park if kept else self.keeper.discard)(session)
@@ -315,17 +305,11 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     raise
             time.sleep(0.1)
         try:
-            told = adopted(claim, token, row)
-            if isinstance(told, str):
-                not_adopted(claim.stored, token, told)
-            grant = self.granted(told[0], ticket, new, started, told[1])
-            if grant is None:
-                not_adopted(claim.stored, token, "expired")
-            return make(self, grant)
+            return make(self, self.adopted(claim, ticket, new, started, token, row))
         except LockLostError:
             raise
         except BaseException:
-            for_certain(lambda: self._give_up(ticket))
+            for_certain(lambda: self.give_up(ticket))
             raise
 
     def abandon(self, hold: Any) -> None:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
-from pgfence._runtime.process import PROCESS
 from pgfence.errors import PgfenceError
 from pgfence.timing import clock
 
@@ -57,11 +56,6 @@ def start(name: str, target: Callable[..., None], *args: object) -> threading.Th
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
     return thread
-
-
-def ours(pid: int) -> bool:
-    """Say whether something was made in this process, and not before it was forked."""
-    return pid == PROCESS.pid
 
 
 def refuse_without_threads() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event
 
-from pgfence._sql.lease import _escaped, _mark
+from pgfence._sql.calls import call
 from pgfence._sql.savepoints import Record
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
@@ -83,14 +83,12 @@ def save_checkpoint(
 
 @cache
 def _enter(place: Place, style: Style) -> str:
-    name = _escaped(place.name("enter_gates_v1"), style)
-    return f"SELECT {name}(CAST({_mark(style, 1)} AS text[]), CAST({_mark(style, 2)} AS bigint[]))"
+    return f"SELECT {call(place, style, 'enter_gates_v1', ('text[]', 'bigint[]'))}"
 
 
 @cache
 def _save(place: Place, style: Style) -> str:
-    name, marks = _escaped(place.name("save_checkpoint_v1"), style), [_mark(style, n) for n in (1, 2, 3)]
-    return f"SELECT {name}(CAST({marks[0]} AS text), CAST({marks[1]} AS bigint), CAST({marks[2]} AS text))"
+    return f"SELECT {call(place, style, 'save_checkpoint_v1', ('text', 'bigint', 'text'))}"
 
 
 def translate(connection: Connection) -> None:

@@ -1,7 +1,6 @@
 """The statements of leases: each calls one function of the server, or looks. Texts only; `_runtime` sends them.
 
-Every argument is cast, so that each driver's idea of a number, a list or nothing fits the function's. Behind a pooler nothing
-may be prepared, and asyncpg, which prepares always, needs a transaction around it: else the pooler may send the two halves of
+Behind a pooler nothing may be prepared, and asyncpg, which prepares always, needs a transaction around it: else the pooler may send the two halves of
 the statement to two servers.
 """
 
@@ -13,6 +12,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from pgfence._sql.calls import call, mark, name_of
 from pgfence._sql.storage import Place, quoted
 
 if TYPE_CHECKING:
@@ -87,46 +87,35 @@ class LeaseSql:
 def lease_sql(place: Place, style: Style) -> LeaseSql:
     """Return the texts for one place."""
 
-    def called(function: str, kinds: Sequence[str], start: int) -> str:
-        arguments = ", ".join(f"CAST({_mark(style, n)} AS {kind})" for n, kind in enumerate(kinds, start))
-        return f"{_escaped(place.name(function), style)}({arguments})"
-
-    def call(function: str, kinds: Sequence[str], columns: str) -> str:
-        return f"SELECT {columns} FROM {called(function, kinds, 1)} AS r"
+    def ask(function: str, kinds: Sequence[str], columns: str) -> str:
+        return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
 
     def late(function: str, kinds: Sequence[str]) -> str:
         return (
-            f"WITH f AS MATERIALIZED (SELECT 1 FROM {lease} AS l WHERE l.name = CAST({_mark(style, 1)} AS text)"
-            f" FOR NO KEY UPDATE SKIP LOCKED) SELECT CASE WHEN EXISTS (SELECT FROM f) THEN {called(function, kinds, 2)} END"
+            f"WITH f AS MATERIALIZED (SELECT 1 FROM {lease} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
+            " FOR NO KEY UPDATE SKIP LOCKED) SELECT CASE WHEN EXISTS (SELECT FROM f)"
+            f" THEN {call(place, style, function, kinds, 2)} END"
         )
 
-    lease = _escaped(place.name("lease"), style)
+    lease = name_of(place, "lease", style)
     return LeaseSql(
-        acquire=call("acquire_lease_v1", _ACQUIRE, "r.*"),
-        renew=call("renew_leases_v1", _RENEW, "r"),
-        release=call("release_lease_v1", _RELEASE, "r"),
-        finish=call("finish_slot_v1", _FINISH, "r"),
-        forget=call("forget_lease_v1", _FORGET, "r"),
-        adopt=call("adopt_lease_v1", _ADOPT, "r.*"),
+        acquire=ask("acquire_lease_v1", _ACQUIRE, "r.*"),
+        renew=ask("renew_leases_v1", _RENEW, "r"),
+        release=ask("release_lease_v1", _RELEASE, "r"),
+        finish=ask("finish_slot_v1", _FINISH, "r"),
+        forget=ask("forget_lease_v1", _FORGET, "r"),
+        adopt=ask("adopt_lease_v1", _ADOPT, "r.*"),
         release_late=late("release_lease_v1", _RELEASE),
         finish_late=late("finish_slot_v1", _FINISH),
         forget_late=late("forget_lease_v1", _FORGET),
         look=(
             "SELECT l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.token, l.acquired_at, l.expires_at"
-            f" FROM {lease} AS l WHERE l.name = CAST({_mark(style, 1)} AS text) AND l.released_at IS NULL"
+            f" FROM {lease} AS l WHERE l.name = CAST({mark(style, 1)} AS text) AND l.released_at IS NULL"
             " AND l.expires_at > pg_catalog.clock_timestamp()"
         ),
         listen=f"LISTEN {quoted(place.channel)}",
         unlisten=f"UNLISTEN {quoted(place.channel)}",
     )
-
-
-def _mark(style: Style, n: int) -> str:
-    return f"${n}" if style == "numeric" else "%s"
-
-
-def _escaped(name: str, style: Style) -> str:
-    return name if style == "numeric" else name.replace("%", "%%")
 
 
 Verdict: TypeAlias = Literal["ok", "busy", "lost"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pgfence._sql.lease import _escaped, _mark
+from pgfence._sql.calls import call, mark, name_of
 
 if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
@@ -45,12 +45,10 @@ class SlotSql:
 @cache
 def slot_sql(place: Place, style: Style) -> SlotSql:
     """Return the texts for one place."""
-    table, function = (_escaped(place.name(name), style) for name in ("slot", "acquire_slot_v1"))
-    arguments = ", ".join(f"CAST({_mark(style, n)} AS {kind})" for n, kind in enumerate(_ACQUIRE, 1))
     return SlotSql(
         read=(
             "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"
-            f" LEFT JOIN {table} AS s ON s.name = CAST({_mark(style, 1)} AS text)"
+            f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 1)} AS text)"
         ),
-        acquire=f"SELECT r.* FROM {function}({arguments}) AS r",
+        acquire=f"SELECT r.* FROM {call(place, style, 'acquire_slot_v1', _ACQUIRE)} AS r",
     )

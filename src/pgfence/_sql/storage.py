@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from dataclasses import dataclass
@@ -115,8 +116,8 @@ def translated(error: BaseException, place: Place) -> SchemaError | StaleFencing
             command=command,
             sqlstate=state,
         )
-    if state == STALE_TOKEN:
-        told = _detail(error)
+    told = _detail(error) if state in (STALE_TOKEN, NO_TOKEN) else {}
+    if state == STALE_TOKEN and "token" in told:  # another program may use the SQLSTATE too
         resource, token, newest = shown(str(told.get("resource"))), int(told["token"]), int(told["newest"])
         why = (
             "a newer holder has taken over"
@@ -132,7 +133,7 @@ def translated(error: BaseException, place: Place) -> SchemaError | StaleFencing
             sqlstate=state,
         )
     if state == NO_TOKEN:
-        name = _detail(error).get("resource")
+        name = told.get("resource")
         return FenceRequiredError(
             f"{primary(error)}. Write inside lease.begin(...), or fenced(session, resource, token)",
             resource=None if name is None else shown(str(name)),
@@ -163,8 +164,9 @@ def _detail(error: BaseException) -> dict[str, Any]:
     for one in (_driver_error(error), getattr(error, "orig", None), error):
         detail = getattr(getattr(one, "diag", None), "message_detail", None) or getattr(one, "detail", None)
         if isinstance(detail, str) and detail.startswith("{"):
-            found: dict[str, Any] = json.loads(detail)
-            return found
+            with contextlib.suppress(ValueError):
+                found: dict[str, Any] = json.loads(detail)
+                return found
     return {}
 
 

@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
+from pgfence._sql.calls import call
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import READ_ONLY, sqlstate
 from pgfence._sql.storage import translated
@@ -47,11 +48,8 @@ class TokenSql(LockSql):
         self.name = name
         """Under which its token stands in the table."""
         self.place = place
-        function = place.name("lock_with_token_v1")
-        if style == "format":
-            function = function.replace("%", "%%")
-        pid, value, text, wait = [f"${n}" if style == "numeric" else "%s" for n in range(1, 5)]
-        self.lock_text = f"SELECT {function}(CAST({pid} AS integer), CAST({value} AS bigint), CAST({text} AS text), CAST({wait} AS integer))"
+        asked = call(place, style, "lock_with_token_v1", ("integer", "bigint", "text", "integer"))
+        self.lock_text = f"SELECT {asked}"
 
     def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[Any, ...]:
         """Return the parameters of `lock_text`; 0 milliseconds do not wait."""

@@ -7,7 +7,7 @@ import math
 import os
 from enum import StrEnum
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from pgfence.cli import evict, install
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.locks import Terms
+from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
 from pgfence.cli.report import Speaker
 from pgfence.cli.run import OnLost, OnUnreachable, Options, Pooler
 from pgfence.cli.run import run as run_guarded
@@ -26,11 +27,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Namespace = Annotated[
-    str | None, typer.Option(help="Goes into the key, so that two applications in one database never meet.")
-]
-Json = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
 
 
 class OnBusy(StrEnum):
@@ -75,13 +71,11 @@ def run(
         str, typer.Argument(metavar="NAME", help="The lock: one command per name at a time, on all hosts.")
     ],
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to run while it is held.")],
-    dsn: Annotated[
-        str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
-    ] = None,
+    dsn: Dsn = None,
+    engine: EnginePath = None,
     namespace: Namespace = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
     pooler: Annotated[Pooler | None, typer.Option(help="What stands between here and the server.")] = None,
     wait: Annotated[
         float | None, typer.Option("--wait", "-w", metavar="SECONDS", help="Wait for the lock, [b]inf[/b] for ever.")
@@ -125,9 +119,6 @@ def run(
     """
     if nonblock and wait is not None:
         raise MisuseError("give --wait or --nonblock, not both")
-    if on_busy is OnBusy.OK and conflict_exit_code is not None:
-        raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
-    busy_code = Code.OK if on_busy is OnBusy.OK else Code.BUSY if conflict_exit_code is None else conflict_exit_code
     terms = Terms(lease=lease, once_per=once_per, tz=tz, ttl=ttl, min_hold=min_hold, max_hold=max_hold)
     terms.check()
     options = Options(
@@ -136,16 +127,29 @@ def run(
         dsn=dsn,
         engine=engine,
         namespace=namespace,
+        schema=schema,
+        prefix=prefix,
         pooler=pooler,
         wait=_seconds(wait or 0.0, "--wait"),
-        busy_code=busy_code,
+        busy_code=_when_busy(on_busy, conflict_exit_code),
         on_lost=on_lost,
         on_unreachable=on_unreachable,
         grace=_seconds(grace, "--grace"),
         terms=terms,
     )
+    _perform(options, Speaker(quiet=quiet, verbose=verbose), as_json=as_json)
+
+
+def _when_busy(on_busy: OnBusy, code: int | None) -> int:
+    if on_busy is OnBusy.OK and code is not None:
+        raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
+    if on_busy is OnBusy.OK:
+        return Code.OK
+    return Code.BUSY if code is None else code
+
+
+def _perform(options: Options, speaker: Speaker, *, as_json: bool) -> NoReturn:
     _fill_standard_descriptors()
-    speaker = Speaker(quiet=quiet, verbose=verbose)
     report = run_guarded(options, speaker, os.environ)
     if as_json:
         speaker.write(report.as_json())

@@ -13,9 +13,9 @@ import typer
 from pgfence import evicting
 from pgfence._sql import evict as statements
 from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
 from pgfence.cli.report import Speaker, as_data
-from pgfence.cli.server import engine_from
-from pgfence.config import config_of, configure
+from pgfence.cli.server import engine_from, settle
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
@@ -42,16 +42,12 @@ def evict(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show who would be evicted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dsn: Annotated[
-        str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
-    ] = None,
-    namespace: Annotated[str | None, typer.Option(help="Of the name, as the application configures it.")] = None,
-    schema: Annotated[str | None, typer.Option(help="Of pgfence's tables. Default: the search path's.")] = None,
-    prefix: Annotated[str | None, typer.Option(help="Of pgfence's tables. Default: pgfence_.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+    dsn: Dsn = None,
+    engine: EnginePath = None,
+    namespace: Namespace = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
 ) -> None:
     """End whoever holds NAME and fence it off: its token is refused from then on. Shows the holder and asks first.
 
@@ -59,7 +55,7 @@ def evict(
     """
     target = engine_from(dsn=dsn, path=engine, environ=os.environ)
     try:
-        _configure(target, namespace=namespace, schema=schema, prefix=prefix)
+        settle(target, namespace=namespace, schema=schema, prefix=prefix)
         eviction = _Eviction(target, name, reason, actor)
         report = eviction.run(dry_run=dry_run, yes=yes)
     finally:
@@ -171,18 +167,3 @@ def _described(holder: Holder) -> str:
 def _as_data(holder: Holder) -> dict[str, Any]:
     until = holder.expires_at.isoformat() if holder.expires_at else None
     return {"kind": holder.kind, **as_data(holder), "token": holder.token, "expires_at": until}
-
-
-def _configure(engine: Engine, *, namespace: str | None, schema: str | None, prefix: str | None) -> None:
-    if namespace is None and schema is None and prefix is None:
-        return
-    known = config_of(engine)
-    try:
-        configure(
-            engine,
-            namespace=known.namespace if namespace is None else namespace,
-            schema=known.schema if schema is None else schema,
-            prefix=known.prefix if prefix is None else prefix,
-        )
-    except ValueError as error:
-        raise MisuseError(f"--namespace, --schema, --prefix: {error}") from None

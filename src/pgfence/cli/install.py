@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from pgfence import schema as tables
 from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.options import Dsn, EnginePath
 from pgfence.cli.report import Speaker
-from pgfence.cli.server import engine_from
-from pgfence.config import DEFAULT, config_of, configure
+from pgfence.cli.server import engine_from, settle
+from pgfence.config import DEFAULT
 from pgfence.errors import PgfenceError, UnreachableError
-
-if TYPE_CHECKING:
-    from sqlalchemy import Engine
 
 
 def register(app: typer.Typer) -> None:
@@ -27,12 +25,8 @@ def register(app: typer.Typer) -> None:
 
 
 def install(
-    dsn: Annotated[
-        str | None, typer.Option(help="Database URL. Everybody on this host can read it: no password.")
-    ] = None,
-    engine: Annotated[
-        str | None, typer.Option(metavar="MODULE:ATTR", help="An Engine, or a function that returns one.")
-    ] = None,
+    dsn: Dsn = None,
+    engine: EnginePath = None,
     schema: Annotated[
         str | None, typer.Option(help="Where; made if it is missing. Default: the first of the search path.")
     ] = None,
@@ -50,7 +44,7 @@ def install(
         print(_script(schema, prefix), end="")
         return
     target = engine_from(dsn=dsn, path=engine, environ=os.environ)
-    _configure(target, schema, prefix)
+    settle(target, schema=schema, prefix=prefix)
     try:
         tables.create_all(target)
     except PgfenceError as error:
@@ -64,20 +58,5 @@ def install(
 def _script(schema: str | None, prefix: str | None) -> str:
     try:
         return tables.sql(schema=schema, prefix=DEFAULT.prefix if prefix is None else prefix)
-    except ValueError as error:
-        raise MisuseError(f"--schema, --prefix: {error}") from None
-
-
-def _configure(target: Engine, schema: str | None, prefix: str | None) -> None:
-    """Apply what was given; the rest is left as the application has it."""
-    if schema is None and prefix is None:
-        return
-    known = config_of(target)
-    try:
-        configure(
-            target,
-            schema=known.schema if schema is None else schema,
-            prefix=known.prefix if prefix is None else prefix,
-        )
     except ValueError as error:
         raise MisuseError(f"--schema, --prefix: {error}") from None

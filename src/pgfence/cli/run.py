@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pgfence.cli.codes import Code, MisuseError
+from pgfence.cli.codes import Code
 from pgfence.cli.locks import Terms, give_back, lock_on, note, variables
 from pgfence.cli.report import Report, as_data, described
-from pgfence.cli.server import engine_from
+from pgfence.cli.server import engine_from, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
-from pgfence.config import configure
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
 from pgfence.once import Once, SlotOverError
 from pgfence.timing import clock
@@ -66,6 +65,8 @@ class Options:
     dsn: str | None
     engine: str | None
     namespace: str | None
+    schema: str | None
+    prefix: str | None
     pooler: Pooler | None
     wait: float
     busy_code: int
@@ -108,11 +109,8 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
 
 def _engine(options: Options, environ: Mapping[str, str]) -> Engine:
     engine = engine_from(dsn=options.dsn, path=options.engine, environ=environ)
-    if options.pooler is not None:
-        try:
-            configure(engine, pooler=options.pooler.value)
-        except ValueError as error:
-            raise MisuseError(f"--pooler: {error}") from None
+    pooler = None if options.pooler is None else options.pooler.value
+    settle(engine, pooler=pooler, schema=options.schema, prefix=options.prefix)
     return engine
 
 

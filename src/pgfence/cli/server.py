@@ -11,19 +11,41 @@ import operator
 import os
 import socket
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 
 from pgfence.cli.codes import MisuseError
+from pgfence.config import config_of, configure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DRIVERS = ("psycopg", "psycopg2")
 INSTALL = 'pip install "psycopg[binary]"'
+
+
+def settle(engine: Engine, **given: str | None) -> None:
+    """Set what options say about an engine; the rest is left as the application has it.
+
+    Args:
+        engine: from `engine_from`.
+        **given: arguments of `configure`; None was not given.
+
+    Raises:
+        MisuseError: a value cannot be used, or the application has configured its engine otherwise.
+    """
+    said: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if not said:
+        return
+    known = config_of(engine)
+    try:
+        configure(engine, **{each.name: getattr(known, each.name) for each in fields(known)} | said)
+    except ValueError as error:
+        raise MisuseError(f"{', '.join(f'--{name}' for name in said)}: {error}") from None
 
 
 def engine_from(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:

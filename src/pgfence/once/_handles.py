@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pgfence.fenced_handles import AsyncHeldLease, HeldLease
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from pgfence._runtime.grant import Grant
+_NOT_HANDED_ON = (
+    "a slot is finished by the process that runs it and cannot be handed over: do the work here, or take a Lease for it and"
+    " hand that over"
+)
 
 
-def _slot(grant: Any) -> datetime:
-    slot: datetime = grant.slot
-    return slot
+class _Slotted:
+    """What both twins know of a slot without asking anybody."""
+
+    __slots__ = ()
+
+    _hold: Any
+
+    @property
+    def slot(self) -> datetime:
+        """Which slot: its beginning, the same for every attempt and on every host. No I/O."""
+        slot: datetime = self._hold.slot
+        return slot
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier attempt at this slot was not finished. No I/O."""
+        return bool(self._hold.attempt > 1)
 
 
-class Slot(HeldLease):
+class Slot(_Slotted, HeldLease):
     """A slot that is being run, by this process alone.
 
     Left without an exception, or released, it is done and never runs again. Left by an exception it is free for another
@@ -25,16 +42,6 @@ class Slot(HeldLease):
     """
 
     __slots__ = ()
-
-    @property
-    def slot(self) -> datetime:
-        """Which slot: its beginning, the same for every attempt and on every host. No I/O."""
-        return _slot(self._hold)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether an earlier attempt at this slot was not finished. No I/O."""
-        return _resumed(self._hold)
 
     def release(self) -> None:
         """Say that the slot is done.
@@ -46,40 +53,37 @@ class Slot(HeldLease):
         self._hold.done = True
         super().release()
 
+    def hand_over(self) -> NoReturn:
+        """Refuse: whoever adopted the lease could not say that the slot is done, and it would run again.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NOT_HANDED_ON)
+
     def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
         self._hold.done = exc is None
         super()._leave(exc, flag=flag)
 
 
-class AsyncSlot(AsyncHeldLease):
+class AsyncSlot(_Slotted, AsyncHeldLease):
     """A slot that is being run, by this process alone; see `Slot`."""
 
     __slots__ = ()
 
-    @property
-    def slot(self) -> datetime:
-        """Which slot: its beginning, the same for every attempt and on every host. No I/O."""
-        return _slot(self._hold)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether an earlier attempt at this slot was not finished. No I/O."""
-        return _resumed(self._hold)
-
     async def release(self) -> None:
-        """Say that the slot is done.
-
-        Raises:
-            LockLostError: it had been lost: the slot is not done, another one may try.
-            LockNotHeldError: it was released before, or this is a forked child.
-        """
+        """Say that the slot is done; errors are those of the sync twin."""
         self._hold.done = True
         await super().release()
+
+    async def hand_over(self) -> NoReturn:
+        """Refuse: whoever adopted the lease could not say that the slot is done, and it would run again.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(_NOT_HANDED_ON)
 
     async def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
         self._hold.done = exc is None
         await super()._leave(exc, flag=flag)
-
-
-def _resumed(grant: Grant) -> bool:
-    return grant.attempt > 1
