@@ -293,7 +293,7 @@ async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
     async with session(world, engine) as old, session(world, engine, other) as new:
         await world.call(fence, old, name, 1)
         entering = asyncio.create_task(other.call(fence, new, name, 2))
-        waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%enter_gates%%'"
+        waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%enter_gate%%'"
         await eventually(lambda: admin.execute(waiting).fetchone())
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -101,7 +101,7 @@ async def waiting(admin: psycopg.Connection[Any], eventually: Any, table: str) -
     """Wait until somebody waits for a lock in the gate or in the table."""
     asked = (
         "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-        " AND (query LIKE '%%enter_gates%%' OR query LIKE %s)"
+        " AND (query LIKE '%%enter_gate%%' OR query LIKE %s)"
     )
     await eventually(lambda: admin.execute(asked, [f"%{table}%"]).fetchone())
 

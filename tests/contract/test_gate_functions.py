@@ -274,8 +274,8 @@ def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: Place) -> N
     try:
         with pytest.raises(psycopg.Error) as refused:
             one.connection.execute(f"SELECT {place.name('check_gate_v1')}('r', 't')".encode())
-        assert place.name("enter_gates_v1") in (refused.value.diag.message_hint or "")
-        one.connection.execute(f"SELECT {place.name('enter_gates_v1')}(ARRAY['r'], ARRAY[1])".encode())
+        assert f"{place.name('enter_gate_v1')}(resource, token)" in (refused.value.diag.message_hint or "")
+        one.connection.execute(f"SELECT {place.name('enter_gate_v1')}('r', 1)".encode())
     finally:
         for statement in (*removal(place), f"DROP SCHEMA {place.name('').rpartition('.')[0]}"):
             one.connection.execute(statement.encode())

@@ -13,7 +13,7 @@ from pgfence._sql.savepoints import Record
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import NO_TOKEN, STALE_TOKEN, Place, translated
-from pgfence._sql.transaction import begin_anew
+from pgfence._sql.transaction import begin_anew, send
 from pgfence.errors import StaleFencingTokenError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from pgfence._sql.advisory import Style
 
-_PLAIN = {"stream_results": False, "yield_per": None}
 _STALE = "_pgfence_stale"
 _TRANSLATING: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
@@ -61,7 +60,7 @@ class Gates(Record):
         """Send a statement of ours that enters gates, and note them."""
         self._ours = True
         try:
-            connection.exec_driver_sql(text, values, execution_options=_PLAIN)
+            send(connection, text, values)
         finally:
             self._ours = False
         self._keys.update(tokens)
@@ -69,8 +68,11 @@ class Gates(Record):
 
 def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[str, int]) -> None:
     """Enter gates, in one round trip, all or none."""
-    text = _enter(place, style_of(connection.dialect))
-    gates.send(connection, text, (list(tokens), list(tokens.values())), tokens)
+    style = style_of(connection.dialect)
+    if len(tokens) == 1:
+        gates.send(connection, _enter_one(place, style), next(iter(tokens.items())), tokens)
+    else:
+        gates.send(connection, _enter(place, style), (list(tokens), list(tokens.values())), tokens)
 
 
 def save_checkpoint(
@@ -79,6 +81,11 @@ def save_checkpoint(
     """Write a checkpoint behind its gate, which is entered if it was not."""
     text = _save(place, style_of(connection.dialect))
     gates.send(connection, text, (resource, token, data), {resource: token})
+
+
+@cache
+def _enter_one(place: Place, style: Style) -> str:
+    return f"SELECT {call(place, style, 'enter_gate_v1', ('text', 'bigint'))}"
 
 
 @cache

@@ -103,7 +103,8 @@ def _values(keys: Sequence[LockKey]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> CursorResult[Any]:
+def send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> CursorResult[Any]:
+    """Send a statement of ours in the caller's transaction."""
     # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
     return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
@@ -112,7 +113,7 @@ def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_
     """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
     build = _request if len(keys) <= _KEPT else _request.__wrapped__
     text = build(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
-    taken, statement_timeout, lock_timeout = _send(connection, text, _values(keys)).scalar_one().split(" ")
+    taken, statement_timeout, lock_timeout = send(connection, text, _values(keys)).scalar_one().split(" ")
     return Answer(int(taken), statement_timeout, lock_timeout)
 
 
@@ -130,27 +131,27 @@ def wait(connection: Connection, keys: Sequence[LockKey], answer: Answer, *, sha
         DBAPIError: 55P03 when the time is over, 40P01 for a deadlock.
     """
     if answer.statement_timeout != "0":
-        _send(connection, _LIFT)
+        send(connection, _LIFT)
     values = [key.value for key in keys]
     bigints = sum(key.space == "bigint" for key in keys)
     settings = (answer.statement_timeout, answer.lock_timeout)
-    _send(connection, _wait(style_of(connection.dialect), shared), (milliseconds, bigints, values, *settings)).one()
+    send(connection, _wait(style_of(connection.dialect), shared), (milliseconds, bigints, values, *settings)).one()
 
 
 def set_savepoint(connection: Connection) -> None:
     """Set a savepoint that SQLAlchemy's own count of savepoints does not see."""
-    _send(connection, _SAVEPOINT)
+    send(connection, _SAVEPOINT)
 
 
 def keep(connection: Connection) -> None:
     """Release our savepoint: what was taken since belongs to the transaction."""
-    _send(connection, _RELEASE)
+    send(connection, _RELEASE)
 
 
 def give_back(connection: Connection) -> None:
     """Undo everything since our savepoint, and the savepoint too."""
-    _send(connection, _ROLLBACK_TO)
-    _send(connection, _RELEASE)
+    send(connection, _ROLLBACK_TO)
+    send(connection, _RELEASE)
 
 
 def begin_anew(connection: Connection) -> None:

@@ -1,47 +1,55 @@
 -- The fence. A transaction enters the gate of its resource first, before its first read, and keeps it locked until it ends.
 
--- Enters several gates in one fixed order. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail.
+-- Enters a gate. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail.
+CREATE FUNCTION @enter_gate_v1@(p_resource text, p_token bigint) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    newest bigint;
+BEGIN
+    IF p_token IS NULL OR p_token < 1 THEN
+        RAISE EXCEPTION 'a fencing token must be 1 or more, not %', p_token USING ERRCODE = '22023';
+    END IF;
+    -- With the equality in the lock itself: writers with one token run side by side, and three new holders that
+    -- all raise the gate do not deadlock.
+    PERFORM 1 FROM @gate@ AS t WHERE t.resource = p_resource AND t.token = p_token FOR SHARE;
+    IF NOT FOUND THEN
+        SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = p_resource;
+        IF newest <> p_token THEN
+            PERFORM @refuse_v1@(p_resource, p_token, newest);
+        END IF;
+        -- A row that was raised while this waited for it is locked all the same: two that would write it from there deadlock.
+        SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = p_resource;
+        IF newest > p_token THEN
+            PERFORM @refuse_v1@(p_resource, p_token, newest);
+        END IF;
+        INSERT INTO @gate@ AS t (resource, token, updated_at)
+        VALUES (p_resource, p_token, pg_catalog.clock_timestamp())
+        ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at
+            WHERE t.token <= excluded.token;
+        IF NOT FOUND THEN
+            SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = p_resource;
+            PERFORM @refuse_v1@(p_resource, p_token, newest);
+        END IF;
+    END IF;
+    -- Read after the gate is locked: the lease may have gone on while this transaction waited for it.
+    SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = p_resource;
+    IF newest <> p_token THEN
+        PERFORM @refuse_v1@(p_resource, p_token, newest);
+    END IF;
+    PERFORM pg_catalog.set_config('pgfence.f' || pg_catalog.md5('@prefix@' || p_resource), p_token::text, true);
+END $$;
+
+-- Enters several gates in one fixed order.
 CREATE FUNCTION @enter_gates_v1@(p_resources text[], p_tokens bigint[]) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     g record;
-    newest bigint;
 BEGIN
     FOR g IN
         SELECT u.resource, u.token FROM ROWS FROM (pg_catalog.unnest(p_resources), pg_catalog.unnest(p_tokens))
             AS u(resource, token) ORDER BY u.resource COLLATE "C"
     LOOP
-        IF g.token IS NULL OR g.token < 1 THEN
-            RAISE EXCEPTION 'a fencing token must be 1 or more, not %', g.token USING ERRCODE = '22023';
-        END IF;
-        -- With the equality in the lock itself: writers with one token run side by side, and three new holders that
-        -- all raise the gate do not deadlock.
-        PERFORM 1 FROM @gate@ AS t WHERE t.resource = g.resource AND t.token = g.token FOR SHARE;
-        IF NOT FOUND THEN
-            SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = g.resource;
-            IF newest <> g.token THEN
-                PERFORM @refuse_v1@(g.resource, g.token, newest);
-            END IF;
-            -- A row that was raised while this waited for it is locked all the same: two that would write it from there deadlock.
-            SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = g.resource;
-            IF newest > g.token THEN
-                PERFORM @refuse_v1@(g.resource, g.token, newest);
-            END IF;
-            INSERT INTO @gate@ AS t (resource, token, updated_at)
-            VALUES (g.resource, g.token, pg_catalog.clock_timestamp())
-            ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at
-                WHERE t.token <= excluded.token;
-            IF NOT FOUND THEN
-                SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = g.resource;
-                PERFORM @refuse_v1@(g.resource, g.token, newest);
-            END IF;
-        END IF;
-        -- Read after the gate is locked: the lease may have gone on while this transaction waited for it.
-        SELECT l.token INTO newest FROM @lease@ AS l WHERE l.name = g.resource;
-        IF newest <> g.token THEN
-            PERFORM @refuse_v1@(g.resource, g.token, newest);
-        END IF;
-        PERFORM pg_catalog.set_config('pgfence.f' || pg_catalog.md5('@prefix@' || g.resource), g.token::text, true);
+        PERFORM @enter_gate_v1@(g.resource, g.token);
     END LOOP;
 END $$;
 
@@ -64,11 +72,11 @@ BEGIN
         RAISE EXCEPTION '% is fenced by "%" and this transaction brought no token', p_table, p_resource USING
             ERRCODE = 'PF002',
             DETAIL = pg_catalog.json_build_object('resource', p_resource)::text,
-            HINT = $hint$Enter the gate as the first statement of the transaction: SELECT @enter_gates_v1@(ARRAY[resource], ARRAY[token])$hint$;
+            HINT = $hint$Enter the gate as the first statement of the transaction: SELECT @enter_gate_v1@(resource, token)$hint$;
     END IF;
     PERFORM 1 FROM @gate@ AS t WHERE t.resource = p_resource AND t.token = claimed FOR SHARE;
     IF NOT FOUND THEN
-        PERFORM @enter_gates_v1@(ARRAY[p_resource], ARRAY[claimed]);
+        PERFORM @enter_gate_v1@(p_resource, claimed);
     END IF;
 END $$;
 
@@ -124,7 +132,7 @@ END $$;
 CREATE FUNCTION @save_checkpoint_v1@(p_name text, p_token bigint, p_data text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
-    PERFORM @enter_gates_v1@(ARRAY[p_name], ARRAY[p_token]);
+    PERFORM @enter_gate_v1@(p_name, p_token);
     INSERT INTO @checkpoint@ AS c (name, token, data, updated_at)
     VALUES (p_name, p_token, p_data::jsonb, pg_catalog.clock_timestamp())
     ON CONFLICT (name) DO UPDATE SET token = excluded.token, data = excluded.data, updated_at = excluded.updated_at;
