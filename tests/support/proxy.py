@@ -86,16 +86,20 @@ class Proxy:
     async def _open(self) -> None:
         self._flowing = asyncio.Event()
         self._flowing.set()
-        self._listener: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         await self._listen(0)
 
     async def _listen(self, port: int) -> None:
+        # Not asyncio's own server: it loses a connection that it accepts in the turn in which it is closed.
         if self._listener is None:
-            self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
-            self.port = self._listener.sockets[0].getsockname()[1]
+            self._listener = socket.create_server(("127.0.0.1", port))
+            self._listener.setblocking(False)
+            self.port = self._listener.getsockname()[1]
+            self._loop.add_reader(self._listener, self._accept, self._listener)
 
     async def _refuse(self) -> None:
         if self._listener is not None:
+            self._loop.remove_reader(self._listener)
             self._listener.close()
             self._listener = None
 
@@ -117,18 +121,31 @@ class Proxy:
         for pair in self._pairs:
             pair[side].write_eof()
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._serve(reader, writer))
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            client, _ = listener.accept()
+        except OSError:  # it went away again
+            return
+        client.setblocking(False)
+        task = self._loop.create_task(self._serve(client))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def over(_: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            client.close()  # whatever ended it, also if it was cancelled before it began
+
+        task.add_done_callback(over)
+
+    async def _serve(self, client: socket.socket) -> None:
         await self._flowing.wait()
+        reader, writer = await asyncio.open_connection(sock=client)
         try:
             server_reader, server_writer = await asyncio.open_connection(*self._target)
-        except OSError:
+        except BaseException as error:
             writer.transport.abort()
-            return
+            if isinstance(error, OSError):
+                return
+            raise
         pair = (writer, server_writer)
         self._pairs.append(pair)
         try:
