@@ -21,7 +21,7 @@ ROWS = (
     ("_sql",),
     ("_runtime",),
     ("handles", "wrapping"),
-    ("schema", "fence", "evicting"),
+    ("schema", "fence", "evicting", "versions", "retrying"),
     ("fenced_handles",),
     ("verbs",),
     ("advisory", "transaction", "compat", "lease"),

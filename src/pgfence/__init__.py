@@ -12,6 +12,7 @@ from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
     CapacityError,
+    CommitOutcomeUnknownError,
     DeadlockError,
     FenceRequiredError,
     LockLostError,
@@ -27,6 +28,9 @@ from pgfence.errors import (
     TransactionStateError,
     UnreachableError,
     UnsupportedServerError,
+    VersionConflict,
+    VersionConflictError,
+    VersionRequiredError,
 )
 from pgfence.fence import fence, fenced
 from pgfence.fenced_handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
@@ -53,6 +57,7 @@ __all__ = [
     "AsyncTransactionLock",
     "CapacityError",
     "CatchUp",
+    "CommitOutcomeUnknownError",
     "DeadlockError",
     "Event",
     "FenceRequiredError",
@@ -85,6 +90,9 @@ __all__ = [
     "TransactionStateError",
     "UnreachableError",
     "UnsupportedServerError",
+    "VersionConflict",
+    "VersionConflictError",
+    "VersionRequiredError",
     "__version__",
     "compat",
     "configure",

@@ -11,7 +11,7 @@ A caller decides by class or attribute, never by text:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from sqlalchemy.exc import DontWrapMixin
 
@@ -35,7 +35,7 @@ def _restore(cls: type[PgfenceError], args: tuple[Any, ...], state: dict[str, An
 class PgfenceError(DontWrapMixin, Exception):
     """Root of every error that pgfence raises on purpose. SQLAlchemy puts none of them into a StatementError."""
 
-    http_status: ClassVar[int] = 500
+    http_status: int = 500
     retryable: bool = False
     retry_after: float | None = None
 
@@ -193,3 +193,50 @@ class FenceRequiredError(PgfenceError):
     def __init__(self, message: str, *, resource: str | None = None, sqlstate: str | None = None) -> None:
         super().__init__(message, sqlstate=sqlstate)
         self.resource = resource
+
+
+class VersionConflict(NamedTuple):
+    """One row that is not at the version it was read at.
+
+    Attributes:
+        model: the mapped class.
+        pk: the primary key, a tuple also where it is one column.
+        expected: the version that the caller read.
+        found: the version that the row has; None: the row is gone.
+    """
+
+    model: type[Any]
+    pk: tuple[Any, ...]
+    expected: Any
+    found: Any | None
+
+
+class VersionConflictError(PgfenceError):
+    """Somebody else has written the rows since they were read; nothing of this flush is committed.
+
+    From a flush the unit of work may be done again from its first read, as `run_transaction` does: `retryable`, 409. Where
+    the version came from a client (`load_for_version`), the client has to look at the row again: not `retryable`, 412.
+    """
+
+    def __init__(
+        self, message: str, *, items: Sequence[VersionConflict], precondition: bool = False, sqlstate: str | None = None
+    ) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.items = tuple(items)
+        self.retryable = not precondition
+        self.http_status = 412 if precondition else 409
+
+
+class VersionRequiredError(PgfenceError):
+    """A request that changes a versioned row names no version: it has no If-Match header."""
+
+    http_status = 428
+
+
+class CommitOutcomeUnknownError(PgfenceError):
+    """The connection died during COMMIT: the transaction may be committed, or not.
+
+    Look for its effect before doing it again; an idempotency key makes the repetition harmless.
+    """
+
+    http_status = 503

@@ -12,6 +12,7 @@ import pytest
 from pgfence import errors
 from pgfence.errors import (
     CapacityError,
+    CommitOutcomeUnknownError,
     DeadlockError,
     FenceRequiredError,
     LockLostError,
@@ -26,6 +27,9 @@ from pgfence.errors import (
     TransactionStateError,
     UnreachableError,
     UnsupportedServerError,
+    VersionConflict,
+    VersionConflictError,
+    VersionRequiredError,
 )
 from pgfence.grants import Holder
 from pgfence.keys import LockKey
@@ -74,6 +78,10 @@ SAMPLES: list[tuple[PgfenceError, int, bool]] = [
     (CapacityError("full", used=95, limit=100, sqlstate="53200"), 503, True),
     (SchemaError("old", found=0, needed=1, command="pgfence install", sqlstate="42P01"), 500, False),
     (StaleFencingTokenError("stale", resource="a", token=7, newest=8), 409, False),
+    (VersionConflictError("old", items=[VersionConflict(int, (1,), 2, 3)]), 409, True),
+    (VersionConflictError("gone", items=[VersionConflict(int, (1, "a"), 2, None)], precondition=True), 412, False),
+    (VersionRequiredError("no If-Match"), 428, False),
+    (CommitOutcomeUnknownError("cut", sqlstate="08006"), 503, False),
     (FenceRequiredError("no token", resource="a", sqlstate="PF002"), 500, False),
 ]
 each = pytest.mark.parametrize(("error", "http_status", "retryable"), SAMPLES, ids=[str(e) for e, _, _ in SAMPLES])
