@@ -26,7 +26,7 @@ ROWS = (
     ("verbs",),
     ("advisory", "transaction", "compat", "lease"),
     ("once",),
-    ("embedded", "monitoring"),
+    ("embedded", "monitoring", "migrations", "alembic_plugin"),
     ("demo",),
     ("cli", "__main__"),
 )
@@ -38,13 +38,13 @@ ONLY_IN = {
     "click": ("cli",),
     "rich": ("cli",),
     "greenlet": (),
-    "alembic": (),
+    "alembic": ("migrations", "alembic_plugin"),
     "opentelemetry": (),
     "pytest": (),
     "pickle": (),
     "threading": ("_runtime", "handles", "embedded", "demo", "cli"),
-    "asyncio": ("_runtime", "handles", "verbs", "advisory"),
-    "time": ("timing", "_runtime", "embedded", "demo", "cli"),
+    "asyncio": ("_runtime", "handles", "verbs", "advisory", "retrying"),
+    "time": ("timing", "_runtime", "embedded", "demo", "cli", "retrying"),
 }
 # Needs greenlet, and importing pgfence must work without it: for types alone, or late, inside a function.
 NOT_AT_IMPORT = ("sqlalchemy.ext.asyncio",)
