@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url
 
 import pgfence
 from support import pages
@@ -18,7 +16,6 @@ from support.servers import database
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-PROGRAMS = TESTS / "typing" / "uses"
 CASEBOOK = ROOT / "docs" / "casebook.md"
 
 
@@ -30,29 +27,15 @@ def called(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def environment(dsn: str) -> dict[str, str]:
-    """Return the environment of a reader whose server and database are those of `dsn`."""
-    url = make_url(dsn)
-    known = {
-        "DATABASE_URL": dsn,
-        "PGDATABASE": url.database,
-        "PGHOST": url.host or url.query.get("host"),
-        "PGPASSWORD": url.password,
-        "PGPORT": url.port or url.query.get("port"),
-        "PGUSER": url.username,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
-    }
-    return os.environ | {name: str(value) for name, value in known.items() if value}
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", [page for page in all_pages() if any(pages.blocks(page))], ids=called)
 def test_the_examples_of_a_page_run(page: Path, dsn: str) -> None:
     """What a page shows works as it stands, in the order in which it is read, in a database of its own."""
     command = [sys.executable, "-X", "dev", "-W", "error", pages.__file__, str(page)]
     with database(dsn, "page") as own:
-        done = subprocess.run(command, env=environment(own), capture_output=True, text=True, timeout=110, check=False)
+        done = subprocess.run(
+            command, env=pages.environment(own), capture_output=True, text=True, timeout=110, check=False
+        )
     assert done.returncode == 0, done.stderr[-4000:]
 
 

@@ -11,6 +11,7 @@ import ast
 import asyncio
 import doctest
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -18,8 +19,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
+import psycopg
+from sqlalchemy import make_url
+
+from pgfence import schema
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+PROGRAMS = Path(__file__).parents[1] / "typing" / "uses"
+"""The programs that pages include."""
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$|^<!-- run\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 _LOOSE = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -39,6 +48,34 @@ def blocks(page: Path) -> Iterator[Block]:
     for match in _BLOCK.finditer(content):
         line = content.count("\n", 0, match.start()) + 1
         yield Block(match[1] or "python", line, match[2] if match[1] else match[3])
+
+
+def environment(dsn: str) -> dict[str, str]:
+    """Return the environment of a reader whose server and database are those of `dsn`."""
+    url = make_url(dsn)
+    known = {
+        "DATABASE_URL": dsn,
+        "PGDATABASE": url.database,
+        "PGHOST": url.host or url.query.get("host"),
+        "PGPASSWORD": url.password,
+        "PGPORT": url.port or url.query.get("port"),
+        "PGUSER": url.username,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")]),
+    }
+    return os.environ | {name: str(value) for name, value in known.items() if value}
+
+
+def reader(dsn: str, code: str) -> str:
+    """Return a script for `support.processes.Script` that can import the programs of pages; their server is that of `dsn`."""
+    known = {name: value for name, value in environment(dsn).items() if name.startswith("PG")}
+    return f"os.environ.update({known!r})\nsys.path.insert(0, {str(PROGRAMS)!r})\n{code}"
+
+
+def install(dsn: str) -> None:
+    """Make the tables that the programs need."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(schema.sql().encode())
 
 
 def run(page: Path) -> None:
