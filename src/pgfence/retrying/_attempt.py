@@ -1,0 +1,140 @@
+"""One attempt: a fresh Session, its transaction, and what is known of its end. The async half comes here by `sync_session`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, event
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import sqlstate
+from pgfence.config import DEFAULT, Config, config_of
+from pgfence.errors import CommitOutcomeUnknownError, TransactionStateError
+from pgfence.retrying._rules import unanswered
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import ExceptionContext
+    from sqlalchemy.engine.interfaces import Dialect
+    from sqlalchemy.orm import Session, SessionTransaction
+
+NUMBER = "pgfence_attempt"
+"""Where `session.info` keeps the number of the attempt."""
+
+TRANSACTION_ABORTED = "25P02"
+
+_ATTRIBUTE = "_pgfence_attempt"
+_PING = "SELECT 1"
+_LISTENING: weakref.WeakSet[Dialect] = weakref.WeakSet()
+
+
+class Attempt:
+    """One attempt at a transaction.
+
+    Attributes:
+        joined: it is a savepoint in a transaction that somebody else began on the Session's Connection.
+    """
+
+    def __init__(self, session: Session, number: int) -> None:
+        self.number = number
+        self.began = clock()
+        self.joined = _joins(session)
+        self._session = session
+        self._ending = False
+        self._connections: set[Connection] = set()
+        self._met: dict[Connection, BaseException] = {}
+        session.info[NUMBER] = number
+        event.listen(session, "after_begin", self._begun)
+
+    @property
+    def config(self) -> Config:
+        """The settings of the engine that the attempt ran on."""
+        bind = next(iter(self._connections), None) or bind_of(self._session)
+        return DEFAULT if bind is None else config_of(bind)
+
+    def end(self, session: Session) -> None:
+        """Bring everything to the server before the COMMIT, so that what fails after this is the COMMIT itself.
+
+        Raises:
+            Exception: what a flush raises; or an error that was swallowed, after which the server has only a ROLLBACK to
+                offer, and would give it for the COMMIT without a word.
+        """
+        session.flush()
+        for connection, error in self._met.items():
+            try:
+                connection.exec_driver_sql(_PING)
+            except DBAPIError:
+                error.add_note(
+                    "it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed"
+                )
+                raise error from None
+        self._ending = True
+
+    def over(self) -> None:
+        """Let go of the connections, which may be somebody else's."""
+        for connection in self._connections:
+            vars(connection).pop(_ATTRIBUTE, None)
+
+    def doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
+        """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
+        if not self._ending or self.joined or not isinstance(error, (DBAPIError, OSError)):
+            return None
+        if unanswered(error):
+            why = "the connection was lost during COMMIT"
+        elif len(self._connections) > 1 and not self._session.twophase:
+            why = "the COMMIT of one database failed, and those before it are committed"
+        else:
+            return None
+        return CommitOutcomeUnknownError(
+            f"{why}: {what} may have had its effect, or not, and is not tried again. Look for its effect before you do it"
+            " again; an idempotency key makes the repetition harmless"
+        )
+
+    def _begun(self, _session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
+        style_of(connection.dialect)
+        self._connections.add(connection)
+        vars(connection)[_ATTRIBUTE] = self
+        if connection.dialect not in _LISTENING:
+            _LISTENING.add(connection.dialect)
+            event.listen(connection.engine, "handle_error", _note)
+
+    def note(self, connection: Connection, error: BaseException) -> None:
+        """Keep the last error that a connection met, for it may be swallowed; one that only tells of an earlier does not count."""
+        if sqlstate(error) != TRANSACTION_ABORTED:
+            self._met[connection] = error
+
+
+def _note(context: ExceptionContext) -> None:
+    attempt: Attempt | None = None if context.connection is None else vars(context.connection).get(_ATTRIBUTE)
+    if attempt is not None and context.connection is not None:
+        attempt.note(
+            context.connection, context.chained_exception or context.sqlalchemy_exception or context.original_exception
+        )
+
+
+def bind_of(session: Session) -> Any:
+    """Return the Engine or Connection that a Session works on without being told of a class; None if there is none."""
+    try:
+        return session.get_bind()
+    except UnboundExecutionError:
+        return None
+
+
+def _joins(session: Session) -> bool:
+    """Say whether the Session will set a savepoint in a transaction that is open already.
+
+    Raises:
+        TransactionStateError: its rollback would end that transaction, or its commit would.
+    """
+    bind = bind_of(session)
+    if not (isinstance(bind, Connection) and bind.in_transaction()):
+        return False
+    mode = session.join_transaction_mode
+    if mode == "create_savepoint" or (mode == "conditional_savepoint" and bind.in_nested_transaction()):
+        return True
+    raise TransactionStateError(
+        "the sessionmaker is bound to a Connection whose transaction is open already: to try again would roll that back. Bind"
+        ' it to the engine; or, for tests that roll everything back, use join_transaction_mode="create_savepoint"'
+    )

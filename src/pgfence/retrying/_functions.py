@@ -1,0 +1,285 @@
+"""`run_transaction` and `in_transaction`: what they take, refuse and promise."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Protocol, TypeVar, cast, overload
+
+from sqlalchemy import Connection
+from typing_extensions import deprecated
+
+from pgfence.blocks import kinds
+from pgfence.errors import TransactionStateError
+from pgfence.retrying._attempt import NUMBER
+from pgfence.retrying._loops import Plan, run, run_async
+from pgfence.timing import seconds
+from pgfence.wrapping import called
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session
+    from sqlalchemy.orm import sessionmaker as sync_sessionmaker
+
+    from pgfence.timing import Seconds
+
+    S = TypeVar("S", bound=Session)
+    AS = TypeVar("AS", bound=AsyncSession)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S_co = TypeVar("S_co", bound="Session", covariant=True)
+AS_co = TypeVar("AS_co", bound="AsyncSession", covariant=True)
+
+_ASYNCIO = "sqlalchemy.ext.asyncio"
+_ORM = "sqlalchemy.orm"
+
+
+class InTransaction(Protocol[S_co]):
+    """What `in_transaction` returns: a decorator that takes the session away from the signature."""
+
+    def __call__(self, fn: Callable[Concatenate[S_co, P], R], /) -> Callable[P, R]: ...
+
+
+class AsyncInTransaction(Protocol[AS_co]):
+    """As `InTransaction`, for coroutine functions."""
+
+    def __call__(
+        self, fn: Callable[Concatenate[AS_co, P], Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R]]: ...
+
+
+@overload
+def run_transaction(
+    sessionmaker: async_sessionmaker[AS],
+    fn: Callable[[AS], Awaitable[R]],
+    *,
+    attempts: int = 5,
+    timeout: Seconds | None = None,
+) -> Coroutine[Any, Any, R]: ...
+@overload
+@deprecated("a sync session cannot be awaited: pass an async_sessionmaker")
+def run_transaction(
+    sessionmaker: sync_sessionmaker[S],
+    fn: Callable[[S], Coroutine[Any, Any, R]],
+    *,
+    attempts: int = 5,
+    timeout: Seconds | None = None,
+) -> Never: ...
+@overload
+def run_transaction(
+    sessionmaker: sync_sessionmaker[S], fn: Callable[[S], R], *, attempts: int = 5, timeout: Seconds | None = None
+) -> R: ...
+def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> Any:
+    """Call `fn(session)` in a transaction of its own, commit, and do all of it again when somebody else was first.
+
+    ::
+
+        def pay_interest(session: Session) -> int:
+            account = session.get_one(Account, 1)
+            account.balance += 1
+            return account.balance
+
+
+        balance = run_transaction(SessionLocal, pay_interest)
+
+    Promised: what is returned was committed, once. Each attempt has a fresh session and reads everything anew. Tried again
+    are a version conflict of a flush (`VersionConflictError`, StaleDataError), a serialization failure (SQLSTATE 40001) and
+    a deadlock (40P01, `DeadlockError`), at COMMIT too; after a random pause of at most 5 ms, doubled each time up to 500 ms.
+
+    Not promised: anything about effects outside the transaction; `fn` may be called `attempts` times, and its session's
+    `info["pgfence_attempt"]` says which time it is. Use `attempts=1` for what must not be done twice. No attempt is
+    interrupted. A lost connection is never tried again, nor is the version that a client sent.
+
+    Instances that `fn` returns belong to a session that is closed: return values.
+
+    Args:
+        sessionmaker: makes the session of each attempt. With an async_sessionmaker the result is awaited, and so is `fn`.
+        fn: gets the session. It must not commit; whatever it raises rolls back.
+        attempts: how many at most, 1 or more.
+        timeout: seconds after which no further attempt begins; None is the configured default, `math.inf` never, 0 means
+            one attempt.
+
+    Returns:
+        What `fn` returned in the attempt that was committed.
+
+    Raises:
+        CommitOutcomeUnknownError: the connection was lost during COMMIT, so that it may have happened; or, of a session on
+            several databases, one refused its COMMIT after others.
+        TransactionStateError: inside another transaction of `run_transaction` on the same database; or the sessionmaker is
+            bound to a Connection whose transaction is open and would be rolled back.
+        TypeError: no session factory, or `fn` is a generator function or of the other world.
+        ValueError: `attempts` is below 1.
+        Exception: the last attempt's error, or the first one that another attempt cannot cure.
+    """
+    asynchronous = _expect(sessionmaker, fn)
+    plan = Plan(_name(fn), _count(attempts), None if timeout is None else seconds(timeout))
+    _expect_session_alone(fn)
+    return run_async(sessionmaker, fn, plan) if asynchronous else run(sessionmaker, fn, plan)
+
+
+@overload
+def in_transaction(
+    sessionmaker: async_sessionmaker[AS], *, attempts: int = 5, timeout: Seconds | None = None
+) -> AsyncInTransaction[AS]: ...
+@overload
+def in_transaction(
+    sessionmaker: sync_sessionmaker[S], *, attempts: int = 5, timeout: Seconds | None = None
+) -> InTransaction[S]: ...
+def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> Any:
+    """Make each call of a function a transaction of its own, as `run_transaction` does; its first argument is the session.
+
+    ::
+
+        @in_transaction(SessionLocal)
+        def withdraw(session: Session, account_id: int, *, amount: int) -> int:
+            account = session.get_one(Account, account_id)
+            account.balance -= amount
+            return account.balance
+
+
+        left = withdraw(1, amount=5)
+
+    Promised, and not promised, is the same. Callers leave the session out; the function itself, for a transaction that is
+    open already, is `withdraw.__wrapped__(session, 1, amount=5)`.
+
+    Args:
+        sessionmaker: makes the session of each attempt; an async_sessionmaker for a coroutine function.
+        attempts: as for `run_transaction`.
+        timeout: likewise.
+
+    Raises:
+        TypeError: at decoration: no session factory; the function takes no argument, is a generator function, or is of the
+            other world. At a call with a session.
+        ValueError: `attempts` is below 1.
+        PgfenceError: at a call, as `run_transaction`.
+    """
+    _expect(sessionmaker)
+    count, limit = _count(attempts), None if timeout is None else seconds(timeout)
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        asynchronous = _expect(sessionmaker, fn)
+        signature = _expect_session_argument(fn)
+        plan = Plan(_name(fn), count, limit)
+
+        def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+            for given in args[:1]:
+                _refuse_session(given, f"{plan.name} opens a session for each attempt: leave it out")
+            return lambda session: fn(session, *args, **kwargs)
+
+        @functools.wraps(fn)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            return await run_async(sessionmaker, bound(args, kwargs), plan)
+
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return run(sessionmaker, bound(args, kwargs), plan)
+
+        made: Any = call_async if asynchronous else call
+        if signature is not None:
+            made.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+        return cast("Callable[..., Any]", made)
+
+    return decorate
+
+
+def _expect(sessionmaker: object, fn: Any = None) -> bool:
+    """Say whether a session factory belongs to the async half.
+
+    Raises:
+        TypeError: it is none; or the function cannot be run by it.
+        TransactionStateError: it is a session whose transaction is open.
+    """
+    asynchronous = isinstance(sessionmaker, kinds(_ASYNCIO, "async_sessionmaker"))
+    if not asynchronous and not isinstance(sessionmaker, kinds(_ORM, "sessionmaker")):
+        way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
+        _refuse_session(sessionmaker, way)
+        raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
+    if fn is None:
+        return asynchronous
+    if not callable(fn):
+        raise TypeError(f"a function is needed, not {type(fn).__name__}")
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"{called(fn)} is a generator function: the transaction would end before its body runs. Return a list"
+        )
+    if inspect.iscoroutinefunction(fn) and not asynchronous:
+        raise TypeError(
+            f"{called(fn)} is a coroutine function, and a sync session cannot be awaited: pass an async_sessionmaker"
+        )
+    return asynchronous
+
+
+def _refuse_session(given: object, way: str) -> None:
+    """Refuse a session or a connection: inside its transaction nothing can be tried again.
+
+    Raises:
+        TransactionStateError: its transaction is open.
+        TypeError: it is not.
+    """
+    scoped = kinds(_ORM, "scoped_session") + kinds(_ASYNCIO, "async_scoped_session")
+    plain: tuple[type[Any], ...] = (
+        Connection,
+        *kinds(_ORM, "Session"),
+        *kinds(_ASYNCIO, "AsyncSession", "AsyncConnection"),
+    )
+    work: Any = given
+    if not isinstance(work, scoped + plain):
+        return
+    if isinstance(work, scoped):
+        way += " (session_factory of a scoped session)"
+        work = work.registry() if work.registry.has() else None
+    if work is not None and work.in_transaction():
+        raise TransactionStateError(
+            f"{way}. The transaction of this {type(given).__name__} is open, and a part of it cannot be tried again: a savepoint"
+            " keeps the snapshot, so that SQLSTATE 40001 comes back with each attempt. To do the work in it once, call the"
+            " function itself: fn(session, ...), of a decorated one fn.__wrapped__(session, ...)"
+        )
+    raise TypeError(f"{way}, not a {type(given).__name__}")
+
+
+def _count(attempts: object) -> int:
+    if isinstance(attempts, bool) or not isinstance(attempts, int):
+        raise TypeError(f"attempts must be an int, not {type(attempts).__name__}")
+    if attempts < 1:
+        raise ValueError(f"attempts must be 1 or more, not {attempts}")
+    return attempts
+
+
+def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a function whose first argument can be the session; None: it is not known.
+
+    Raises:
+        TypeError: it takes no argument by position.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # made in C, for one
+        return None
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        raise TypeError(f"the first argument of {called(fn)} must be the session")
+    return signature
+
+
+def _expect_session_alone(fn: Callable[..., Any]) -> None:
+    """Refuse a function that asks for more than the session, such as the number of the attempt.
+
+    Raises:
+        TypeError: it does.
+    """
+    signature = _expect_session_argument(fn)
+    further = [] if signature is None else list(signature.parameters.values())[1:]
+    asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if asked:
+        raise TypeError(
+            f"{called(fn)} is called with the session alone, and asks for {', '.join(asked)} too: bind arguments with a lambda or"
+            f" functools.partial, or use in_transaction. Which attempt it is, session.info[{NUMBER!r}] says"
+        )
+
+
+def _name(fn: Any) -> str:
+    """Return what messages call a function; of a functools.partial without its arguments, which may be secrets."""
+    return called(fn.func if isinstance(fn, functools.partial) else fn)

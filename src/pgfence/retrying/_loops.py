@@ -1,0 +1,199 @@
+"""The loop over the attempts, in both worlds: they differ in how a function is called and how a pause is spent."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pgfence._runtime import aio, sync
+from pgfence._runtime.state import tell
+from pgfence.blocks import AsyncBlock, Block
+from pgfence.errors import TransactionStateError
+from pgfence.retrying._attempt import Attempt, bind_of
+from pgfence.retrying._rules import TransactionAttempt, curable, of_a_snapshot, pause_after, spoken
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session, sessionmaker
+
+    from pgfence.retrying._rules import Outcome
+
+log = logging.getLogger("pgfence.retrying")
+
+_RUNNING: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("pgfence_transactions", default=())
+"""Who runs a transaction where: a task that was started inside one is somebody else."""
+
+
+class Plan(NamedTuple):
+    """What was asked for.
+
+    Attributes:
+        name: of the function.
+        attempts: at most.
+        timeout: seconds after which no attempt begins; None is the configured default.
+    """
+
+    name: str
+    attempts: int
+    timeout: float | None
+
+
+class Retries:
+    """The attempts of one call so far."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._began = clock()
+        self._number = 0
+
+    def open(self, session: Session) -> Attempt:
+        """Begin to count an attempt on a Session that is not yet in a transaction."""
+        self._number += 1
+        return Attempt(session, self._number)
+
+    def committed(self, attempt: Attempt) -> None:
+        """Tell of the attempt that was committed."""
+        self._tell(attempt, "committed", None, 0.0)
+
+    def after(self, attempt: Attempt, error: Exception) -> float:
+        """Return the seconds until the next attempt; there is none if this raises.
+
+        Raises:
+            CommitOutcomeUnknownError: the transaction may be committed.
+            Exception: the error itself.
+        """
+        if doubt := attempt.doubt(error, self._plan.name):
+            self._tell(attempt, "failed", error, 0.0)
+            raise doubt from error
+        left = self._left(attempt)
+        if not self._may_follow(attempt, error, left):
+            self._tell(attempt, "failed", error, 0.0)
+            raise error
+        pause = min(pause_after(self._number), left)
+        log.debug("%s: attempt %d ended with %s", self._plan.name, self._number, type(error).__name__)
+        self._tell(attempt, "retried", error, pause)
+        return pause
+
+    def _left(self, attempt: Attempt) -> float:
+        limit = attempt.config.default_timeout if self._plan.timeout is None else self._plan.timeout
+        return self._began + limit - clock()
+
+    def _may_follow(self, attempt: Attempt, error: Exception, left: float) -> bool:
+        if not curable(error):
+            return False
+        if attempt.joined and of_a_snapshot(error):
+            error.add_note(
+                "not tried again: this was a savepoint in a transaction that is open already, whose snapshot and locks it"
+                " keeps. Roll the whole transaction back and do all of it again"
+            )
+            return False
+        if self._number < self._plan.attempts and left > 0:
+            return True
+        took = clock() - self._began
+        error.add_note(
+            f"given up after attempt {self._number} of {self._plan.attempts}, {took:.1f} s after the first began"
+        )
+        return False
+
+    def _tell(self, attempt: Attempt, outcome: Outcome, error: Exception | None, pause: float) -> None:
+        hook = attempt.config.on_event
+        if hook is None:
+            return
+        what = TransactionAttempt(
+            event=outcome,
+            name=self._plan.name.removesuffix("()"),
+            owner=None,
+            lease_id=None,
+            token=None,
+            at=datetime.now(UTC),
+            attempt=attempt.number,
+            error=None if error is None else type(error).__name__,
+            sqlstate=None if error is None else spoken(error),
+            seconds=clock() - attempt.began,
+            pause=pause,
+        )
+        tell(lambda: hook(what))
+
+
+def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> Any:
+    """Do the work in a transaction of its own until it is committed."""
+    retries = Retries(plan)
+    while True:
+        session = factory()
+        with _alone(sync.contender(), session, factory, plan):
+            attempt = retries.open(session)
+            try:
+                with Block(session), Block(session.begin()):
+                    result = _called(work, session)
+                    attempt.end(session)
+            except Exception as error:
+                pause = retries.after(attempt, error)
+            else:
+                retries.committed(attempt)
+                return result
+            finally:
+                attempt.over()
+        time.sleep(pause)
+
+
+async def run_async(factory: async_sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> Any:
+    """Do the work in a transaction of its own until it is committed."""
+    retries = Retries(plan)
+    while True:
+        session = factory()
+        with _alone(aio.contender(), session.sync_session, factory, plan):
+            attempt = retries.open(session.sync_session)
+            try:
+                async with AsyncBlock(session), AsyncBlock(session.begin()):
+                    result = await _awaitable(work, session)
+                    await session.run_sync(attempt.end)
+            except Exception as error:
+                pause = retries.after(attempt, error)
+            else:
+                retries.committed(attempt)
+                return result
+            finally:
+                attempt.over()
+        await asyncio.sleep(pause)
+
+
+@contextmanager
+def _alone(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
+    """Refuse a transaction inside another one that this thread or task runs on the same database."""
+    bind = bind_of(session)
+    here = (me, factory if bind is None else bind.dialect)
+    if here in _RUNNING.get():
+        raise TransactionStateError(
+            f"{plan.name} was called inside a transaction of run_transaction: it would be committed although the outer one may"
+            " still fail, be done again with each attempt of that, and wait for its locks for ever. Call the function itself"
+            " with the session that is open; of a decorated one that is .__wrapped__(session, ...)"
+        )
+    before = _RUNNING.set((*_RUNNING.get(), here))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(before)
+
+
+def _called(work: Callable[[Session], Any], session: Session) -> Any:
+    result = work(session)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("a sync session cannot be awaited: pass an async_sessionmaker for a function that is awaited")
+    return result
+
+
+def _awaitable(work: Callable[[AsyncSession], Any], session: AsyncSession) -> Awaitable[Any]:
+    result = work(session)
+    if not inspect.isawaitable(result):
+        raise TypeError("the function of an async_sessionmaker must be awaitable: async def, or a sessionmaker")
+    return result

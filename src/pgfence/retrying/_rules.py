@@ -1,0 +1,78 @@
+"""The rules of a retry, without any I/O: what may be tried again, after how long a pause, and what an end of COMMIT says."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate
+from pgfence.blocks import kinds
+from pgfence.errors import DeadlockError, PgfenceError, VersionConflictError
+from pgfence.grants import Event
+
+BASE = 0.005
+CAP = 0.5
+
+Outcome: TypeAlias = Literal["committed", "retried", "failed"]
+
+_AGAIN = (SERIALIZATION_FAILURE, DEADLOCK_DETECTED)
+# Connection exceptions, 40003 statement completion unknown, shutdowns and crashes: the server said no more.
+_SILENCED = ("08", "40003", "57P")
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionAttempt(Event):
+    """One attempt of `run_transaction` is over: what `configure(on_event=...)` is told of it.
+
+    `event` is "committed", "retried" (another attempt follows) or "failed" (the error goes to the caller); `name` is the
+    function's. `owner`, `lease_id` and `token` are None.
+
+    Attributes:
+        attempt: its number, from 1.
+        error: the name of the error's class; None when it was committed.
+        sqlstate: of the error, where the server spoke.
+        seconds: how long the attempt took.
+        pause: seconds until the next one begins; 0 where there is none.
+    """
+
+    attempt: int
+    error: str | None
+    sqlstate: str | None
+    seconds: float
+    pause: float
+
+
+def pause_after(attempt: int) -> float:
+    """Return the seconds to wait after an attempt that failed: anything up to a bound that doubles, "full jitter"."""
+    return random.uniform(0, min(CAP, BASE * 2 ** min(attempt - 1, 10)))
+
+
+def curable(error: Exception) -> bool:
+    """Say whether another attempt can succeed where this error ended one; of what it was raised from nothing counts."""
+    if isinstance(error, PgfenceError):
+        return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
+    return isinstance(error, kinds("sqlalchemy.orm.exc", "StaleDataError")) or spoken(error) in _AGAIN
+
+
+def of_a_snapshot(error: Exception) -> bool:
+    """Say whether the error comes from what the whole transaction has read or locked, so that no savepoint cures it."""
+    return isinstance(error, DeadlockError) or spoken(error) in _AGAIN
+
+
+def spoken(error: Exception) -> str | None:
+    """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of ours; None for those of anybody else."""
+    if isinstance(error, DBAPIError):
+        return sqlstate(error.orig)
+    state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    return state if isinstance(state, str) else None
+
+
+def unanswered(error: Exception) -> bool:
+    """Say of an error at COMMIT whether the server's answer is missing; a refusal with an SQLSTATE is an answer."""
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError)
+    state = spoken(error)
+    return error.connection_invalidated or state is None or state.startswith(_SILENCED)
