@@ -11,8 +11,9 @@ from guarded import Entry
 from pgfence import AsyncHeldLease, AsyncLease, fenced
 
 
-async def chunks() -> AsyncIterator[list[int]]:
-    yield [1, 2]
+async def chunks(after: int) -> AsyncIterator[list[int]]:
+    for first in range(after + 1, 6, 2):
+        yield [first, first + 1]
 
 
 async def write(session: AsyncSession, period: str, chunk: list[int]) -> None:
@@ -23,10 +24,11 @@ async def main(period: str) -> None:
     async with AsyncLease(
         async_engine, f"close:{period}", ttl=60, purpose="billing", heartbeat="progress"
     ).hold() as lease:
-        async for chunk in chunks():
+        done = lease.last_checkpoint
+        async for chunk in chunks(after=done if isinstance(done, int) else 0):
             async with lease.begin(AsyncSessionLocal) as session:  # gate first, commit last
                 await write(session, period, chunk)
-                await lease.checkpoint(session, {"done": chunk})
+                await lease.checkpoint(session, chunk[-1])
             lease.progress()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from celery import Celery
+from celery.signals import worker_process_init
 from fastapi import FastAPI, HTTPException
 
 from app import SessionLocal, async_engine, engine
@@ -10,6 +11,11 @@ from pgfence import AsyncLease, Lease, LeaseRef
 
 app = FastAPI()
 queue = Celery("exports")
+
+
+@worker_process_init.connect
+def leave_the_parents_connections(**_: object) -> None:
+    engine.dispose(close=False)
 
 
 @queue.task()

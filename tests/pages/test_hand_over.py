@@ -1,0 +1,94 @@
+"""The page about handing over: the lease is taken in the API's process and released in a Celery worker's."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence import Lease, LockLostError
+from support import pages
+from support.queues import Queue
+from support.servers import database
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from sqlalchemy import Engine
+
+API = """
+import json
+
+from fastapi.testclient import TestClient
+from u15_hand_over import app
+
+client = TestClient(app)
+print(json.dumps([client.post(f"/exports/{user}").status_code for user in (1, 1, 2)]))
+"""
+ASYNC_WORKER = """
+import asyncio
+
+from u15_hand_over import engine, export_async
+from pgfence import Lease
+
+ref = Lease(engine, "export:3", ttl=300).acquire().hand_over()
+asyncio.run(export_async(ref))
+print(Lease(engine, "export:3", ttl=300).is_held())
+"""
+
+
+@pytest.fixture
+def own(dsn: str) -> Iterator[str]:
+    """A database with our tables."""
+    with database(dsn, "exports") as made:
+        pages.install(made)
+        yield made
+
+
+@pytest.fixture
+def engine(own: str) -> Iterator[Engine]:
+    made = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def queue(own: str, tmp_path: Path) -> Queue:
+    return Queue(tmp_path, pages.environment(own))
+
+
+def held(engine: Engine, user: int) -> bool:
+    return Lease(engine, f"export:{user}", ttl=300).is_held()
+
+
+def test_a_second_request_is_refused_until_the_worker_is_done(queue: Queue, engine: Engine) -> None:
+    """The API's process is gone, its task waits: still held. A worker adopts the lease and gives it back."""
+    assert json.loads(queue.run(API)) == [200, 409, 200]
+    assert held(engine, 1)
+    with queue.worker("u15_hand_over:queue"):
+        eventually(lambda: not held(engine, 1) and not held(engine, 2), deadline=20)
+        assert json.loads(queue.run(API))[0] == 200
+        eventually(lambda: not held(engine, 1), deadline=20)
+
+
+def test_a_message_that_is_delivered_twice_is_adopted_once(queue: Queue, engine: Engine) -> None:
+    """The second delivery fails with a typed error that says so, in another process as well."""
+    lease = Lease(engine, "export:4", ttl=300).acquire()
+    ref = lease.hand_over()
+    first, second = (queue.send("u15_hand_over.export", ref) for _ in range(2))
+    with queue.worker("u15_hand_over:queue"):
+        eventually(lambda: first.ready() and second.ready(), deadline=20)
+    assert sorted([first.state, second.state]) == ["FAILURE", "SUCCESS"]
+    failed = first if first.failed() else second
+    with pytest.raises(LockLostError, match="adopted already"):
+        failed.get(timeout=1)
+    assert not held(engine, 4)
+
+
+def test_a_worker_in_asyncio_adopts_as_well(queue: Queue) -> None:
+    """A reference that the sync half has made is good for the async one."""
+    assert queue.run(ASYNC_WORKER) == "False\n"
