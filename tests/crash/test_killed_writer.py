@@ -1,0 +1,88 @@
+"""A fenced transaction whose client is killed in the middle of a statement: how long its successor stands at the gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from support.leases import lease
+from support.programs import program
+from support.waiting import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import psycopg
+
+    from support.processes import Script
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+WRITER = """
+from pgfence import AsyncLease
+
+async def main():
+    engine = create_async_engine(sys.argv[1], connect_args=eval(sys.argv[3]))
+    held = await AsyncLease(engine, sys.argv[2], ttl=0.5).acquire(timeout=20)
+    async with held.begin(engine) as connection:
+        say((await connection.execute(text("SELECT pg_backend_pid()"))).scalar_one())
+        await connection.execute(text("SELECT pg_sleep(60)"))
+
+asyncio.run(main())
+"""
+IN_THE_WAY = "SELECT pid, query FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
+
+
+def settings(world: World, **values: str) -> dict[str, Any]:
+    """Return connect arguments that set something for each session."""
+    if world.name == "asyncpg":
+        return {"server_settings": values}
+    return {"options": " ".join(f"-c {name}={value}" for name, value in values.items())}
+
+
+def killed_in_a_statement(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], **values: str
+) -> int:
+    """Kill a writer whose statement runs, and return the process id of its server session."""
+    writer = script(program(world, WRITER), world.url, name, repr(settings(world, **values)))
+    backend = int(writer.read_line())
+    sleeping = "SELECT FROM pg_stat_activity WHERE pid = %s AND query LIKE %s AND state = 'active'"
+    blocking(lambda: admin.execute(sleeping, [backend, "%pg_sleep%"]).rowcount == 1)
+    writer.kill()
+    return backend
+
+
+async def enter(world: World, held: Any, engine: Any) -> None:
+    """Do a fenced transaction that writes nothing."""
+    async with world.enter(held.begin(engine)) as connection:
+        await world.call(connection.execute, text("SELECT 1"))
+
+
+async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+) -> None:
+    """With client_connection_check_interval the orphaned statement ends, and the gate is free, long before its time."""
+    killed_in_a_statement(world, name, script, admin, client_connection_check_interval="250")
+    engine = world.engine(connect_args=settings(world, lock_timeout="10s"))
+    async with world.enter(lease(world, world.engine(), name).hold(timeout=10)) as held:
+        await enter(world, held, engine)
+
+
+async def test_lock_timeout_bounds_the_wait_behind_an_orphaned_statement(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+) -> None:
+    """The lease passes on in time; at the gate the next holder is told, finds the session in the way, and can end it."""
+    orphan = killed_in_a_statement(world, name, script, admin)
+    engine = world.engine(connect_args=settings(world, lock_timeout="300ms"))
+    async with world.enter(lease(world, world.engine(), name).hold(timeout=10)) as held:
+        with pytest.raises(DBAPIError) as caught:
+            await enter(world, held, engine)
+        assert sqlstate(caught.value.orig) == LOCK_NOT_AVAILABLE
+        assert dict(admin.execute(IN_THE_WAY).fetchall())[orphan].startswith("SELECT pg_sleep")
+        admin.execute("SELECT pg_terminate_backend(%s, 10000)", [orphan])
+        await enter(world, held, engine)
