@@ -1,0 +1,30 @@
+"""Versions of rows: a write applies to the version that was read, or fails and says which row and who was first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence.versions.etags import IfMatch, etag, if_match
+
+if TYPE_CHECKING:
+    from pgfence.versions._loading import load_for_version
+    from pgfence.versions._mixin import Versioned, VersionedUUID
+    from pgfence.versions._session import VersionedSession
+
+__all__ = ["IfMatch", "Versioned", "VersionedSession", "VersionedUUID", "etag", "if_match", "load_for_version"]
+
+_HOME = {
+    "Versioned": "_mixin",
+    "VersionedSession": "_session",
+    "VersionedUUID": "_mixin",
+    "load_for_version": "_loading",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load what needs SQLAlchemy's ORM when it is asked for: it costs twice what importing pgfence may."""
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(f"pgfence.versions.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'pgfence.versions' has no attribute {name!r}")

@@ -1,0 +1,284 @@
+"""Versions compared ahead of a flush: one ordered lock for each table, then the ordinary flush.
+
+SQLAlchemy compares a version by the count of one UPDATE, so it sends the rows of a mapper with a version column one by one.
+In a batch flush such a mapper says that it has none, rows that change alike go out together, and what takes the place of the
+predicate is this: the rows are locked and compared before anything is sent; a row that the flush comes upon later, by a
+cascade or a hook, is locked and compared when its turn comes; and after the flush all are read again, because some drivers
+cannot count what a batch has written, and a trigger or a policy may have kept a row from it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import ARRAY, and_, bindparam, cast, column, event, func, inspect, select
+from sqlalchemy.orm import Mapper
+from sqlalchemy.orm.attributes import flag_modified, instance_state, set_committed_value
+from sqlalchemy.util import memoized_property
+
+from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_column
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from sqlalchemy import ColumnElement, Connection
+    from sqlalchemy.orm import InstanceState, Session
+
+    State = InstanceState[Any]
+
+_O = TypeVar("_O")
+_T = TypeVar("_T")
+
+
+class Batch:
+    """One flush of a session.
+
+    Attributes:
+        session: whose.
+        emitting: rows are being written, and mappers hide their version column.
+        locked: the version of each row that was locked and compared.
+        written: what is written, in that order.
+        deleted: what is deleted.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.emitting = False
+        self.locked: dict[State, Any] = {}
+        self.written: list[State] = []
+        self.deleted: list[State] = []
+
+
+_NOW: ContextVar[Batch | None] = ContextVar("pgfence_batch", default=None)
+
+
+def _emitting() -> Batch | None:
+    batch = _NOW.get()
+    return batch if batch is not None and batch.emitting else None
+
+
+class VersionedMapper(Mapper[_O]):
+    """A mapper that has no version column while a batch flush writes."""
+
+    @property  # type: ignore[override]
+    def version_id_col(self) -> ColumnElement[Any] | None:
+        return None if _emitting() and self.batches else self.__dict__["version_id_col"]
+
+    @version_id_col.setter
+    def version_id_col(self, given: ColumnElement[Any] | None) -> None:
+        self.__dict__["version_id_col"] = given
+
+    @memoized_property
+    def batches(self) -> bool:
+        """Whether a batch can write this class: it has a column for the version, and its statements are kept as below."""
+        found = self.__dict__["version_id_col"]
+        return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
+
+    @property
+    def _version_id_prop(self) -> Any:  # not memoized, as in Mapper: what it is depends on the flush
+        return super()._version_id_prop
+
+    @property
+    def _version_id_has_server_side_value(self) -> bool:
+        return super()._version_id_has_server_side_value
+
+    def _memo(self, key: Any, callable_: Callable[[], _T]) -> _T:
+        # An UPDATE without the version must not be taken from here by a flush that relies on it.
+        return super()._memo(("batch", key) if _emitting() else key, callable_)
+
+
+@contextmanager
+def flushing(session: Session) -> Iterator[None]:
+    """Make the flush in the block a batch flush, if `watch` was called for the session.
+
+    Raises:
+        VersionConflictError: rows are not at the version they were read at. Nothing was sent.
+    """
+    batch = Batch(session)
+    before = _NOW.set(batch)
+    try:
+        yield
+    finally:
+        batch.emitting = False
+        _NOW.reset(before)
+
+
+def watch(session: Session) -> None:
+    """Compare and confirm in the flushes of a session that run inside `flushing`."""
+    event.listen(session, "before_flush", _before_flush)
+    event.listen(session, "after_flush", _after_flush)
+
+
+def _before_flush(session: Session, _context: Any, _instances: Any) -> None:
+    batch = _NOW.get()
+    if batch is None or batch.session is not session:
+        return
+    deleted = _batched(session.deleted)
+    changed = [state for state in _batched(session.dirty) if _changes(session, state)]
+    _compare(batch, [*changed, *deleted], deleting=bool(deleted))
+    batch.emitting = True
+
+
+def _after_flush(session: Session, _context: Any) -> None:
+    batch = _NOW.get()
+    if batch is None or batch.session is not session:
+        return
+    batch.emitting = False
+    _confirm(batch)
+
+
+def _batched(targets: Iterable[Any]) -> list[State]:
+    states = [instance_state(target) for target in targets]
+    kinds = {
+        mapper
+        for mapper in {state.mapper for state in states}
+        if isinstance(mapper, VersionedMapper) and mapper.batches
+    }
+    return [state for state in states if state.mapper in kinds]
+
+
+def _changes(session: Session, state: State) -> bool:
+    values, attributes = state.dict, state.manager
+    for key, old in state.committed_state.items():
+        if key in state.mapper.column_attrs and attributes[key].impl.is_equal(values.get(key, old), old) is False:
+            return True
+    return session.is_modified(state.obj(), include_collections=False)
+
+
+# ------------------------------------------------------------ each row, when its turn comes
+
+
+def _own(mapper: Mapper[Any], state: State) -> Batch | None:
+    batch = _NOW.get()
+    if batch is None or not batch.emitting or not mapper.batches:
+        return None
+    if state.session is not batch.session:
+        raise TransactionStateError(
+            'another session flushes versioned rows while a flush with conflict_check="batch" runs: do that after the flush'
+        )
+    return batch
+
+
+def _before_insert(mapper: Mapper[Any], _connection: Connection, state: State) -> None:
+    if (batch := _own(mapper, state)) is None:
+        return
+    # Added under the key of a row that the same flush deletes: SQLAlchemy makes one UPDATE of the two.
+    key = mapper.identity_key_from_primary_key(mapper.primary_key_from_instance(state.obj()))
+    replaced = batch.session.identity_map.get(key)
+    if replaced is not None:
+        batch.locked[state] = batch.locked[inspect(replaced)]
+        batch.written.append(state)
+    _raise_version(mapper, state, batch.locked.get(state))
+
+
+def _before_update(mapper: Mapper[Any], connection: Connection, state: State) -> None:
+    if (batch := _own(mapper, state)) is None:
+        return
+    if state not in batch.locked:
+        if not batch.session.is_modified(state.obj(), include_collections=False):
+            return
+        _compare(batch, [state], connection=connection)
+    _raise_version(mapper, state, batch.locked[state])
+    batch.written.append(state)
+
+
+def _before_delete(mapper: Mapper[Any], connection: Connection, state: State) -> None:
+    if (batch := _own(mapper, state)) is None:
+        return
+    if state not in batch.locked:
+        _compare(batch, [state], deleting=True, connection=connection)
+    batch.deleted.append(state)
+
+
+def _raise_version(mapper: Mapper[Any], state: State, old: Any) -> None:
+    if mapper.version_id_generator:
+        state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
+        flag_modified(state.obj(), ATTRIBUTE)
+
+
+# ------------------------------------------------------------ the rows in their tables
+
+
+def _compare(
+    batch: Batch, states: list[State], *, deleting: bool = False, connection: Connection | None = None
+) -> None:
+    """Lock rows, and raise unless each is at the version that its instance was read at."""
+    conflicts: list[VersionConflict] = []
+    for mapper, some in _by_table(states):
+        where = connection or batch.session.connection(bind_arguments={"mapper": mapper})
+        # An UPDATE by itself lets others insert rows that refer to its row; so does its lock ahead.
+        found = _versions(where, mapper, [state.identity for state in some], lock={"key_share": not deleting})
+        for state, version in zip(some, found, strict=True):
+            expected = state.dict.get(ATTRIBUTE)
+            if version is None or (expected is not None and expected != version):
+                conflicts.append(_conflict(state, expected, version))
+            batch.locked[state] = version
+    if conflicts:
+        raise VersionConflictError(str(conflicts), items=conflicts)
+
+
+def _confirm(batch: Batch) -> None:
+    """Read what was written, and raise if some of it was not."""
+    kept: list[VersionConflict] = []
+    for mapper, some in _by_table(batch.written):
+        where = batch.session.connection(bind_arguments={"mapper": mapper})
+        if mapper.version_id_generator and where.dialect.supports_sane_multi_rowcount:
+            continue
+        keys = [tuple(mapper.primary_key_from_instance(state.obj())) for state in some]
+        for state, version in zip(some, _versions(where, mapper, keys), strict=True):
+            if version is None or version == batch.locked[state]:
+                kept.append(_conflict(state, batch.locked[state], version))
+            else:
+                set_committed_value(state.obj(), ATTRIBUTE, version)
+    for mapper, some in _by_table(batch.deleted):
+        where = batch.session.connection(bind_arguments={"mapper": mapper})
+        found = _versions(where, mapper, [state.identity for state in some])
+        kept += [
+            _conflict(state, batch.locked[state], version)
+            for state, version in zip(some, found, strict=True)
+            if version is not None
+        ]
+    if kept:
+        raise VersionConflictError(str(kept), items=kept)
+
+
+def _conflict(state: State, expected: Any, found: Any) -> VersionConflict:
+    return VersionConflict(state.class_, tuple(state.identity or ()), expected, found)
+
+
+def _by_table(states: list[State]) -> list[tuple[Mapper[Any], list[State]]]:
+    """Return rows by the table of their version, in an order that all sessions share."""
+    found: dict[Any, tuple[Mapper[Any], list[State]]] = {}
+    for state in states:
+        found.setdefault(state.mapper.base_mapper, (state.mapper, []))[1].append(state)
+    return sorted(found.values(), key=lambda pair: str(version_column(pair[0]).table))
+
+
+def _versions(
+    connection: Connection, mapper: Mapper[Any], keys: list[Any], lock: dict[str, bool] | None = None
+) -> list[Any]:
+    """Return the version of each row, None where there is none; with a lock on all, taken in the order of their keys."""
+    version = version_column(mapper)
+    table: Any = version.table
+    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
+    columns = [next(each for each in prop.columns if each.table is table) for prop in props]
+    arrays = [
+        cast(bindparam(None, [key[i] for key in keys], ARRAY(each.type)), ARRAY(each.type))
+        for i, each in enumerate(columns)
+    ]
+    names = [column(f"key_{i}", each.type) for i, each in enumerate(columns)]
+    listed = func.unnest(*arrays).table_valued(*names, with_ordinality="place").render_derived("wanted")
+    same = and_(*[each == listed.c[name.key] for each, name in zip(columns, names, strict=True)])
+    query = select(listed.c.place, version).select_from(table).join(listed, same)
+    if lock is not None:
+        query = query.order_by(*columns).with_for_update(of=table, **lock)
+    found = dict(iter(connection.execute(query)))
+    return [found.get(place) for place in range(1, len(keys) + 1)]
+
+
+event.listen(VersionedBase, "before_insert", _before_insert, propagate=True, raw=True)
+event.listen(VersionedBase, "before_update", _before_update, propagate=True, raw=True)
+event.listen(VersionedBase, "before_delete", _before_delete, propagate=True, raw=True)

@@ -1,0 +1,144 @@
+"""`load_for_version`: a row is loaded at the version that the caller has seen, or not at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+from uuid import UUID
+
+from sqlalchemy import Uuid, inspect, select, update
+from sqlalchemy.orm import Mapper, Session, scoped_session
+
+from pgfence.blocks import kinds
+from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
+from pgfence.versions import _mapping
+from pgfence.versions.etags import IfMatch, etag
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from typing import TypeAlias
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+
+    SyncSession: TypeAlias = Session | scoped_session[Any]
+    AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+    Expected: TypeAlias = int | UUID | IfMatch
+
+__all__ = ["load_for_version"]
+
+ASYNCIO = "sqlalchemy.ext.asyncio"
+_SHOWN = 60
+T = TypeVar("T")
+
+
+@overload
+def load_for_version(
+    session: AnyAsyncSession, model: type[T], pk: Any, expected: Expected, *, lock: bool = False
+) -> Coroutine[Any, Any, T]: ...
+@overload
+def load_for_version(session: SyncSession, model: type[T], pk: Any, expected: Expected, *, lock: bool = False) -> T: ...
+def load_for_version(session: Any, model: Any, pk: Any, expected: Any, *, lock: bool = False) -> Any:
+    """Load a row to change it, if it is still at the version that a client has seen.
+
+    ::
+
+        page = load_for_version(session, Page, 1, expected=if_match(request.headers))
+        page.title = request.form["title"]
+        session.commit()
+
+    Promised: the row is read anew, also where the session has it already, and its version is compared before anything else is
+    sent; no UPDATE is. The version that was read is the one that the flush asks for, so whoever writes the row in between
+    makes that flush fail, and no change is lost.
+
+    Not promised: that the flush succeeds, unless `lock=True`; in a plain Session its failure is SQLAlchemy's StaleDataError,
+    in a `VersionedSession` a VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as the
+    transaction's snapshot, and the UPDATE of a row that has changed since ends in 40001. A row that was deleted and made again
+    starts at the same number; `VersionedUUID` tells the two apart.
+
+    Args:
+        session: a Session or scoped_session, or an async one; then the result is awaited.
+        model: a class with `Versioned` or `VersionedUUID`.
+        pk: the primary key, as for `Session.get`: a value, a tuple, or a dict by attribute.
+        expected: the version as the client has sent it: a number from a form, a UUID, or what `if_match` has read.
+        lock: lock the row (FOR UPDATE), so that nobody else writes it before this transaction has ended. It waits for whoever
+            has the row, as long as the session's `lock_timeout` permits, and costs one round trip more.
+
+    Raises:
+        VersionConflictError: the row is at another version, `found` in its item; or it is gone, and `found` is None. 412, and
+            not `retryable`: the client has to look at the row again. The session may be used on.
+        TransactionStateError: the session has changes that are not flushed; to read the row anew could lose them.
+        TypeError: `expected` is no version of that class (None and "1" are none); the class is not versioned; the session is
+            none. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
+    """
+    if isinstance(session, kinds(ASYNCIO, "AsyncSession", "async_scoped_session")):
+        one: Any = session.registry() if isinstance(session, kinds(ASYNCIO, "async_scoped_session")) else session
+        return one.run_sync(_load, _mapper(model, expected), pk, expected, lock)
+    one = session.registry() if isinstance(session, scoped_session) else session
+    if not isinstance(one, Session):
+        raise TypeError(f"load_for_version() takes a Session, not {type(session).__name__}")
+    return _load(one, _mapper(model, expected), pk, expected, lock)
+
+
+def _mapper(model: Any, expected: Any) -> Mapper[Any]:
+    """Return the mapper of a versioned class to which the expected version may belong."""
+    mapper = inspect(model, raiseerr=False)
+    if not isinstance(mapper, Mapper) or not _mapping.is_versioned(mapper):
+        raise TypeError(f"load_for_version() takes a class with the mixin Versioned or VersionedUUID, not {model!r}")
+    if isinstance(expected, IfMatch):
+        return mapper
+    kind = UUID if isinstance(_mapping.version_column(mapper).type, Uuid) else int
+    if not isinstance(expected, kind) or isinstance(expected, bool):
+        raise TypeError(
+            f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected one is {expected!r}: pass"
+            f" {kind.__name__}(...) of what the client has sent, or if_match(headers)"
+        )
+    return mapper
+
+
+def _load(session: Session, mapper: Mapper[Any], pk: Any, expected: Any, lock: bool) -> Any:
+    _refuse_unflushed(session, mapper)
+    version = _mapping.version_column(mapper)
+    # A Session that reads from replicas reads this row from where the flush will write it.
+    primary = {"bind": session.get_bind(mapper, clause=update(version.table))}
+    with session.no_autoflush:
+        if lock:
+            # Apart from the read: of the tables that a read joins, those that are not locked would be as old as the statement
+            # that waited, and FOR UPDATE of an outer join is refused.
+            keys = zip(mapper.base_mapper.primary_key, _key(mapper, pk), strict=False)
+            one = select(version).where(*(column == value for column, value in keys)).with_for_update()
+            session.execute(one, bind_arguments=primary)
+        found = session.get(mapper.class_, pk, populate_existing=True, bind_arguments=primary)
+    if found is None:
+        raise _conflict(mapper, _key(mapper, pk), expected, None)
+    loaded = getattr(found, _mapping.ATTRIBUTE)
+    if not (expected.matches(etag(found)) if isinstance(expected, IfMatch) else loaded == expected):
+        raise _conflict(mapper, inspect(found).identity, expected, loaded)
+    return found
+
+
+def _refuse_unflushed(session: Session, mapper: Mapper[Any]) -> None:
+    """Refuse to read anew over changes: also those of rows that the same SELECT loads beside this one would be lost."""
+    changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
+    if changed:
+        kinds_of = ", ".join(sorted({type(one).__name__ for one in changed}))
+        raise TransactionStateError(
+            f"the Session holds unflushed changes ({kinds_of}), and to read {mapper.class_.__name__} anew could lose them: call"
+            " load_for_version() before you change anything, or flush() in between"
+        )
+
+
+def _conflict(mapper: Mapper[Any], key: Any, expected: Any, version: Any) -> VersionConflictError:
+    wanted = str(expected) if isinstance(expected, IfMatch) else expected
+    now = "it is gone" if version is None else f"it is at version {version}"
+    named = ", ".join(map(repr, key))
+    return VersionConflictError(
+        f"{mapper.class_.__name__} {named} is not at the version that was asked for ({str(wanted)[:_SHOWN]}): {now}. Show the"
+        " row as it is to whoever asked, who then decides anew",
+        items=[VersionConflict(mapper.class_, tuple(key), wanted, version)],
+        precondition=True,
+    )
+
+
+def _key(mapper: Mapper[Any], pk: Any) -> tuple[Any, ...]:
+    if isinstance(pk, dict):
+        return tuple(pk[mapper.get_property_by_column(column).key] for column in mapper.primary_key)
+    return tuple(pk) if isinstance(pk, (tuple, list)) else (pk,)

@@ -1,0 +1,229 @@
+"""What insert(), update() and delete() of a versioned class do to the versions of rows, and to instances in the session.
+
+A flush knows which version each row was read at. A statement writes rows that nobody has read, so it raises the version of
+each, and those who have read them notice. A statement that cannot be made to is refused. Where a trigger raises the version
+nothing is added; there only the instances in the session are looked after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import copy
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
+
+from sqlalchemy import BindParameter, ClauseElement, Table, Uuid, event, func, inspect
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.sql import visitors
+
+from pgfence.errors import VersionRequiredError
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Result
+    from sqlalchemy.orm import Mapper, ORMExecuteState
+
+_TABLES: WeakKeyDictionary[Table, ref[Mapper[Any]]] = WeakKeyDictionary()
+"""The class of each table, for statements that name a Table."""
+
+
+def guard(state: ORMExecuteState) -> Result[Any] | None:
+    """Let a statement go out if every row that it changes gets another version.
+
+    Raises:
+        VersionRequiredError: it would leave versions as they are.
+        ValueError: it assigns the version, or has two sets of parameters for one row.
+    """
+    statement: Any = state.statement
+    policy = getattr(state.session, "bulk", "bump")
+    if not statement.is_dml:
+        if policy == "refuse":
+            _refuse_inside(statement)
+        return None
+    mapper = _mapper_of(statement)
+    if mapper is None or statement.is_delete:
+        return None
+    if statement.is_insert or not state.is_orm_statement:
+        if policy != "ignore":
+            _raise_versions(state, mapper, refuse=policy == "refuse")
+        return None
+    if isinstance(state.parameters, list) and state.execution_options.get("dml_strategy", "auto") in ("auto", "bulk"):
+        return None if policy == "ignore" else _by_key(state, mapper)
+    if policy != "ignore":
+        _raise_versions(state, mapper, refuse=policy == "refuse")
+    elif mode_of(mapper) == "client":
+        return None
+    return _synchronized(state, mapper)
+
+
+def _note_table(mapper: Mapper[Any], _cls: type[Any]) -> None:
+    if isinstance(mapper.local_table, Table):
+        _TABLES.setdefault(mapper.local_table, ref(mapper))
+
+
+def _mapper_of(statement: Any) -> Mapper[Any] | None:
+    """Return the mapper of what a statement writes, if it is versioned."""
+    subject = statement._propagate_attrs.get("plugin_subject")
+    if subject is not None:
+        return subject.mapper if is_versioned(subject.mapper) else None
+    found = _TABLES.get(getattr(statement.table, "element", statement.table))
+    return found() if found else None
+
+
+def _refused(mapper: Mapper[Any], reason: str, way: str = "") -> VersionRequiredError:
+    return VersionRequiredError(
+        f"a statement that changes {mapper.class_.__name__} would leave versions as they are, and who has read the rows would"
+        f" not notice: {reason}. "
+        + (
+            way
+            or 'Load the rows and flush them, or map the class with mode "server", whose trigger sees every statement'
+        )
+    )
+
+
+# ------------------------------------------------------------ the versions of the rows
+
+
+def _raise_versions(state: ORMExecuteState, mapper: Mapper[Any], *, refuse: bool) -> None:
+    """Make a statement raise the version of each row that it changes."""
+    statement: Any = state.statement
+    if mode_of(mapper) != "client" or not _changes_rows(statement):
+        return
+    given = list(_given(statement, state.parameters, mapper)) if statement.is_update else []
+    if any(isinstance(value, BindParameter) or not isinstance(value, ClauseElement) for value in given):
+        raise ValueError(f"{mapper.class_.__name__}.{ATTRIBUTE} is raised by itself: leave it out of values()")
+    if given:
+        return
+    if refuse:
+        raise _refused(mapper, 'the session has bulk="refuse"')
+    if not is_local(mapper):
+        raise _refused(mapper, f"they are in the table {version_column(mapper).table.name!r}, which it does not change")
+    if statement.is_insert:
+        state.statement = _upsert(statement, mapper)
+        return
+    if getattr(statement, "_maintain_values_ordering", False) or getattr(statement, "_ordered_values", None):
+        raise _refused(mapper, "ordered_values() has no place for them", "Use values()")
+    subject = statement._propagate_attrs.get("plugin_subject")
+    if subject is None:
+        name = version_column(mapper).key
+        state.statement = statement.values({name: _next(statement.table.c[name])})
+    else:
+        state.statement = statement.values({ATTRIBUTE: _next(getattr(subject.entity, ATTRIBUTE))})
+
+
+def _changes_rows(statement: Any) -> bool:
+    return statement.is_update or hasattr(getattr(statement, "_post_values_clause", None), "update_values_to_set")
+
+
+def _next(version: Any) -> Any:
+    return func.pg_catalog.gen_random_uuid() if isinstance(version.type, Uuid) else version + 1
+
+
+def _upsert(statement: Any, mapper: Mapper[Any]) -> Any:
+    """Return an upsert that raises the version of the row it meets, whatever it was told to set it to."""
+    version = version_column(mapper)
+    changed, clause = statement._generate(), copy(statement._post_values_clause)
+    given = dict(clause.update_values_to_set)
+    kept = {key: value for key, value in given.items() if _named(key) not in {ATTRIBUTE, version.key}}
+    kept[version.key] = _next(version)
+    # A list of pairs in SQLAlchemy 2.0, a dict later.
+    clause.update_values_to_set = kept if isinstance(clause.update_values_to_set, dict) else list(kept.items())
+    changed._post_values_clause = clause
+    return changed
+
+
+def _given(statement: Any, parameters: Any, mapper: Mapper[Any]) -> Iterator[Any]:
+    """Yield what a statement sets the version to."""
+    sets = parameters if isinstance(parameters, list) else [parameters]
+    for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None), *sets):
+        for key, value in dict(given or ()).items():
+            if _named(key) in {ATTRIBUTE, version_column(mapper).key}:
+                yield value
+
+
+def _named(key: Any) -> str:
+    """Return the name of the attribute, or of the column, that a key of `values()` stands for."""
+    if isinstance(key, str):
+        return key
+    found: str = getattr(key, "_annotations", {}).get("proxy_key") or key.key
+    return found
+
+
+def _refuse_inside(statement: Any) -> None:
+    """Refuse a statement that reads what another one inside of it writes."""
+    for part in visitors.iterate(statement):
+        if getattr(part, "is_dml", False) and not part.is_delete and _changes_rows(part):
+            mapper = _mapper_of(part)
+            if mapper is not None and mode_of(mapper) == "client":
+                raise _refused(mapper, 'the session has bulk="refuse"')
+
+
+# ------------------------------------------------------------ by primary key, one set of parameters for each row
+
+
+def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
+    """Send an UPDATE for each row, that compares the version which came with it."""
+    rows: Any = state.parameters
+    statement: Any = state.statement
+    if mode_of(mapper) == "xmin":
+        raise _refused(mapper, "xmin cannot be among the values of a row")
+    if statement._where_criteria:
+        raise _refused(
+            mapper,
+            "with a WHERE of its own, a row at another version is left out and nobody is told",
+            "Leave the WHERE out",
+        )
+    # SQLAlchemy takes None for no version, and compares nothing.
+    if lacking := [row for row in rows if row.get(ATTRIBUTE) is None]:
+        raise _refused(
+            mapper,
+            f"{len(lacking)} of the {len(rows)} rows come without one",
+            f"Give each the {ATTRIBUTE!r} that it was read at",
+        )
+    names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
+    keys = [tuple(row.get(name) for name in names) for row in rows]
+    if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
+    result = state.invoke_statement()
+    for key in keys:
+        # SQLAlchemy puts the version of the parameters there, the one before.
+        target = state.session.identity_map.get(mapper.identity_key_from_primary_key(key))
+        if target is not None and not inspect(target).modified:
+            state.session.expire(target)
+    return result
+
+
+# ------------------------------------------------------------ instances in the session
+
+
+def _synchronized(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any] | None:
+    """Send an UPDATE, and leave no instance with the new version and columns of an old one.
+
+    Where SQLAlchemy can tell the new version from the old one it does so: an instance that was already out of date stays so.
+    Where it has to read the version again, the other columns must be read with it.
+    """
+    asked = state.execution_options.get("synchronize_session", "auto")
+    if asked and mode_of(mapper) == "client" and not isinstance(version_column(mapper).type, Uuid):
+        return None
+    loaded = [
+        (target, inspect(target).dict.get(ATTRIBUTE))
+        for target in state.session.identity_map.values()
+        if isinstance(target, mapper.class_)
+    ]
+    result = state.invoke_statement()
+    for target, version in loaded:
+        found = inspect(target)
+        if not found.persistent or (asked and ATTRIBUTE in found.dict):
+            continue
+        if not found.modified:
+            state.session.expire(target)
+        elif version is not None:
+            set_committed_value(target, ATTRIBUTE, version)
+    return result
+
+
+event.listen(VersionedBase, "after_mapper_constructed", _note_table, propagate=True)
+event.listen(Session, "do_orm_execute", guard)

@@ -1,0 +1,132 @@
+"""The version of a row as HTTP has it: an entity tag, and the If-Match header that brings it back (RFC 9110, 8.8.3 and 13.1.1)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from sqlalchemy import inspect
+from sqlalchemy.orm import InstanceState
+
+from pgfence.errors import VersionRequiredError
+from pgfence.versions import _mapping
+
+__all__ = ["Headers", "IfMatch", "etag", "if_match"]
+
+_ANY = "*"
+_WEAK = "W/"
+# One element of a list, which may be empty, with what separates it from the next. The blanks are possessive: a header of
+# blanks alone takes time in proportion to its length, not to its square.
+_ELEMENT = re.compile(r'[ \t]*+(?P<tag>(?:W/)?"[\x21\x23-\x7e\x80-\xff]*+")?[ \t]*+(?P<end>,|\Z)')
+_SHOWN = 60
+
+
+class Headers(Protocol):
+    """Headers of a request: Werkzeug's, Starlette's, or a plain dict."""
+
+    def get(self, key: str, /) -> str | None:
+        """Return the header of that name, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """What an If-Match header asks for: `*`, or one of several entity tags.
+
+    Attributes:
+        tags: as they stand in the header, quotes and all; `("*",)` for any version, `()` for a list without a tag.
+    """
+
+    tags: tuple[str, ...]
+
+    def matches(self, tag: str) -> bool:
+        """Say whether the row with this tag may be changed, by the strong comparison: a weak tag matches nothing.
+
+        `*` matches every row that is there.
+        """
+        return self.tags == (_ANY,) or (tag in self.tags and not tag.startswith(_WEAK))
+
+    def __str__(self) -> str:
+        return ", ".join(self.tags)
+
+
+def etag(instance: object, /) -> str:
+    """Return the version of a row as a strong entity tag, for an ETag header: `"page-7"`, quotes and all.
+
+    ::
+
+        session.commit()
+        return jsonify(title=page.title), {"ETag": etag(page)}
+
+    Promised: every process gives the same tag to the same version of a row, a subclass the one of its base class; and another
+    version of the row has another tag, unless the row was deleted and made again: `VersionedUUID` tells those apart as well.
+
+    Not promised: anything about what else a response shows. Rows beside this one, and the reader's rights, have no part in it.
+
+    Args:
+        instance: of a versioned class, with its changes flushed. An expired one is loaded again, which an AsyncSession cannot
+            do here: give that `expire_on_commit=False`.
+
+    Raises:
+        ValueError: the row is not in the database yet, or has changes that are not flushed: its next version is not known.
+        TypeError: it is no instance of a versioned class; or one with `__version_mode__ = "xmin"`, whose version does not
+            outlive a dump of the database, as a tag may.
+    """
+    state = inspect(instance, raiseerr=False)
+    if not isinstance(state, InstanceState) or not _mapping.is_versioned(state.mapper):
+        raise TypeError(
+            f"etag() takes an instance of a class with Versioned or VersionedUUID, not {type(instance).__name__}"
+        )
+    name = state.class_.__name__
+    if _mapping.mode_of(state.mapper) == "xmin":
+        raise TypeError(f"the version of {name} is xmin, which does not outlive a dump: a tag needs a column")
+    if state.key is None or (state.session is not None and state.session.is_modified(instance)):
+        raise ValueError(f"{name} has changes that are not flushed: commit() first, then take its tag")
+    table: Any = _mapping.version_column(state.mapper).table
+    return f'"{quote(table.fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
+
+
+def if_match(headers: Headers, /) -> IfMatch:
+    """Read the If-Match header of a request.
+
+    Args:
+        headers: of Flask, FastAPI, Starlette, or a dict with `If-Match` or `if-match`. Several lines are one list.
+
+    Returns:
+        What `load_for_version` takes as `expected`.
+
+    Raises:
+        VersionRequiredError: there is no such header; answer 428.
+        ValueError: it is no list of entity tags, and the message has what is wrong in it; answer 400.
+    """
+    lines = _lines(headers)
+    if not lines:
+        raise VersionRequiredError(
+            "the request names no version: read the row first and send its ETag in an If-Match header"
+        )
+    value = ", ".join(lines).strip(" \t")
+    return IfMatch((_ANY,)) if value == _ANY else IfMatch(tuple(_tags(value)))
+
+
+def _lines(headers: Any) -> list[str]:
+    if hasattr(headers, "getlist"):  # its get() may know the first line alone
+        return list(headers.getlist("If-Match"))
+    value = headers.get("If-Match")
+    if value is None:
+        value = headers.get("if-match")
+    return [] if value is None else [value]
+
+
+def _tags(value: str) -> list[str]:
+    found, place = [], 0
+    while place < len(value):
+        element = _ELEMENT.match(value, place)
+        if element is None:
+            raise ValueError(
+                f"no entity tag at {value[place : place + _SHOWN]!r}: If-Match is * or a list of tags in double quotes"
+            )
+        if element["tag"] is not None:
+            found.append(element["tag"])
+        place = element.end()
+    return found
