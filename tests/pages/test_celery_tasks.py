@@ -81,6 +81,18 @@ class Books(NamedTuple):
         return self.admin.execute(f"SELECT FROM pg_stat_activity WHERE {here}".encode()).rowcount == 1
 
 
+BY_HAND = """
+from pgfence import LockTimeoutError
+from u03_celery import close_books, reopen_books
+
+print(close_books(12))
+try:
+    reopen_books(12)
+except LockTimeoutError as error:
+    print(error.holders[0].name)
+"""
+
+
 @pytest.fixture(scope="module")
 def books(dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Books]:
     with database(dsn, "celery") as own:
@@ -120,6 +132,12 @@ def test_a_busy_task_goes_back_to_the_queue(books: Books) -> None:
         eventually(lambda: books.queue.log().count(f"[{result.id}] retry") > 4, deadline=20)
         assert result.state == "RETRY"
     assert books.get(result) == 10
+
+
+def test_a_task_that_is_called_directly_has_no_queue_to_go_back_to(books: Books) -> None:
+    """Outside of a worker the busy error itself is raised; a task that skips still skips."""
+    with books.lease(12).hold(timeout=5):
+        assert books.queue.run(BY_HAND) == "None\nclose:12\n"
 
 
 def test_a_task_whose_process_was_killed_is_delivered_again(books: Books) -> None:
