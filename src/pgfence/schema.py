@@ -188,23 +188,32 @@ def _perform(engine: Any, work: Callable[[Connection, Place], None]) -> Any:
     style_of(engine.dialect)
 
     def on_connection(connection: Connection) -> None:
-        version = connection.dialect.server_version_info
-        if version is not None and version < OLDEST:
-            raise UnsupportedServerError(
-                f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
-            )
-        if driver_state(connection).autocommit:
-            raise TransactionStateError(
-                "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine"
-            )
-        try:
-            work(connection, texts.settled(connection, place))
-        except DBAPIError as error:
-            raise _told(error, place) or error from error
+        perform(connection, place, work)
 
     if hasattr(engine, "sync_engine"):
         return _async(engine, on_connection)
     return _sync(engine, on_connection)
+
+
+def perform(connection: Connection, place: Place, work: Callable[[Connection, Place], None]) -> None:
+    """Do it in the transaction of a Connection; Alembic's operations say the place themselves.
+
+    Raises:
+        PgfenceError, ValueError: as the functions above.
+    """
+    version = connection.dialect.server_version_info
+    if version is not None and version < OLDEST:
+        raise UnsupportedServerError(
+            f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
+        )
+    if driver_state(connection).autocommit:
+        raise TransactionStateError(
+            "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine"
+        )
+    try:
+        work(connection, texts.settled(connection, place))
+    except DBAPIError as error:
+        raise _told(error, place) or error from error
 
 
 def _sync(engine: Engine | Connection, work: Callable[[Connection], None]) -> None:

@@ -108,9 +108,10 @@ def drop(connection: Connection, place: Place, target: Target) -> None:
     """Take the triggers off a table; those that are not there are no error.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: there is no such table, or a trigger there has our name and is somebody else's.
     """
     _is_among_others(connection, target)
+    _expect_own(connection, place, target)
     plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted}")
     for table in _tree(connection, target):
         plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON {table}")
@@ -126,6 +127,26 @@ def fenced(connection: Connection, place: Place) -> list[str]:
         " AND t.tgparentid = 0 ORDER BY 1",
     )
     return list(found.scalars())
+
+
+def foreign(place: Place, target: Target) -> str:
+    """Return the query for triggers that have our names, on a table or its partitions, and are none of ours."""
+    names = ", ".join(literal(place.prefix + name) for name in ("fence", "fence_truncate"))
+    ours = ", ".join(literal(place.prefix + name) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1"))
+    table = f"pg_catalog.to_regclass({literal(target.quoted)})"
+    return (
+        "SELECT t.tgname, t.tgrelid::pg_catalog.regclass::text AS place FROM pg_catalog.pg_trigger AS t"
+        " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
+        f" WHERE t.tgname IN ({names}) AND p.proname NOT IN ({ours})"
+        f" AND (t.tgrelid = {table} OR t.tgrelid IN (SELECT relid FROM pg_catalog.pg_partition_tree({table})))"
+    )
+
+
+def _expect_own(connection: Connection, place: Place, target: Target) -> None:
+    if (found := plainly(connection, foreign(place, target)).first()) is not None:
+        raise ValueError(
+            f"{found.place} has a trigger {found.tgname!r} that is none of pgfence's: rename it, or take another prefix"
+        )
 
 
 def _triggers(

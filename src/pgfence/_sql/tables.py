@@ -34,6 +34,9 @@ _LOCK = LockKey.of("schema", namespace="pgfence")
 
 _PLAIN: Mapping[str, Any] = {"no_parameters": True, "stream_results": False, "yield_per": None}
 
+OWN = "pgfence"
+"""In the `info` of our tables: the prefix of their names, for migrations that compare a MetaData with the database."""
+
 _HALF_FULL = ("lease", "gate", "slot")
 """Their rows are updated again and again: room on the same page keeps those updates out of the index."""
 
@@ -45,7 +48,9 @@ def define(metadata: MetaData, place: Place) -> tuple[Table, ...]:
     def table(name: str, *parts: Any) -> Table:
         called = place.prefix + name
         known = metadata.tables.get(called if schema is None else f"{schema}.{called}")
-        return Table(called, metadata, *parts, schema=schema) if known is None else known
+        if known is not None:
+            return known
+        return Table(called, metadata, *parts, schema=schema, info={OWN: place.prefix})
 
     return (
         table("lease", *_lease(place)),

@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, event, text
 from sqlalchemy.orm import Session, declared_attr, mapped_column
 
 from pgfence.fence import _flush, _statements
-from pgfence.fence._rows import Guarded, on_insert, on_update, validated
+from pgfence.fence._rows import MODEL, Guarded, on_insert, on_update, validated
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapped
@@ -82,6 +82,7 @@ class Fenced(Guarded):
                 onupdate=lambda context: on_update(cls, context),
                 # Behind all others, whose defaults the resource may need.
                 sort_order=_LAST,
+                info={MODEL: cls},
             )
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 ATTRIBUTE = "fence_token"
+MODEL = "pgfence_fence"
+"""In the `info` of the column: the class, for migrations that compare its table with the database."""
 MODES = ("gate", "row")
 
 
