@@ -39,11 +39,14 @@ from pgfence.handles import AsyncHeld, Held, current, held
 from pgfence.keys import KeyFamily, LockKey, Name
 from pgfence.lease import AsyncLease, Lease, LeaseRef
 from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot
+from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
 from pgfence.timing import Seconds
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
+from pgfence.versions import IfMatch, etag, if_match
 
 if TYPE_CHECKING:
     from pgfence.fence import Fenced
+    from pgfence.versions import Versioned, VersionedSession, VersionedUUID, load_for_version
 
 __all__ = [
     "AdvisoryLock",
@@ -66,6 +69,7 @@ __all__ = [
     "Held",
     "HeldLease",
     "Holder",
+    "IfMatch",
     "KeyFamily",
     "Lease",
     "LeaseRef",
@@ -86,6 +90,7 @@ __all__ = [
     "StaleFencingTokenError",
     "StandbyError",
     "State",
+    "TransactionAttempt",
     "TransactionLock",
     "TransactionStateError",
     "UnreachableError",
@@ -93,13 +98,21 @@ __all__ = [
     "VersionConflict",
     "VersionConflictError",
     "VersionRequiredError",
+    "Versioned",
+    "VersionedSession",
+    "VersionedUUID",
     "__version__",
     "compat",
     "configure",
     "current",
+    "etag",
     "fence",
     "fenced",
     "held",
+    "if_match",
+    "in_transaction",
+    "load_for_version",
+    "run_transaction",
     "schema",
 ]
 
@@ -107,7 +120,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> object:
-    """Look up what takes longer than the import: the version, and the mixin, which needs SQLAlchemy's ORM."""
+    """Look up what takes longer than the import: the version of the package, and what needs SQLAlchemy's ORM."""
     if name == "__version__":
         from importlib.metadata import version
 
@@ -116,4 +129,8 @@ def __getattr__(name: str) -> object:
         from pgfence.fence import Fenced
 
         return Fenced
+    if name in ("Versioned", "VersionedSession", "VersionedUUID", "load_for_version"):
+        from pgfence import versions
+
+        return getattr(versions, name)
     raise AttributeError(f"module 'pgfence' has no attribute {name!r}")

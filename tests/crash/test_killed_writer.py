@@ -66,7 +66,7 @@ async def enter(world: World, held: Any, engine: Any) -> None:
 async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
-    """With client_connection_check_interval the orphaned statement ends, and the gate is free, long before its time."""
+    """C056: with client_connection_check_interval the orphaned statement ends, and the gate is free, long before its time."""
     killed_in_a_statement(world, name, script, admin, client_connection_check_interval="250")
     engine = world.engine(connect_args=settings(world, lock_timeout="10s"))
     async with world.enter(lease(world, world.engine(), name).hold(timeout=10)) as held:
@@ -76,7 +76,7 @@ async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
 async def test_lock_timeout_bounds_the_wait_behind_an_orphaned_statement(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
-    """The lease passes on in time; at the gate the next holder is told, finds the session in the way, and can end it."""
+    """C056: the lease passes on in time; at the gate the next holder is told, finds the session in the way, and can end it."""
     orphan = killed_in_a_statement(world, name, script, admin)
     engine = world.engine(connect_args=settings(world, lock_timeout="300ms"))
     async with world.enter(lease(world, world.engine(), name).hold(timeout=10)) as held:

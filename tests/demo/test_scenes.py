@@ -12,7 +12,7 @@ from pgfence.demo.act import Verdict
 from pgfence.demo.bank import SCHEMA
 from pgfence.demo.errors import DemoError
 from pgfence.demo.scene import engine_for, players
-from pgfence.demo.scenes import paused, slots
+from pgfence.demo.scenes import contention, paused, slots
 from support.servers import database
 
 if TYPE_CHECKING:
@@ -66,6 +66,39 @@ def test_the_paused_worker_is_judged_by_both_tables(late: int, late_fenced: int,
 def test_the_slots_are_judged_by_their_runs(ran: int, runs: int, verdict: Verdict) -> None:
     """As many runs as slots, and enough of them."""
     assert slots._judge(ran, runs) is verdict
+
+
+def test_without_versions_the_scene_of_contention_fails(stage: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge compares each balance with its journal: one that somebody else has changed is a guard that failed."""
+
+    def forge(cells: Any, off: int) -> Verdict:
+        assert off == 0
+        with stage.begin() as connection:
+            connection.execute(text(f"UPDATE {SCHEMA}.versioned_account SET balance = balance + 1 WHERE id = 0"))
+            found = connection.scalar(contention._AUDIT)
+        return judge(cells, found)
+
+    judge = contention._judge
+    monkeypatch.setattr(contention, "_judge", forge)
+    assert contention.play(stage).verdict is Verdict.GUARD_FAILED
+
+
+@pytest.mark.parametrize(
+    ("transfers", "in_vain", "off", "verdict"),
+    [
+        (9, 3, 0, Verdict.OK),
+        (9, 3, 1, Verdict.GUARD_FAILED),
+        (0, 0, 0, Verdict.GUARD_FAILED),
+        (9, 0, 0, Verdict.CONTROL_FAILED),
+    ],
+)
+def test_contention_is_judged_by_the_journal_and_by_its_conflicts(
+    transfers: int, in_vain: int, off: int, verdict: Verdict
+) -> None:
+    """Every balance is as booked, every guard let somebody through, and there was a conflict to be guarded against."""
+    measured = contention.Measured(transfers, transfers + in_vain, 2)
+    cells = {(accounts, guard): measured for accounts in (contention.MANY, contention.FEW) for guard in contention.GUARDS}
+    assert contention._judge(cells, off) is verdict
 
 
 def test_a_player_that_ends_unasked_is_told(dsn: str) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pgfence.demo.scenes import paused, slots
+from pgfence.demo.scenes import contention, paused, slots
 
-SCENES = (paused.SCENE, slots.SCENE)
+SCENES = (paused.SCENE, slots.SCENE, contention.SCENE)
