@@ -60,7 +60,8 @@ def load_for_version(session: Any, model: Any, pk: Any, expected: Any, *, lock: 
         pk: the primary key, as for `Session.get`: a value, a tuple, or a dict by attribute.
         expected: the version as the client has sent it: a number from a form, a UUID, or what `if_match` has read.
         lock: lock the row (FOR UPDATE), so that nobody else writes it before this transaction has ended. It waits for whoever
-            has the row, as long as the session's `lock_timeout` permits, and costs one round trip more.
+            has the row, as long as the session's `lock_timeout` permits, and costs one round trip more. The lock stays
+            until the transaction ends, also after a conflict.
 
     Raises:
         VersionConflictError: the row is at another version, `found` in its item; or it is gone, and `found` is None. 412, and

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from sqlalchemy import inspect
-from sqlalchemy.orm import InstanceState
-
 from pgfence.errors import VersionRequiredError
-from pgfence.versions import _mapping
 
 __all__ = ["Headers", "IfMatch", "etag", "if_match"]
 
@@ -73,6 +69,11 @@ def etag(instance: object, /) -> str:
         TypeError: it is no instance of a versioned class; or one with `__version_mode__ = "xmin"`, whose version does not
             outlive a dump of the database, as a tag may.
     """
+    from sqlalchemy import inspect
+    from sqlalchemy.orm import InstanceState
+
+    from pgfence.versions import _mapping
+
     state = inspect(instance, raiseerr=False)
     if not isinstance(state, InstanceState) or not _mapping.is_versioned(state.mapper):
         raise TypeError(
