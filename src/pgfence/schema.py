@@ -13,7 +13,7 @@ from sqlalchemy import Engine, Table, inspect
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._runtime.opening import unreachable
-from pgfence._sql import fences
+from pgfence._sql import fences, versions
 from pgfence._sql import tables as texts
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
 OLDEST = (14,)
 
-__all__ = ["add_fence", "create_all", "drop_all", "drop_fence", "sql", "tables"]
+__all__ = [
+    "add_fence",
+    "add_version_trigger",
+    "create_all",
+    "drop_all",
+    "drop_fence",
+    "drop_version_trigger",
+    "sql",
+    "tables",
+]
 
 
 def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfence_") -> Sequence[Table]:
@@ -108,16 +117,7 @@ def drop_all(engine: Any) -> Any:
         TransactionStateError: the Connection is in autocommit.
     """
 
-    def drop(connection: Connection, place: Place) -> None:
-        if guarded := fences.fenced(connection, place):
-            raise SchemaError(
-                f"pgfence's fence still stands around {', '.join(guarded)}: pgfence.schema.drop_fence(engine, table) first",
-                needed=VERSION,
-                command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
-            )
-        texts.drop(connection, place)
-
-    return _perform(engine, drop)
+    return _perform(engine, drop_unless_fenced)
 
 
 @overload
@@ -172,6 +172,69 @@ def drop_fence(engine: Any, table: Any) -> Any:
     return _perform(engine, lambda connection, place: fences.drop(connection, place, target))
 
 
+@overload
+def add_version_trigger(
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]
+) -> Coroutine[Any, Any, None]: ...
+@overload
+def add_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
+def add_version_trigger(engine: Any, table: Any) -> Any:
+    """Let the server count the version of each row of a table, whoever updates it: for `__version_mode__ = "server"`.
+
+    Every UPDATE of a row adds 1, also those of upserts, of plain SQL and of other programs; what a statement assigns to the
+    column does not count. The same call again changes nothing. It needs none of pgfence's tables, only a function that it
+    makes beside them. Not covered: a superuser who switches triggers off, and the apply process of a logical replication.
+
+    Args:
+        engine: an Engine or Connection, or an async one: then await it. Making the trigger needs TRIGGER on the table, and
+            CREATE on the schema of pgfence's tables, or on the first one of the search path.
+        table: a name (or schema.name), a Table, or a mapped class. With joined inheritance the class at the base, whose table
+            has the version: an UPDATE of another table alone does not count. By its name or as a Table without the mixin, it
+            must have a column `version`.
+
+    Raises:
+        ValueError: there is no such table or column; the column holds no integers; or a trigger there has the same name and
+            is not pgfence's.
+        TypeError: the table has the wrong type.
+        SchemaError: the column takes NULL, and `command` says how to fill it; or this role may not make function or trigger.
+        TransactionStateError: the Connection is in autocommit.
+    """
+    target, column = _target(engine, table), _version_column(table)
+    return _perform(engine, lambda connection, place: versions.add(connection, place, target, column))
+
+
+@overload
+def drop_version_trigger(
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]
+) -> Coroutine[Any, Any, None]: ...
+@overload
+def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
+def drop_version_trigger(engine: Any, table: Any) -> Any:
+    """Take the trigger off a table: nobody counts from the end of this transaction on. None there is no error.
+
+    The function stays, since other tables may use it.
+
+    Args:
+        engine: an Engine or Connection, or an async one: then await it.
+        table: as in `add_version_trigger`.
+
+    Raises:
+        ValueError: there is no such table; or a trigger there has the same name and is not pgfence's.
+        TypeError: the table has the wrong type.
+        SchemaError: this role does not own the table.
+        TransactionStateError: the Connection is in autocommit.
+    """
+    target = _target(engine, table)
+    return _perform(engine, lambda connection, place: versions.drop(connection, place, target))
+
+
+def _version_column(table: Any) -> str:
+    """Return the name of the column that the mixin made, else the usual one."""
+    found = getattr(inspect(table, raiseerr=False), "local_table", None) if isinstance(table, type) else table
+    columns = found.columns if isinstance(found, Table) else ()
+    return next((column.name for column in columns if "pgfence_version" in column.info), "version")
+
+
 def _target(engine: Any, table: Any) -> fences.Target:
     if isinstance(table, str):
         before, _, name = table.rpartition(".")
@@ -193,6 +256,21 @@ def _perform(engine: Any, work: Callable[[Connection, Place], None]) -> Any:
     if hasattr(engine, "sync_engine"):
         return _async(engine, on_connection)
     return _sync(engine, on_connection)
+
+
+def drop_unless_fenced(connection: Connection, place: Place) -> None:
+    """Drop what is there.
+
+    Raises:
+        SchemaError: a table is still fenced.
+    """
+    if guarded := fences.fenced(connection, place):
+        raise SchemaError(
+            f"pgfence's fence still stands around {', '.join(guarded)}: pgfence.schema.drop_fence(engine, table) first",
+            needed=VERSION,
+            command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
+        )
+    texts.drop(connection, place)
 
 
 def perform(connection: Connection, place: Place, work: Callable[[Connection, Place], None]) -> None:

@@ -1,0 +1,145 @@
+"""The trigger that counts the version of a row, whoever updates it; and what makes a version column fit."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from pgfence._sql.storage import Place, quoted
+from pgfence._sql.tables import literal, plainly
+from pgfence.errors import SchemaError
+from pgfence.keys import LockKey
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from pgfence._sql.fences import Target
+
+COMMENT = "pgfence:version:v1"
+
+_LOCK = LockKey.of("version trigger", namespace="pgfence")
+_LONGEST = 63
+_INTEGERS = ("smallint", "integer", "bigint")
+
+
+def trigger_name(place: Place) -> str:
+    """Return what the trigger is called, not quoted."""
+    return place.prefix + "version"
+
+
+def function_name(place: Place, column: str) -> str:
+    """Return the quoted name of the function: one for each name of a column, since plpgsql wants it spelled out."""
+    name = "version_v1" if column == "version" else f"version_v1_{column}"
+    if len((place.prefix + name).encode()) > _LONGEST:
+        name = f"version_v1_{hashlib.sha256(column.encode()).hexdigest()[:16]}"
+    return place.name(name)
+
+
+def creation(place: Place, table: str, column: str) -> tuple[str, ...]:
+    """Return the statements that make function and trigger; run twice they change nothing.
+
+    Args:
+        place: of the function.
+        table: quoted.
+        column: not quoted.
+    """
+    name, counted, function = quoted(trigger_name(place)), quoted(column), function_name(place, column)
+    body = f"BEGIN NEW.{counted} := COALESCE(OLD.{counted}, 0) + 1; RETURN NEW; END"
+    return (
+        f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $pgfence${body}$pgfence$",
+        f"CREATE OR REPLACE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {function}()",
+        f"COMMENT ON TRIGGER {name} ON {table} IS {literal(COMMENT)}",
+    )
+
+
+def removal(place: Place, table: str) -> str:
+    """Return the statement that drops the trigger. Its function stays: other tables may use it."""
+    return f"DROP TRIGGER IF EXISTS {quoted(trigger_name(place))} ON {table}"
+
+
+def backfill(table: str, column: str) -> str:
+    """Return the statements that make a nullable version column of a table with rows fit, for an error to name."""
+    return (
+        f"UPDATE {table} SET {quoted(column)} = 1 WHERE {quoted(column)} IS NULL;"
+        f" ALTER TABLE {table} ALTER {quoted(column)} SET DEFAULT 1, ALTER {quoted(column)} SET NOT NULL"
+    )
+
+
+def add(connection: Connection, place: Place, target: Target, column: str) -> None:
+    """Put the trigger on a table, unless it is there.
+
+    Raises:
+        ValueError: there is no such table or column, the column holds no integers, or a trigger there has our name and is
+            somebody else's.
+        SchemaError: the column takes NULL.
+    """
+    # Two that replace one function at the same time end in an error.
+    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    _expect_column(connection, target, column)
+    found = _found(connection, place, target)
+    if found is not None and found.function == function_name(place, column) and found.enabled in {"O", "A"}:
+        return
+    plainly(connection, removal(place, target.quoted))
+    for statement in creation(place, target.quoted, column):
+        plainly(connection, statement)
+
+
+def drop(connection: Connection, place: Place, target: Target) -> None:
+    """Take the trigger off a table; none there is no error.
+
+    Raises:
+        ValueError: there is no such table, or a trigger there has our name and is somebody else's.
+    """
+    _expect_table(connection, target)
+    _found(connection, place, target)
+    plainly(connection, removal(place, target.quoted))
+
+
+def _found(connection: Connection, place: Place, target: Target) -> Any:
+    """Return the function of the trigger that has our name, quoted, and whether it is switched on; None if there is none."""
+    found = plainly(
+        connection,
+        "SELECT t.tgenabled::text AS enabled, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"
+        " || pg_catalog.replace(p.proname, '\"', '\"\"') || '\"' AS function"
+        " FROM pg_catalog.pg_trigger AS t JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
+        " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace"
+        f" WHERE t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)})"
+        f" AND t.tgname = {literal(trigger_name(place))}",
+    ).one_or_none()
+    if found is not None and not found.proname.startswith(f"{place.prefix}version_v"):
+        raise ValueError(
+            f"{target} has a trigger {trigger_name(place)!r} that is none of pgfence's: rename it, or take another prefix"
+        )
+    return found
+
+
+def _expect_table(connection: Connection, target: Target) -> None:
+    there = f"SELECT pg_catalog.to_regclass({literal(target.quoted)}) IS NOT NULL"
+    if not plainly(connection, there).scalar_one():
+        raise ValueError(f"there is no table {target} here")
+
+
+def _expect_column(connection: Connection, target: Target, column: str) -> None:
+    _expect_table(connection, target)
+    found = plainly(
+        connection,
+        "SELECT a.attnotnull, pg_catalog.format_type(a.atttypid, NULL) AS kind FROM pg_catalog.pg_attribute AS a"
+        f" WHERE a.attrelid = pg_catalog.to_regclass({literal(target.quoted)}) AND a.attname = {literal(column)}"
+        " AND a.attnum > 0 AND NOT a.attisdropped",
+    ).one_or_none()
+    if found is None:
+        raise ValueError(
+            f"{target} has no column {column!r}: ALTER TABLE {target.quoted} ADD {quoted(column)} bigint NOT NULL DEFAULT 1."
+            " With joined inheritance the trigger belongs on the table of the base class, which has the version"
+        )
+    if found.kind not in _INTEGERS:
+        raise ValueError(
+            f"the column {column!r} of {target} is {found.kind}, and the trigger counts: it takes an integer"
+        )
+    if not found.attnotnull:
+        command = backfill(target.quoted, column)
+        raise SchemaError(
+            f"the column {column!r} of {target} takes NULL, and a row without a version cannot be guarded: {command}",
+            needed=1,
+            command=command,
+        )
