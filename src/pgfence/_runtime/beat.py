@@ -16,8 +16,6 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import event
-
 from pgfence._runtime import native, opening, trust
 from pgfence._runtime.agenda import Agenda
 from pgfence._runtime.chores import Chore, Ending, Forgetting, Renewal, no_answer
@@ -27,7 +25,7 @@ from pgfence._runtime.grant import log
 from pgfence._runtime.links import link_for
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.process import PROCESS
-from pgfence._runtime.references import weak_method
+from pgfence._runtime.references import when_disposed
 from pgfence._runtime.state import tell
 from pgfence._sql import server
 from pgfence._sql.lease import lease_sql
@@ -82,7 +80,7 @@ class Beat:
         self._disposed = False
         self._over = False
         self._worst_pause = 0.0
-        event.listen(engine, "engine_disposed", weak_method(self._engine_disposed))
+        when_disposed(engine, self._engine_disposed)
         native.register(self)
 
     # ------------------------------------------------------------ what others ask for

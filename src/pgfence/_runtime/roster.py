@@ -12,11 +12,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sqlalchemy import event
-
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import place
-from pgfence._runtime.references import weak_method
+from pgfence._runtime.references import when_disposed
 from pgfence._runtime.sessions import Borrowed, Session
 from pgfence._runtime.state import log
 from pgfence._runtime.watch import WATCHER
@@ -154,7 +152,7 @@ class Keeper(ABC, Generic[S]):
         self._used = 0
         self._limit = 0
         self._warned = False
-        event.listen(engine, "engine_disposed", weak_method(self.disposed))
+        when_disposed(engine, self.disposed)
         weakref.finalize(engine.dialect, close_all, self.sessions)
         WATCHER.keep(self)
 

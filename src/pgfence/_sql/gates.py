@@ -13,7 +13,7 @@ from pgfence._sql.savepoints import Record
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import NO_TOKEN, STALE_TOKEN, Place, translated
-from pgfence._sql.transaction import begin_anew, send
+from pgfence._sql.transaction import begin_anew, send_quick
 from pgfence.errors import StaleFencingTokenError
 
 if TYPE_CHECKING:
@@ -21,48 +21,28 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
     from sqlalchemy.engine import ExceptionContext
-    from sqlalchemy.engine.interfaces import Dialect
 
     from pgfence._sql.advisory import Style
 
 _STALE = "_pgfence_stale"
-_TRANSLATING: weakref.WeakSet[Dialect] = weakref.WeakSet()
+_TRANSLATING = "_pgfence_translating"
 
 
 class Gates(Record):
-    """The gates that one transaction entered, each with its token, and whether anything else has run since the first."""
+    """The gates that one transaction entered, each with its token."""
 
-    __slots__ = ("_ours", "first")
-
-    attribute = "_pgfence_gates"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ours = False
-        self.first = False
-        """Nothing has been sent in this transaction but entries of ours."""
+    __slots__ = ()
 
     @property
     def tokens(self) -> Mapping[str, int]:
         """The tokens by resource, as it stands in the tables."""
         return self._keys
 
-    def forget(self) -> None:
-        super().forget()
-        self.first = False
-
-    def read(self, statement: str) -> None:
-        if not self._ours:
-            self.first = False
-        super().read(statement)
-
     def send(self, connection: Connection, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]) -> None:
         """Send a statement of ours that enters gates, and note them."""
-        self._ours = True
-        try:
-            send(connection, text, values)
-        finally:
-            self._ours = False
+        first = self.first
+        send_quick(connection, text, values)
+        self.first = first
         self._keys.update(tokens)
 
 
@@ -100,8 +80,9 @@ def _save(place: Place, style: Style) -> str:
 
 def translate(connection: Connection) -> None:
     """Have refusals of the fence raised as our errors, whoever's statement on this engine met them."""
-    if connection.dialect not in _TRANSLATING:
-        _TRANSLATING.add(connection.dialect)
+    dialect = vars(connection.dialect)
+    if _TRANSLATING not in dialect:
+        dialect[_TRANSLATING] = True
         event.listen(connection.engine, "handle_error", _told)
 
 

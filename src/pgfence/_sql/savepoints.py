@@ -5,6 +5,8 @@ older than the lock is rolled back to. So each Connection on which a transaction
 RELEASE and ROLLBACK TO, whoever writes them, SQLAlchemy or the user in plain text. What is not understood, or does not look
 harmless, makes the record forget; then the server is asked again, which is always right and costs one round trip.
 
+One listener reads for all connections of a dialect: to add one to each Connection costs more than the lock.
+
 Not seen are statements that go past SQLAlchemy, on the driver's own connection. If such a statement has ended the whole
 transaction, the driver knows, and the record is dropped too.
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from sqlalchemy import event
 
@@ -33,30 +35,39 @@ _NAME = r'\s+(?P<name>"[^"]+"|[A-Za-z_]\w*)\s*;?\s*'
 _SAVEPOINT = re.compile(r"\s*SAVEPOINT" + _NAME, re.IGNORECASE)
 _RELEASE = re.compile(r"\s*RELEASE(?:\s+SAVEPOINT(?=\s))?" + _NAME, re.IGNORECASE)
 _ROLLBACK_TO = re.compile(r"\s*ROLLBACK(?:\s+(?:WORK|TRANSACTION))?\s+TO(?:\s+SAVEPOINT(?=\s))?" + _NAME, re.IGNORECASE)
+_READING = "_pgfence_reading"
+_RECORDS = "_pgfence_records"
 _ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNORECASE)
 
 
 class Record:
     """The keys that one transaction took, each with its mode, and its open savepoints."""
 
-    __slots__ = ("_keys", "_root", "_savepoints")
-
-    attribute: ClassVar[str] = "_pgfence_record"
-    """Under which name it lives on its Connection."""
+    __slots__ = ("_keys", "_root", "_savepoints", "first")
 
     def __init__(self) -> None:
         self._root: ref[RootTransaction] | None = None
         self._keys: dict[Any, Any] = {}
         self._savepoints: list[tuple[str, dict[Any, Any]]] = []
+        self.first = False
+        """Nothing has been sent in this transaction but requests of ours."""
 
     @classmethod
     def of(cls, connection: Connection) -> Self:
         """Return the record of the connection's present transaction, empty where nothing is known of it."""
-        record: Self | None = vars(connection).get(cls.attribute)
+        # Not by vars(): that would give the Connection a dict of its own, and make all its attributes slow.
+        records: dict[type[Record], Any] | None = getattr(connection, _RECORDS, None)
+        if records is None:
+            records = {}
+            setattr(connection, _RECORDS, records)
+            _read_along(connection)
+        record: Self | None = records.get(cls)
         if record is None:
-            record = vars(connection)[cls.attribute] = cls()
-            event.listen(connection, "before_cursor_execute", record._read)
+            record = records[cls] = cls()
         record._belong_to(connection.get_transaction())
+        if len(connection.dialect.dispatch.do_execute) > 1:
+            # Somebody executes statements in SQLAlchemy's place, and may keep some from us.
+            record.forget()
         return record
 
     def _belong_to(self, root: RootTransaction | None) -> None:
@@ -77,14 +88,10 @@ class Record:
         """Know of nothing any more."""
         self._keys.clear()
         self._savepoints.clear()
-
-    def _read(self, _connection: Any, _cursor: Any, statement: str, _values: Any, _context: Any, _many: Any) -> None:
-        self.read(statement)
+        self.first = False
 
     def read(self, statement: str) -> None:
-        """Take notice of a statement that is about to be sent."""
-        if statement.startswith(_HARMLESS) and ";" not in statement:
-            return
+        """Take notice of a statement that is about to be sent and may be about savepoints or the end of the transaction."""
         if found := _SAVEPOINT.fullmatch(statement):
             self._savepoints.append((found["name"], self._keys.copy()))
         elif found := _ROLLBACK_TO.fullmatch(statement):
@@ -111,6 +118,25 @@ class Record:
         self._savepoints.append((name, keys.copy()))
 
 
-def records(connection: Connection) -> int:
-    """Return how many records of ours read along on a Connection."""
-    return sum(isinstance(one, Record) for one in vars(connection).values())
+def _read_along(connection: Connection) -> None:
+    dialect = vars(connection.dialect)
+    if _READING not in dialect:
+        dialect[_READING] = True
+        event.listen(connection.engine, "do_execute", _read)
+        event.listen(connection.engine, "do_executemany", _read)
+        event.listen(connection.engine, "do_execute_no_params", _read_bare)
+
+
+def _read(_cursor: Any, statement: str, _parameters: Any, context: Any) -> None:
+    records = getattr(context.root_connection, _RECORDS, None)
+    if records is None:
+        return
+    harmless = statement.startswith(_HARMLESS) and ";" not in statement
+    for record in records.values():
+        record.first = False
+        if not harmless:
+            record.read(statement)
+
+
+def _read_bare(cursor: Any, statement: str, context: Any) -> None:
+    _read(cursor, statement, None, context)

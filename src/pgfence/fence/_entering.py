@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, event, table, update
@@ -18,7 +18,7 @@ from pgfence.errors import StaleFencingTokenError, TransactionStateError
 from pgfence.keys import shown, stored
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from sqlalchemy.orm import Session, scoped_session
@@ -104,11 +104,31 @@ def enter(
     if named:
         namespace = config_of(connection).namespace
         tokens = {stored(name, namespace, "a resource"): token for name, token in tokens.items()}
+    _enter(connection, tokens, fresh=fresh, unseen=after_reads or not known)
+
+
+def _enter_new(work: Session | Connection, tokens: Mapping[str, int]) -> None:
+    """Enter gates in a transaction that was opened for that. If anything was sent in it, then by hooks at the begin."""
+    if isinstance(work, Connection):
+        _enter(work, tokens, fresh=False, unseen=True)
+    else:
+        _enter(work.connection(bind_arguments={"clause": _WRITE}), tokens, fresh=True, unseen=True)
+
+
+def _enter(connection: Connection, tokens: Mapping[str, int], *, fresh: bool, unseen: bool) -> None:
+    """Enter gates that were not entered yet.
+
+    Args:
+        connection: of the transaction.
+        tokens: by resource, as it stands in the tables.
+        fresh: nothing was sent in this transaction, except by hooks at its begin.
+        unseen: it may also be entered late, since the caller says so, or since nobody knows what was sent.
+    """
     record, first = _record(connection, tokens, fresh=fresh)
     missing = {name: token for name, token in tokens.items() if record.tokens.get(name) != token}
     if not missing:
         return
-    if not (first or after_reads or record.first) and known:
+    if not (first or unseen or record.first):
         raise TransactionStateError(
             f"the gate of {_told(missing)} must be entered by the first statement of the transaction: what was read before may"
             " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
@@ -236,13 +256,24 @@ def begin_fenced(factory: Any, tokens: Mapping[str, int]) -> AbstractContextMana
     if not isinstance(factory, takes):
         raise _misfit(factory, "a sessionmaker or an Engine")
 
-    @contextmanager
-    def block() -> Iterator[Any]:
-        with factory.begin() as work:
-            enter(work, tokens, after_reads=True)  # if anything was sent, then by hooks at the begin
-            yield work
+    return _Fenced(factory, tokens)
 
-    return Block(block())
+
+class _Fenced(Block[Any]):
+    """A transaction that enters its gates; without a generator of its own, which would cost as much as the entry."""
+
+    def __init__(self, factory: Any, tokens: Mapping[str, int]) -> None:
+        super().__init__(factory.begin())
+        self._tokens = tokens
+
+    def __enter__(self) -> Any:
+        work = super().__enter__()
+        try:
+            _enter_new(work, self._tokens)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return work
 
 
 def begin_fenced_async(factory: Any, tokens: Mapping[str, int]) -> AbstractAsyncContextManager[Any, None]:
@@ -253,7 +284,7 @@ def begin_fenced_async(factory: Any, tokens: Mapping[str, int]) -> AbstractAsync
     @asynccontextmanager
     async def block() -> AsyncIterator[Any]:
         async with factory.begin() as work:
-            await work.run_sync(enter, tokens, after_reads=True)
+            await work.run_sync(_enter_new, tokens)
             yield work
 
     return AsyncBlock(block())
