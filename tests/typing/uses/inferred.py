@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 
 import pgfence
 from app import AsyncSessionLocal, SessionLocal, async_engine, engine, get_async_engine, get_engine
+from guarded import Page
 from pgfence import (
     AdvisoryLock,
     AsyncAdvisoryLock,
@@ -30,8 +31,11 @@ from pgfence import (
     Slot,
     TransactionLock,
     compat,
+    etag,
     fence,
     fenced,
+    if_match,
+    load_for_version,
 )
 
 
@@ -63,6 +67,10 @@ def sync(session: Session, scoped: scoped_session[Session], connection: Connecti
             assert_type(raw, Connection)
     with SessionLocal.begin() as other, fenced(other, {"a": 1, "b": 2}):
         assert_type(fence(other, "a", 1), None)
+    page = load_for_version(scoped, Page, 1, 3, lock=True)
+    assert_type(page, Page)
+    assert_type(page.version, int)
+    assert_type(load_for_version(session, Page, (1,), if_match({"If-Match": etag(page)})), Page)
 
 
 async def asynchronous(session: AsyncSession, connection: AsyncConnection) -> None:
@@ -71,6 +79,7 @@ async def asynchronous(session: AsyncSession, connection: AsyncConnection) -> No
     assert_type(await AsyncAdvisoryLock(get_async_engine, "a").acquire(), AsyncHeld)
     assert_type(await AsyncTransactionLock(session, "a", shared=True).try_acquire(), bool)
     assert_type(await compat.hashtext_key(connection, "a"), LockKey)
+    assert_type(await load_for_version(session, Page, 1, 3), Page)
     async with AsyncAdvisoryLock(async_engine, "a").hold() as held:
         assert_type(held, AsyncHeld)
         assert_type(pgfence.current(AsyncHeld), AsyncHeld)

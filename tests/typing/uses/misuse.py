@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 import pgfence
 from app import AsyncSessionLocal, SessionLocal, async_engine, engine, get_async_engine, get_engine
+from guarded import Note, Page
 from pgfence import (
     AdvisoryLock,
     AsyncAdvisoryLock,
@@ -23,6 +24,7 @@ from pgfence import (
     Once,
     TransactionLock,
     fenced,
+    load_for_version,
 )
 
 
@@ -172,3 +174,16 @@ def a_token_that_is_none(session: Session, held: Held, lease: HeldLease) -> None
     fenced(session, "a", None)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     lease.begin(AsyncSessionLocal)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     lease.token = 7  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def no_version_of_a_row(session: Session) -> None:
+    note: Note = load_for_version(session, Page, 1, 3)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    load_for_version(session, Page, 1, "3")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    load_for_version(session, Page, 1, None)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    load_for_version(session, Page, 1, 3, True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    load_for_version(SessionLocal, Page, 1, 3)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    print(note)
+
+
+async def a_row_not_awaited(session: AsyncSession) -> None:
+    load_for_version(session, Page, 1, 3)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
