@@ -26,6 +26,7 @@ from sqlalchemy.orm import (
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 
+from pgfence import schema
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import Versioned, VersionedSession, VersionedUUID
 from pgfence.versions._loading import load_for_version
@@ -336,6 +337,24 @@ async def test_uuid_versions_and_a_column_of_another_name(desk: Desk) -> None:
         for expected in (seen, IfMatch((tag,))):
             with pytest.raises(VersionConflictError):
                 await desk.load(session, cls, 1, expected)
+
+
+async def test_a_version_that_the_server_counts_sees_every_writer(desk: Desk, admin: psycopg.Connection[Any]) -> None:
+    """With `__version_mode__ = "server"` plain SQL is a writer like any other, and a tag is right as soon as it is flushed."""
+    cls = page(__version_mode__="server")
+    await desk.make(cls, cls(id=1, title="old"))
+    await desk.world.call(schema.add_version_trigger, desk.engine, cls)
+    admin.execute(f"UPDATE {cls.__tablename__} SET title = 'by hand'")
+    async with desk.open() as session:
+        with pytest.raises(VersionConflictError) as refused:
+            await desk.load(session, cls, 1, if_match({"If-Match": f'"{cls.__tablename__}-1"'}))
+        assert refused.value.items[0].found == 2
+        row = await desk.load(session, cls, 1, 2)
+        for version in (3, 4):
+            await desk.on(session, lambda session, v=version: setattr(row, "title", str(v)) or session.flush())
+            assert etag(row) == f'"{cls.__tablename__}-{version}"'
+        await desk.world.call(session.commit)
+    assert admin.execute(f"SELECT version, title FROM {cls.__tablename__}").fetchall() == [(4, "4")]
 
 
 async def test_dataclasses_have_the_version_of_their_own_column(desk: Desk) -> None:
