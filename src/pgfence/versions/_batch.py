@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sqlalchemy import ARRAY, and_, bindparam, cast, column, event, func, inspect, select
+from sqlalchemy import event, inspect
 from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.attributes import flag_modified, instance_state, set_committed_value
 from sqlalchemy.util import memoized_property
 
-from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
+from pgfence.errors import TransactionStateError, VersionConflict
+from pgfence.versions._conflicts import conflict
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_column
+from pgfence.versions._rows import Key, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
     from sqlalchemy.orm import InstanceState, Session
 
-    State = InstanceState[Any]
+    State: TypeAlias = "InstanceState[Any]"
 
 _O = TypeVar("_O")
 _T = TypeVar("_T")
@@ -63,12 +65,14 @@ def _emitting() -> Batch | None:
 class VersionedMapper(Mapper[_O]):
     """A mapper that has no version column while a batch flush writes."""
 
-    @property  # type: ignore[override]
+    @property
     def version_id_col(self) -> ColumnElement[Any] | None:
         return None if _emitting() and self.batches else self.__dict__["version_id_col"]
 
     @version_id_col.setter
-    def version_id_col(self, given: ColumnElement[Any] | None) -> None:
+    def version_id_col(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, given: ColumnElement[Any] | None
+    ) -> None:
         self.__dict__["version_id_col"] = given
 
     @memoized_property
@@ -78,11 +82,12 @@ class VersionedMapper(Mapper[_O]):
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 
     @property
-    def _version_id_prop(self) -> Any:  # not memoized, as in Mapper: what it is depends on the flush
+    def _version_id_prop(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Not memoized as in Mapper: what it is depends on the flush.
         return super()._version_id_prop
 
     @property
-    def _version_id_has_server_side_value(self) -> bool:
+    def _version_id_has_server_side_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return super()._version_id_has_server_side_value
 
     def _memo(self, key: Any, callable_: Callable[[], _T]) -> _T:
@@ -153,7 +158,7 @@ def _changes(session: Session, state: State) -> bool:
 
 def _own(mapper: Mapper[Any], state: State) -> Batch | None:
     batch = _NOW.get()
-    if batch is None or not batch.emitting or not mapper.batches:
+    if batch is None or not batch.emitting or not isinstance(mapper, VersionedMapper) or not mapper.batches:
         return None
     if state.session is not batch.session:
         raise TransactionStateError(
@@ -210,14 +215,14 @@ def _compare(
     for mapper, some in _by_table(states):
         where = connection or batch.session.connection(bind_arguments={"mapper": mapper})
         # An UPDATE by itself lets others insert rows that refer to its row; so does its lock ahead.
-        found = _versions(where, mapper, [state.identity for state in some], lock={"key_share": not deleting})
+        found = versions_of(where, mapper, [_key(state) for state in some], lock={"key_share": not deleting})
         for state, version in zip(some, found, strict=True):
             expected = state.dict.get(ATTRIBUTE)
             if version is None or (expected is not None and expected != version):
                 conflicts.append(_conflict(state, expected, version))
             batch.locked[state] = version
     if conflicts:
-        raise VersionConflictError(str(conflicts), items=conflicts)
+        raise conflict(conflicts)
 
 
 def _confirm(batch: Batch) -> None:
@@ -228,25 +233,30 @@ def _confirm(batch: Batch) -> None:
         if mapper.version_id_generator and where.dialect.supports_sane_multi_rowcount:
             continue
         keys = [tuple(mapper.primary_key_from_instance(state.obj())) for state in some]
-        for state, version in zip(some, _versions(where, mapper, keys), strict=True):
+        for state, version in zip(some, versions_of(where, mapper, keys), strict=True):
             if version is None or version == batch.locked[state]:
                 kept.append(_conflict(state, batch.locked[state], version))
             else:
                 set_committed_value(state.obj(), ATTRIBUTE, version)
     for mapper, some in _by_table(batch.deleted):
         where = batch.session.connection(bind_arguments={"mapper": mapper})
-        found = _versions(where, mapper, [state.identity for state in some])
+        found = versions_of(where, mapper, [_key(state) for state in some])
         kept += [
             _conflict(state, batch.locked[state], version)
             for state, version in zip(some, found, strict=True)
             if version is not None
         ]
     if kept:
-        raise VersionConflictError(str(kept), items=kept)
+        raise conflict(kept)
+
+
+def _key(state: State) -> Key:
+    assert state.identity is not None
+    return tuple(state.identity)
 
 
 def _conflict(state: State, expected: Any, found: Any) -> VersionConflict:
-    return VersionConflict(state.class_, tuple(state.identity or ()), expected, found)
+    return VersionConflict(state.class_, _key(state), expected, found)
 
 
 def _by_table(states: list[State]) -> list[tuple[Mapper[Any], list[State]]]:
@@ -255,28 +265,6 @@ def _by_table(states: list[State]) -> list[tuple[Mapper[Any], list[State]]]:
     for state in states:
         found.setdefault(state.mapper.base_mapper, (state.mapper, []))[1].append(state)
     return sorted(found.values(), key=lambda pair: str(version_column(pair[0]).table))
-
-
-def _versions(
-    connection: Connection, mapper: Mapper[Any], keys: list[Any], lock: dict[str, bool] | None = None
-) -> list[Any]:
-    """Return the version of each row, None where there is none; with a lock on all, taken in the order of their keys."""
-    version = version_column(mapper)
-    table: Any = version.table
-    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
-    columns = [next(each for each in prop.columns if each.table is table) for prop in props]
-    arrays = [
-        cast(bindparam(None, [key[i] for key in keys], ARRAY(each.type)), ARRAY(each.type))
-        for i, each in enumerate(columns)
-    ]
-    names = [column(f"key_{i}", each.type) for i, each in enumerate(columns)]
-    listed = func.unnest(*arrays).table_valued(*names, with_ordinality="place").render_derived("wanted")
-    same = and_(*[each == listed.c[name.key] for each, name in zip(columns, names, strict=True)])
-    query = select(listed.c.place, version).select_from(table).join(listed, same)
-    if lock is not None:
-        query = query.order_by(*columns).with_for_update(of=table, **lock)
-    found = dict(iter(connection.execute(query)))
-    return [found.get(place) for place in range(1, len(keys) + 1)]
 
 
 event.listen(VersionedBase, "before_insert", _before_insert, propagate=True, raw=True)

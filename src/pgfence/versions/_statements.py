@@ -12,13 +12,15 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from sqlalchemy import BindParameter, ClauseElement, Table, Uuid, event, func, inspect
+from sqlalchemy import BindParameter, ClauseElement, Insert, Table, Update, Uuid, event, func, inspect
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.sql import visitors
 
-from pgfence.errors import VersionRequiredError
+from pgfence.errors import VersionConflict, VersionRequiredError
+from pgfence.versions._conflicts import conflict
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
+from pgfence.versions._rows import versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,7 +92,11 @@ def _refused(mapper: Mapper[Any], reason: str, way: str = "") -> VersionRequired
 def _raise_versions(state: ORMExecuteState, mapper: Mapper[Any], *, refuse: bool) -> None:
     """Make a statement raise the version of each row that it changes."""
     statement: Any = state.statement
-    if mode_of(mapper) != "client" or not _changes_rows(statement):
+    if not _changes_rows(statement):
+        return
+    if not is_local(mapper):
+        raise _refused(mapper, f"they are in the table {version_column(mapper).table.name!r}, which it does not change")
+    if mode_of(mapper) != "client":
         return
     given = list(_given(statement, state.parameters, mapper)) if statement.is_update else []
     if any(isinstance(value, BindParameter) or not isinstance(value, ClauseElement) for value in given):
@@ -99,8 +105,6 @@ def _raise_versions(state: ORMExecuteState, mapper: Mapper[Any], *, refuse: bool
         return
     if refuse:
         raise _refused(mapper, 'the session has bulk="refuse"')
-    if not is_local(mapper):
-        raise _refused(mapper, f"they are in the table {version_column(mapper).table.name!r}, which it does not change")
     if statement.is_insert:
         state.statement = _upsert(statement, mapper)
         return
@@ -115,7 +119,9 @@ def _raise_versions(state: ORMExecuteState, mapper: Mapper[Any], *, refuse: bool
 
 
 def _changes_rows(statement: Any) -> bool:
-    return statement.is_update or hasattr(getattr(statement, "_post_values_clause", None), "update_values_to_set")
+    return isinstance(statement, Update) or hasattr(
+        getattr(statement, "_post_values_clause", None), "update_values_to_set"
+    )
 
 
 def _next(version: Any) -> Any:
@@ -155,7 +161,7 @@ def _named(key: Any) -> str:
 def _refuse_inside(statement: Any) -> None:
     """Refuse a statement that reads what another one inside of it writes."""
     for part in visitors.iterate(statement):
-        if getattr(part, "is_dml", False) and not part.is_delete and _changes_rows(part):
+        if isinstance(part, (Insert, Update)) and _changes_rows(part):
             mapper = _mapper_of(part)
             if mapper is not None and mode_of(mapper) == "client":
                 raise _refused(mapper, 'the session has bulk="refuse"')
@@ -187,6 +193,7 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     keys = [tuple(row.get(name) for name in names) for row in rows]
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
+    _compare(state.session, mapper, keys, [row[ATTRIBUTE] for row in rows])
     result = state.invoke_statement()
     for key in keys:
         # SQLAlchemy puts the version of the parameters there, the one before.
@@ -196,18 +203,26 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     return result
 
 
+def _compare(session: Session, mapper: Mapper[Any], keys: list[tuple[Any, ...]], expected: list[Any]) -> None:
+    """Lock the rows, so that a conflict is known by its rows and before the first is written."""
+    if session.autoflush:
+        session.flush()
+    connection = session.connection(bind_arguments={"mapper": mapper})
+    found = versions_of(connection, mapper, keys, lock={"key_share": True})
+    rows = zip(keys, expected, found, strict=True)
+    if conflicts := [VersionConflict(mapper.class_, *row) for row in rows if row[1] != row[2]]:
+        raise conflict(conflicts)
+
+
 # ------------------------------------------------------------ instances in the session
 
 
-def _synchronized(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any] | None:
-    """Send an UPDATE, and leave no instance with the new version and columns of an old one.
+def _synchronized(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
+    """Send an UPDATE, and let what it has changed be read again.
 
-    Where SQLAlchemy can tell the new version from the old one it does so: an instance that was already out of date stays so.
-    Where it has to read the version again, the other columns must be read with it.
+    A new version beside columns that somebody else has changed since would let them be overwritten.
     """
     asked = state.execution_options.get("synchronize_session", "auto")
-    if asked and mode_of(mapper) == "client" and not isinstance(version_column(mapper).type, Uuid):
-        return None
     loaded = [
         (target, inspect(target).dict.get(ATTRIBUTE))
         for target in state.session.identity_map.values()
@@ -216,11 +231,12 @@ def _synchronized(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any] | 
     result = state.invoke_statement()
     for target, version in loaded:
         found = inspect(target)
-        if not found.persistent or (asked and ATTRIBUTE in found.dict):
+        if not found.persistent or (asked and found.dict.get(ATTRIBUTE) == version):
             continue
         if not found.modified:
             state.session.expire(target)
-        elif version is not None:
+        elif ATTRIBUTE not in found.dict and version is not None:
+            # The change that waits was made at this version.
             set_committed_value(target, ATTRIBUTE, version)
     return result
 

@@ -1,0 +1,47 @@
+"""Versions as they stand in the table, of many rows with one statement."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import ARRAY, and_, bindparam, cast, column, func, select
+
+from pgfence.versions._mapping import version_column
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Mapper
+
+Key = tuple[Any, ...]
+
+
+def versions_of(
+    connection: Connection, mapper: Mapper[Any], keys: Sequence[Key], lock: dict[str, bool] | None = None
+) -> list[Any]:
+    """Return the version of each row, None where there is none.
+
+    Args:
+        connection: where they are read.
+        mapper: their class.
+        keys: their primary keys.
+        lock: options of a row lock, which is taken in the order of the keys; None: the rows are not locked.
+    """
+    version = version_column(mapper)
+    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
+    columns = [next(each for each in prop.columns if each.table is version.table) for prop in props]
+    arrays = [_array([key[i] for key in keys], each.type) for i, each in enumerate(columns)]
+    names = [column(f"key_{i}", each.type) for i, each in enumerate(columns)]
+    # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
+    wanted = func.unnest(*arrays).table_valued(*names, with_ordinality="place").render_derived("wanted")
+    same = and_(*[each == wanted.c[name.key] for each, name in zip(columns, names, strict=True)])
+    query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)
+    if lock is not None:
+        query = query.order_by(*columns).with_for_update(of=version.table, **lock)
+    found = dict(iter(connection.execute(query)))
+    return [found.get(place) for place in range(1, len(keys) + 1)]
+
+
+def _array(values: list[Any], kind: Any) -> Any:
+    return cast(bindparam(None, values, ARRAY(kind)), ARRAY(kind))

@@ -1,0 +1,470 @@
+"""Statements on versioned classes: what they change is noticed by those who have read it, or they are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy.dialects.postgresql import insert as upsert
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+from sqlalchemy.orm.exc import StaleDataError
+
+from pgfence.errors import VersionConflictError, VersionRequiredError
+from support.versioned_rows import KINDS, beside, joined, on_session, page, read, statements, versions
+from support.worlds import NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.worlds import World
+
+SYNCHRONIZE = ("auto", "evaluate", "fetch", False, None)
+
+
+def by_criteria(cls: Any) -> Any:
+    return update(cls).where(cls.id == 1).values(title="new")
+
+
+def returning(cls: Any) -> Any:
+    return update(cls).where(cls.id == 1).values(title="new").returning(cls.id)
+
+
+def from_another_table(cls: Any) -> Any:
+    other = select(func.min(cls.id).label("first")).subquery()
+    return update(cls).where(cls.id == other.c.first).values(title="new")
+
+
+def of_an_alias(cls: Any) -> Any:
+    other = aliased(cls)
+    return update(other).where(other.id == 1).values(title="new")
+
+
+def of_the_table(cls: Any) -> Any:
+    return update(cls.__table__).where(cls.__table__.c.id == 1).values(title="new")
+
+
+def of_an_alias_of_the_table(cls: Any) -> Any:
+    other = cls.__table__.alias()
+    return update(other).where(other.c.id == 1).values(title="new")
+
+
+def an_upsert(cls: Any) -> Any:
+    new = upsert(cls).values(id=1, title="new")
+    return new.on_conflict_do_update(index_elements=["id"], set_={"title": new.excluded.title})
+
+
+def an_upsert_of_everything(cls: Any) -> Any:
+    new = upsert(cls).values(id=1, title="new", views=0)
+    return new.on_conflict_do_update(index_elements=["id"], set_={each.key: each for each in new.excluded})
+
+
+def an_upsert_of_the_table(cls: Any) -> Any:
+    new = upsert(cls.__table__).values(id=1, title="new", views=0)
+    return new.on_conflict_do_update(index_elements=["id"], set_={"title": new.excluded.title})
+
+
+FORMS = (
+    by_criteria,
+    returning,
+    from_another_table,
+    of_an_alias,
+    of_the_table,
+    of_an_alias_of_the_table,
+    an_upsert,
+    an_upsert_of_everything,
+    an_upsert_of_the_table,
+)
+
+
+def executing(*given: Any, **options: Any) -> Callable[[Session], None]:
+    def work(session: Session) -> None:
+        session.execute(*given, **options)
+        session.commit()
+
+    return work
+
+
+# ------------------------------------------------------------ those who have read the rows notice
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_reader_notices_a_statement(world: World, form: Callable[[Any], Any], kind: str) -> None:
+    """C064: whatever form an UPDATE has, who has read the row before it cannot save over it; other rows keep their version."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+    before = await read(world, engine, cls)
+
+    def save(session: Session) -> None:
+        row = session.get_one(cls, 1)
+        session.info["writer"].execute(form(cls))
+        session.info["writer"].commit()
+        row.title = "mine"
+        session.commit()
+
+    with pytest.raises(VersionConflictError) as conflict:
+        await beside(world, engine, save)
+    assert [(item.pk, item.expected) for item in conflict.value.items] == [((1,), before[1])]
+    after = await read(world, engine, cls)
+    assert {number for number in before if after[number] != before[number]} == {1}
+    if kind != "uuid":
+        assert after[1] == before[1] + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("synchronize", SYNCHRONIZE)
+async def test_an_instance_can_be_flushed_after_a_statement(world: World, kind: str, synchronize: Any) -> None:
+    """Whatever `synchronize_session` is, an instance that the session has can be changed and flushed after its statement."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        one, two = session.get_one(cls, 1), session.get_one(cls, 2)
+        before = one.version, two.version
+        one.views = 1  # goes out by autoflush
+        session.execute(by_criteria(cls), execution_options={"synchronize_session": synchronize})
+        assert (one.title, one.views) == ("new", 1)
+        assert one.version == versions(session, cls)[1] != before[0]
+        assert two.version == before[1]
+        one.title = two.title = "newer"
+        session.commit()
+
+    await on_session(world, engine, work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("synchronize", SYNCHRONIZE)
+async def test_an_instance_out_of_date_does_not_pass_for_a_new_one(world: World, kind: str, synchronize: Any) -> None:
+    """A statement never gives a new version to an instance with columns of an old one: it is a conflict, or it is read again."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> str:
+        row = session.get_one(cls, 1)
+        session.info["writer"].get_one(cls, 1).views = 7
+        session.info["writer"].commit()
+        session.execute(by_criteria(cls), execution_options={"synchronize_session": synchronize})
+        row.title = "newer"
+        try:
+            session.flush()
+        except VersionConflictError:
+            return "conflict"
+        assert row.views == 7
+        return "read again"
+
+    assert await beside(world, engine, work) in {"conflict", "read again"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_change_that_waits_for_its_flush_stays_at_the_version_it_was_made_at(world: World, kind: str) -> None:
+    """A pending change is not made to look as if it rested on what a statement has written since."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        row = session.get_one(cls, 1)
+        session.info["writer"].get_one(cls, 1).views = 7
+        session.info["writer"].commit()
+        with session.no_autoflush:
+            row.views = 1
+            session.execute(by_criteria(cls))
+        session.flush()
+
+    with pytest.raises((VersionConflictError, StaleDataError)):
+        await beside(world, engine, work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_returned_instances_have_the_new_version(world: World, kind: str) -> None:
+    """What RETURNING gives as an instance can be flushed, whether the session knew it before or not."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        known = session.get_one(cls, 1)
+        statement = update(cls).where(cls.id < 3).values(title="new").returning(cls)
+        rows = session.scalars(statement).all()
+        assert known in rows
+        for row in rows:
+            row.title = "newer"
+        session.commit()
+
+    await on_session(world, engine, work)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_reader_notices_a_delete(world: World, kind: str) -> None:
+    """delete() of the class needs no version: the row is gone for those who have read it."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def save(session: Session) -> None:
+        row = session.get_one(cls, 1)
+        session.info["writer"].execute(delete(cls).where(cls.id == 1))
+        session.info["writer"].commit()
+        row.title = "mine"
+        session.commit()
+
+    with pytest.raises(VersionConflictError) as conflict:
+        await beside(world, engine, save, bulk="refuse")
+    assert [(item.pk, item.found) for item in conflict.value.items] == [((1,), None)]
+
+
+async def test_a_version_in_a_column_of_another_name_is_raised(world: World) -> None:
+    """The name of the column does not matter, for statements of the class and of its Table."""
+    engine = world.engine()
+    cls = await page(world, engine, column="row_version")
+    for number, form in enumerate(FORMS, start=2):
+        await on_session(world, engine, executing(form(cls)))
+        assert (await read(world, engine, cls))[1] == number
+
+
+async def test_values_that_come_as_parameters_are_enough(world: World) -> None:
+    """Parameters without values(), for one row or many, and the older Query.update() raise the version too."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    await on_session(world, engine, executing(update(cls).where(cls.id == 1), {"title": "new"}))
+    table = cls.__table__
+    many = update(table).where(table.c.id == bindparam("number")).values(title="new")
+    await on_session(world, engine, executing(many, [{"number": 2}, {"number": 3}]))
+
+    def query(session: Session) -> None:
+        session.query(cls).filter(cls.id == 4).update({"title": "new"})
+        session.commit()
+
+    await on_session(world, engine, query)
+    assert await read(world, engine, cls) == {1: 2, 2: 2, 3: 2, 4: 2, 5: 1}
+
+
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_a_plain_session_raises_versions_as_well(world: World) -> None:
+    """The guard belongs to the class, whatever kind of Session executes its statements."""
+    engine = world.engine()
+    cls = await page(world, engine)
+
+    def work() -> None:
+        with Session(engine) as session:
+            executing(by_criteria(cls))(session)
+
+    await world.call(work)
+    assert (await read(world, engine, cls))[1] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_rows_inserted_by_a_statement_have_a_version(world: World, kind: str) -> None:
+    """insert() of the class or its Table, of one row or many, from values or a SELECT, gives rows their first version."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        session.execute(insert(cls).values(id=6))
+        session.execute(insert(cls), [{"id": 7}, {"id": 8}])
+        session.execute(insert(cls.__table__).values(id=9, title="", views=0))
+        chosen = select(cls.id + 10, cls.title, cls.views).where(cls.id == 1)
+        session.execute(insert(cls).from_select(["id", "title", "views"], chosen))
+        for number in (6, 7, 8, 9, 11):
+            session.get_one(cls, number).title = "changed"
+        session.commit()
+
+    await on_session(world, engine, work)
+
+
+# ------------------------------------------------------------ by primary key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("synchronize", ["auto", "evaluate", False, None])
+async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
+    world: World, kind: str, synchronize: Any
+) -> None:
+    """With their versions rows pass, and an instance the session has can be flushed after; a wrong version is refused."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+    before = await read(world, engine, cls)
+    options = {"synchronize_session": synchronize}
+
+    def work(session: Session) -> None:
+        known = session.get_one(cls, 1)
+        given = [{"id": number, "version": before[number], "title": "new"} for number in (1, 2)]
+        session.execute(update(cls), given, execution_options=options)
+        assert known.title == "new"
+        assert known.version == versions(session, cls)[1] != before[1]
+        known.title = "newer"
+        session.commit()
+
+    await on_session(world, engine, work)
+    after = await read(world, engine, cls)
+    given = [{"id": 3, "version": before[3], "title": "x"}, {"id": 1, "version": before[1], "title": "x"}]
+    with pytest.raises(VersionConflictError) as conflict:
+        await on_session(world, engine, executing(update(cls), given, execution_options=options))
+    assert [(item.pk, item.expected, item.found) for item in conflict.value.items] == [((1,), before[1], after[1])]
+    assert await read(world, engine, cls) == after
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", [{}, {"version": None}])
+async def test_an_update_by_primary_key_without_a_version_is_refused(
+    world: World, kind: str, version: dict[str, Any]
+) -> None:
+    """A row without its version, or with None for it, is refused by name before anything is sent."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+    before = await read(world, engine, cls)
+    given = [{"id": 1, "version": before[1], "title": "x"}, {"id": 2, "title": "x"} | version]
+    with pytest.raises(VersionRequiredError, match="1 of the 2 rows come without one"):
+        await on_session(world, engine, executing(update(cls), given))
+    assert await read(world, engine, cls) == before
+
+
+async def test_an_update_by_primary_key_with_criteria_of_its_own_is_refused(world: World) -> None:
+    """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass without a word."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    given = [{"id": 1, "version": 1, "title": "x"}, {"id": 2, "version": 1, "title": "x"}]
+    with pytest.raises(VersionRequiredError, match="WHERE of its own"):
+        await on_session(
+            world,
+            engine,
+            executing(update(cls).where(cls.views == 0), given, execution_options={"synchronize_session": None}),
+        )
+
+
+async def test_a_row_given_twice_is_told_from_a_conflict(world: World) -> None:
+    """C068: the same primary key twice in one batch is an error of its own."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    given = [{"id": 1, "version": 1, "title": "x"}, {"id": 1, "version": 1, "title": "y"}]
+    with pytest.raises(ValueError, match=r"given more than once: \[\(1,\)\]"):
+        await on_session(world, engine, executing(update(cls), given))
+    assert (await read(world, engine, cls))[1] == 1
+
+
+async def test_an_update_by_primary_key_raises_the_version_in_the_other_table(world: World) -> None:
+    """Joined inheritance: columns of the second table alone raise the version in the first, and compare it."""
+    engine = world.engine()
+    cls = await joined(world, engine)
+    await on_session(world, engine, executing(update(cls), [{"id": 1, "version": 1, "views": 3}]))
+    assert (await read(world, engine, cls))[1] == 2
+    with pytest.raises(VersionConflictError):
+        await on_session(world, engine, executing(update(cls), [{"id": 1, "version": 1, "views": 4}]))
+
+
+# ------------------------------------------------------------ what is refused
+
+
+async def test_a_statement_on_the_second_table_of_a_class_is_refused(world: World) -> None:
+    """Joined inheritance: neither the guard nor a trigger sees an UPDATE of the child's table alone from its parent's."""
+    engine = world.engine()
+    for cls in (await joined(world, engine), await joined(world, engine, "server")):
+        await refused_on_its_second_table(world, engine, cls)
+
+
+async def refused_on_its_second_table(world: World, engine: Any, cls: Any) -> None:
+    for statement in (update(cls).values(views=1), update(cls.__table__).values(views=1)):
+        with pytest.raises(VersionRequiredError, match="they are in the table 'item_"):
+            await on_session(world, engine, executing(statement))
+    parent = cls.__mapper__.inherits.class_
+    await on_session(world, engine, executing(update(parent).values(title="new")))
+    assert set((await read(world, engine, cls)).values()) == {2}
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any], Any]) -> None:
+    """With bulk="refuse" no statement that would have to raise versions goes out."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    with pytest.raises(VersionRequiredError, match='bulk="refuse"'):
+        await on_session(world, engine, executing(form(cls)), bulk="refuse")
+    assert (await read(world, engine, cls))[1] == 1
+
+
+async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) -> None:
+    """With bulk="refuse" an UPDATE is found as a part of a SELECT too."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    inside = by_criteria(cls).returning(cls.id).cte()
+    for statement in (select(inside.c.id), select(cls.id).where(cls.id.in_(select(inside.c.id)))):
+        with pytest.raises(VersionRequiredError, match='bulk="refuse"'):
+            await on_session(world, engine, executing(statement), bulk="refuse")
+
+
+async def test_a_session_that_refuses_lets_through_what_is_guarded(world: World) -> None:
+    """bulk="refuse" is about versions: deletes, inserts, versions compared by key, and a trigger's table are let through."""
+    engine = world.engine()
+    cls, other = await page(world, engine), await page(world, engine, "server")
+
+    def work(session: Session) -> None:
+        session.execute(insert(cls), [{"id": 6}])
+        session.execute(delete(cls).where(cls.id == 6))
+        session.execute(update(cls), [{"id": 1, "version": 1, "title": "new"}])
+        session.execute(update(cls).where(cls.id == 2).values(title="new", version=cls.version + 1))
+        session.execute(by_criteria(other))
+        session.commit()
+
+    await on_session(world, engine, work, bulk="refuse")
+    assert await read(world, engine, cls) == {1: 2, 2: 2, 3: 1, 4: 1, 5: 1}
+    assert (await read(world, engine, other))[1] == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_session_can_leave_statements_alone(world: World, form: Callable[[Any], Any]) -> None:
+    """With bulk="ignore" a statement goes out as it is."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    expected = 1
+    await on_session(world, engine, executing(form(cls)), bulk="ignore")
+    assert (await read(world, engine, cls))[1] == expected
+
+
+async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
+    """A value for the version in an UPDATE is an error; an expression that raises it is left as it is."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    table = cls.__table__
+    for statement in (
+        update(cls).values(version=7),
+        update(table).values(version=7),
+        update(cls).values({cls.version: 7}),
+    ):
+        with pytest.raises(ValueError, match=r"Page\.version is raised by itself"):
+            await on_session(world, engine, executing(statement))
+    with pytest.raises(ValueError, match=r"Page\.version is raised by itself"):
+        await on_session(world, engine, executing(update(cls).where(cls.id == 1), {"version": 7}))
+    await on_session(world, engine, executing(update(cls).values(version=cls.version + 10)))
+    assert set((await read(world, engine, cls)).values()) == {11}
+
+
+async def test_values_in_an_order_of_their_own_are_refused(world: World) -> None:
+    """ordered_values() leaves no place for the version."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    with pytest.raises(VersionRequiredError, match="ordered_values"):
+        await on_session(world, engine, executing(update(cls).ordered_values((cls.title, "new"))))
+
+
+async def test_statements_of_other_classes_stay_as_they_are(world: World) -> None:
+    """What is not versioned is sent as it would be without the guard, under every policy."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Note(Base):
+        __tablename__ = "note_without_version"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    engine = world.engine()
+    await page(world, engine)
+
+    def work(session: Session) -> None:
+        Note.metadata.create_all(session.connection())
+        sent = statements(session)
+        session.execute(update(Note).values(title="new"))
+        table: Any = Note.__table__
+        session.execute(update(table).values(title="new"))
+        assert all("version" not in text.split("SET")[1] for text, _ in sent)
+        session.rollback()
+
+    for policy in ("bump", "refuse", "ignore"):
+        await on_session(world, engine, work, bulk=policy)
