@@ -109,9 +109,7 @@ class Attempt:
 def _note(context: ExceptionContext) -> None:
     attempt: Attempt | None = None if context.connection is None else vars(context.connection).get(_ATTRIBUTE)
     if attempt is not None and context.connection is not None:
-        attempt.note(
-            context.connection, context.chained_exception or context.sqlalchemy_exception or context.original_exception
-        )
+        attempt.note(context.connection, context.sqlalchemy_exception or context.original_exception)
 
 
 def bind_of(session: Session) -> Any:

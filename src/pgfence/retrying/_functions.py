@@ -114,7 +114,8 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         ValueError: `attempts` is below 1.
         Exception: the last attempt's error, or the first one that another attempt cannot cure.
     """
-    asynchronous = _expect(sessionmaker, fn)
+    asynchronous = _is_async(sessionmaker)
+    _expect_function(fn, asynchronous=asynchronous)
     plan = Plan(_name(fn), _count(attempts), None if timeout is None else seconds(timeout))
     _expect_session_alone(fn)
     return run_async(sessionmaker, fn, plan) if asynchronous else run(sessionmaker, fn, plan)
@@ -156,11 +157,11 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
         ValueError: `attempts` is below 1.
         PgfenceError: at a call, as `run_transaction`.
     """
-    _expect(sessionmaker)
+    asynchronous = _is_async(sessionmaker)
     count, limit = _count(attempts), None if timeout is None else seconds(timeout)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        asynchronous = _expect(sessionmaker, fn)
+        _expect_function(fn, asynchronous=asynchronous)
         signature = _expect_session_argument(fn)
         plan = Plan(_name(fn), count, limit)
 
@@ -185,31 +186,38 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
     return decorate
 
 
-def _expect(sessionmaker: object, fn: Any = None) -> bool:
+def _is_async(sessionmaker: object) -> bool:
     """Say whether a session factory belongs to the async half.
 
     Raises:
-        TypeError: it is none; or the function cannot be run by it.
+        TypeError: it is none.
         TransactionStateError: it is a session whose transaction is open.
     """
-    asynchronous = isinstance(sessionmaker, kinds(_ASYNCIO, "async_sessionmaker"))
-    if not asynchronous and not isinstance(sessionmaker, kinds(_ORM, "sessionmaker")):
-        way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
-        _refuse_session(sessionmaker, way)
-        raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
-    if fn is None:
-        return asynchronous
+    if isinstance(sessionmaker, kinds(_ASYNCIO, "async_sessionmaker")):
+        return True
+    if isinstance(sessionmaker, kinds(_ORM, "sessionmaker")):
+        return False
+    way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
+    _refuse_session(sessionmaker, way)
+    raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
+
+
+def _expect_function(fn: Any, *, asynchronous: bool) -> None:
+    """Refuse what cannot be a transaction.
+
+    Raises:
+        TypeError: it is no function, a generator function, or a coroutine function for a sync session.
+    """
     if not callable(fn):
         raise TypeError(f"a function is needed, not {type(fn).__name__}")
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"{called(fn)} is a generator function: the transaction would end before its body runs. Return a list"
+            f"{_name(fn)} is a generator function: the transaction would end before its body runs. Return a list"
         )
     if inspect.iscoroutinefunction(fn) and not asynchronous:
         raise TypeError(
-            f"{called(fn)} is a coroutine function, and a sync session cannot be awaited: pass an async_sessionmaker"
+            f"{_name(fn)} is a coroutine function, and a sync session cannot be awaited: pass an async_sessionmaker"
         )
-    return asynchronous
 
 
 def _refuse_session(given: object, way: str) -> None:
@@ -260,7 +268,7 @@ def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None
         return None
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise TypeError(f"the first argument of {called(fn)} must be the session")
+        raise TypeError(f"the first argument of {_name(fn)} must be the session")
     return signature
 
 
@@ -275,7 +283,7 @@ def _expect_session_alone(fn: Callable[..., Any]) -> None:
     asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if asked:
         raise TypeError(
-            f"{called(fn)} is called with the session alone, and asks for {', '.join(asked)} too: bind arguments with a lambda or"
+            f"{_name(fn)} is called with the session alone, and asks for {', '.join(asked)} too: bind arguments with a lambda or"
             f" functools.partial, or use in_transaction. Which attempt it is, session.info[{NUMBER!r}] says"
         )
 

@@ -1,0 +1,483 @@
+"""`run_transaction`: what is tried again, what never is, and that each attempt begins from nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError, OperationalError
+from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm.exc import StaleDataError
+
+from pgfence.config import configure
+from pgfence.errors import (
+    CommitOutcomeUnknownError,
+    DeadlockError,
+    LockTimeoutError,
+    StaleFencingTokenError,
+    UnsupportedServerError,
+    VersionConflict,
+    VersionConflictError,
+)
+from pgfence.retrying import TransactionAttempt, run_transaction
+from support.retrying import Row, transact
+from support.transactions import factory
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+
+    from support.worlds import World
+
+LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
+
+
+@pytest.fixture
+def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
+    """A table with two counters at 0."""
+    made = Row(admin, rows=2)
+    yield made
+    made.drop()
+
+
+def conflict(*, precondition: bool) -> VersionConflictError:
+    return VersionConflictError(
+        "somebody was first", items=[VersionConflict(Row, (1,), 1, 2)], precondition=precondition
+    )
+
+
+# ------------------------------------------------------------ again
+
+
+async def test_a_stale_row_is_read_again_in_a_fresh_session(world: World, row: Row) -> None:
+    """C069: after a version conflict the whole work runs again, in another session that has loaded nothing yet."""
+    seen: list[tuple[Session, int, int]] = []
+
+    def work(session: Session) -> int:
+        seen.append((session, len(session.identity_map), session.info["pgfence_attempt"]))
+        n = row.add_one(session)
+        if len(seen) == 1:
+            row.overtake()
+        return n
+
+    assert await transact(world, world.engine(), work) == 101
+    assert row.n() == 101
+    assert [(loaded, number) for _, loaded, number in seen] == [(0, 1), (0, 2)]
+    assert seen[0][0] is not seen[1][0]
+    assert not seen[1][0].in_transaction()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+async def test_eight_workers_add_up_exactly(world: World, row: Row, level: str) -> None:
+    """C069: 8 workers times 25 increments of one row make exactly 200, whatever the isolation level."""
+    engine = world.engine(isolation_level=level, pool_size=8)
+    made = factory(world, engine)
+    calls = 0
+
+    def work(session: Session) -> None:
+        nonlocal calls
+        calls += 1
+        row.add_one(session)
+
+    async def worker() -> None:
+        who = world.other()
+        for _ in range(25):
+            await transact(world, made, work, who, attempts=100)
+
+    await asyncio.gather(*(worker() for _ in range(8)))
+    assert row.n() == 200
+    assert calls > 200
+
+
+async def test_a_snapshot_that_is_too_old_is_taken_anew(world: World, row: Row) -> None:
+    """C069: under REPEATABLE READ the conflict is SQLSTATE 40001 at the UPDATE, and a new transaction cures it."""
+    calls = 0
+
+    def work(session: Session) -> int:
+        nonlocal calls
+        calls += 1
+        n = row.add_one(session)
+        if calls == 1:
+            row.overtake()
+        return n
+
+    assert await transact(world, world.engine(isolation_level="REPEATABLE READ"), work) == 101
+    assert calls == 2
+
+
+async def test_a_serialization_failure_at_commit_is_tried_again(world: World, row: Row) -> None:
+    """Two SERIALIZABLE transactions that read each other's row: one is refused at COMMIT, and its work runs again."""
+    engine = world.engine(isolation_level="SERIALIZABLE")
+    other = create_engine(world.dsn.replace("postgresql:", "postgresql+psycopg:"), isolation_level="SERIALIZABLE")
+    flushed: list[int] = []
+
+    def work(session: Session) -> int:
+        total = sum(session.scalars(select(row.cls.n)))
+        session.execute(text(f"UPDATE {row.table} SET n = :n WHERE id = 1"), {"n": total + 1})
+        if not flushed:
+            with other.begin() as connection:
+                found = connection.execute(text(f"SELECT sum(n) FROM {row.table}")).scalar_one()
+                connection.execute(text(f"UPDATE {row.table} SET n = :n WHERE id = 2"), {"n": found + 1})
+        flushed.append(total)
+        return total
+
+    try:
+        assert await transact(world, engine, work) == 1
+    finally:
+        other.dispose()
+    assert flushed == [0, 1]
+    assert (row.n(1), row.n(2)) == (2, 1)
+
+
+async def test_a_deadlock_is_tried_again(world: World, row: Row) -> None:
+    """Two transactions that lock two rows crosswise: PostgreSQL ends one with 40P01, and its work runs again."""
+    locked: set[int] = set()
+    calls = 0
+
+    async def cross(first: int, second: int) -> None:
+        def begin(session: Session) -> None:
+            nonlocal calls
+            calls += 1
+            session.execute(text("SET LOCAL deadlock_timeout = '50ms'"))
+            session.execute(text(f"UPDATE {row.table} SET n = n + 1 WHERE id = :id"), {"id": first})
+            locked.add(first)
+
+        def finish(session: Session) -> None:
+            session.execute(text(f"UPDATE {row.table} SET n = n + 1 WHERE id = :id"), {"id": second})
+
+        def work(session: Session) -> None:
+            begin(session)
+            assert met.wait(5)
+            finish(session)
+
+        async def work_async(session: Any) -> None:
+            await session.run_sync(begin)
+            await eventually(lambda: len(locked) == 2)
+            await session.run_sync(finish)
+
+        await world.other().call(run_transaction, made, world.pick(work, work_async))
+
+    met = threading.Event()
+    made = factory(world, world.engine())
+    both = asyncio.gather(cross(1, 2), cross(2, 1))
+    await eventually(lambda: len(locked) == 2)
+    met.set()
+    await both
+    assert calls == 3
+    assert (row.n(1), row.n(2)) == (2, 2)
+
+
+@pytest.mark.parametrize("error", [conflict(precondition=False), StaleDataError("x"), DeadlockError("x")], ids=repr)
+async def test_errors_that_another_attempt_cures_are_tried_again(world: World, error: Exception) -> None:
+    """A version conflict, SQLAlchemy's own, and a deadlock that was waiting for a lock of ours."""
+    calls: list[int] = []
+
+    def work(session: Session) -> str:
+        calls.append(session.info["pgfence_attempt"])
+        if len(calls) < 3:
+            raise error
+        return "done"
+
+    assert await transact(world, world.engine(), work) == "done"
+    assert calls == [1, 2, 3]
+
+
+# ------------------------------------------------------------ not again
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        conflict(precondition=True),
+        LockTimeoutError("busy"),
+        StaleFencingTokenError("stale", resource="r", token=1, newest=2),
+        CommitOutcomeUnknownError("who knows"),
+        ZeroDivisionError("mine"),
+        OperationalError("UPDATE", {}, ConnectionResetError("gone")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_any_other_error_ends_it_at_once(world: World, row: Row, error: Exception) -> None:
+    """A client's version, a busy lock, a stale token, a lost connection and errors of the caller: one call, rolled back."""
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        session.flush()
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        await transact(world, world.engine(), work)
+    assert caught.value is error
+    assert calls == [1]
+    assert row.n() == 0
+
+
+async def test_an_error_raised_from_a_conflict_is_the_callers_own(world: World) -> None:
+    """Whoever turns a conflict into an error of his own has decided what becomes of it."""
+    calls: list[int] = []
+
+    def work(_session: Session) -> None:
+        calls.append(1)
+        try:
+            raise StaleDataError("x")
+        except StaleDataError as error:
+            raise LookupError("answer 409") from error
+
+    with pytest.raises(LookupError):
+        await transact(world, world.engine(), work)
+    assert calls == [1]
+
+
+async def test_a_refusal_at_commit_is_no_doubt(world: World, row: Row, admin: psycopg.Connection[Any]) -> None:
+    """A deferred constraint that fails at COMMIT is an answer: its error goes to the caller, once, nothing is written."""
+    admin.execute(f"UPDATE {row.table} SET n = 1 WHERE id = 2")
+    admin.execute(f"ALTER TABLE {row.table} ADD CONSTRAINT {row.table}_u UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+
+    with pytest.raises(IntegrityError):
+        await transact(world, world.engine(), work)
+    assert calls == [1]
+    assert row.n() == 0
+
+
+# ------------------------------------------------------------ bounds
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_raised(world: World, row: Row) -> None:
+    """C069: one call per attempt, never more than asked for, and the error of the last one says so."""
+    errors: list[Exception] = []
+
+    def work(session: Session) -> None:
+        errors.append(StaleDataError(f"number {session.info['pgfence_attempt']}"))
+        row.add_one(session)
+        session.flush()
+        raise errors[-1]
+
+    with pytest.raises(StaleDataError) as caught:
+        await transact(world, world.engine(), work, attempts=3)
+    assert caught.value is errors[2]
+    assert len(errors) == 3
+    assert "given up after attempt 3 of 3" in caught.value.__notes__[0]
+    assert row.n() == 0
+
+
+@pytest.mark.parametrize("timeout", [0, timedelta(seconds=0.3), None, math.inf])
+async def test_no_attempt_begins_after_the_timeout(world: World, timeout: Any) -> None:
+    """0 means one attempt; else attempts go on until the time is over, by default the configured one."""
+    engine = world.engine()
+    configure(engine, default_timeout=0.3)
+    began: list[float] = []
+    clock = asyncio.get_running_loop().time
+
+    def work(_session: Session) -> None:
+        began.append(clock())
+        raise StaleDataError("x")
+
+    with pytest.raises(StaleDataError):
+        await transact(world, engine, work, attempts=6 if timeout == math.inf else 1000, timeout=timeout)
+    if timeout == 0:
+        assert len(began) == 1
+    elif timeout == math.inf:
+        assert len(began) == 6
+    else:
+        assert 2 < len(began) < 1000
+        assert 0.2 < began[-1] - began[0] < 0.45
+
+
+async def test_each_attempt_is_told_of_with_its_pause(world: World, row: Row) -> None:
+    """`configure(on_event=...)` hears of every attempt: what ended it, and a pause within the bound of that attempt."""
+    engine = world.engine()
+    told: list[TransactionAttempt] = []
+
+    def hear(event: Any) -> None:
+        told.append(event)
+        raise RuntimeError("a failing hook breaks nothing")
+
+    configure(engine, on_event=hear)
+
+    def lucky(session: Session) -> None:
+        row.add_one(session)
+        if session.info["pgfence_attempt"] < 3:
+            row.overtake()
+
+    def unlucky(_session: Session) -> None:
+        raise ZeroDivisionError
+
+    await transact(world, engine, lucky)
+    with pytest.raises(ZeroDivisionError):
+        await transact(world, engine, unlucky)
+    assert [(one.event, one.attempt, one.error) for one in told] == [
+        ("retried", 1, "StaleDataError"),
+        ("retried", 2, "StaleDataError"),
+        ("committed", 3, None),
+        ("failed", 1, "ZeroDivisionError"),
+    ]
+    assert all(isinstance(one, TransactionAttempt) and one.seconds > 0 for one in told)
+    assert told[0].name.endswith("lucky")
+    assert told[0].pause <= 0.005
+    assert told[1].pause <= 0.010
+    assert told[2].pause == told[3].pause == 0
+
+
+async def test_the_sqlstate_is_told_where_the_server_spoke(world: World) -> None:
+    """An attempt that PostgreSQL ended tells its SQLSTATE."""
+    engine = world.engine()
+    told: list[Any] = []
+    configure(engine, on_event=told.append)
+
+    def work(session: Session) -> None:
+        session.execute(text("SELECT 1 / 0"))
+
+    with pytest.raises(DBAPIError):
+        await transact(world, engine, work)
+    assert [(one.event, one.sqlstate) for one in told] == [("failed", "22012")]
+
+
+# ------------------------------------------------------------ the end of an attempt
+
+
+async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: World, row: Row) -> None:
+    """After an error PostgreSQL answers COMMIT with a ROLLBACK and no error: what the function caught is raised."""
+
+    def work(session: Session) -> str:
+        row.add_one(session)
+        session.flush()
+        for wrong in ("SELECT 1 / 0", "SELECT 7"):
+            try:
+                session.execute(text(wrong))
+            except DBAPIError:
+                continue
+        return "all is well"
+
+    with pytest.raises(DBAPIError, match="division by zero") as caught:
+        await transact(world, world.engine(), work)
+    assert "it was caught" in caught.value.__notes__[0]
+    assert row.n() == 0
+
+
+async def test_a_conflict_that_was_swallowed_is_tried_again(world: World, row: Row) -> None:
+    """A serialization failure that the function caught has still undone its transaction: it runs again."""
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        session.execute(select(row.cls.n)).all()
+        if len(calls) == 1:
+            row.overtake()
+        try:
+            session.execute(text(f"UPDATE {row.table} SET n = n + 1 WHERE id = 1"))
+        except DBAPIError:
+            return
+
+    await transact(world, world.engine(isolation_level="REPEATABLE READ"), work)
+    assert len(calls) == 2
+    assert row.n() == 101
+
+
+async def test_an_error_inside_a_savepoint_is_the_functions_own_affair(world: World, row: Row) -> None:
+    """What a savepoint has undone keeps nothing from being committed."""
+
+    def work(session: Session) -> None:
+        row.add_one(session)
+        try:
+            with session.begin_nested():
+                session.execute(text("SELECT 1 / 0"))
+        except DBAPIError:
+            pass
+
+    await transact(world, world.engine(), work)
+    assert row.n() == 1
+
+
+async def test_work_after_a_commit_of_its_own_is_refused(world: World, row: Row) -> None:
+    """A function that commits and goes on would be done twice in part: it is stopped, and not tried again."""
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        session.commit()
+        row.add_one(session)
+
+    with pytest.raises(InvalidRequestError, match="context manager"):
+        await transact(world, world.engine(), work)
+    assert calls == [1]
+    assert row.n() == 1
+
+
+@pytest.mark.filterwarnings("ignore:transaction already deassociated:sqlalchemy.exc.SAWarning")
+async def test_two_databases_in_one_session_are_never_done_again_after_one_commit(
+    world: World, row: Row, admin: psycopg.Connection[Any]
+) -> None:
+    """The second COMMIT is refused with 40001 when the first is done: who tried again would write the first one twice."""
+    other = Row(admin)
+    for mine, first in ((row, other), (other, row)):
+        admin.execute(
+            f"CREATE FUNCTION {mine.table}_second() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+            f" IF (SELECT n FROM {first.table} WHERE id = 1) > 0 THEN RAISE 'no' USING ERRCODE = '40001'; END IF;"
+            f" RETURN NULL; END $$; CREATE CONSTRAINT TRIGGER second AFTER UPDATE ON {mine.table}"
+            f" DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION {mine.table}_second()"
+        )
+    made = factory(world, world.engine(), binds={other.cls: world.engine()})
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        other.add_one(session)
+
+    with pytest.raises(CommitOutcomeUnknownError, match="COMMIT of one database"):
+        await transact(world, made, work)
+    assert calls == [1]
+    assert row.n() + other.n() == 1
+    other.drop()
+
+
+async def test_a_cancelled_task_leaves_its_connection_whole(dsn: str, row: Row) -> None:
+    """Cancelled in the work or in the pause, the task ends, and nothing of the transaction is left."""
+    from support.worlds import World as Worlds
+
+    world = Worlds("psycopg_async", dsn)
+    made = factory(world, world.engine(pool_size=1, max_overflow=0))
+    reached = asyncio.Event()
+
+    async def work(session: Any) -> None:
+        await session.run_sync(row.add_one)
+        await session.flush()
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def always(_session: Any) -> None:
+        reached.set()
+        raise StaleDataError("x")
+
+    for body in (work, always):
+        reached.clear()
+        task = asyncio.create_task(run_transaction(made, body, attempts=10**6))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert await transact(world, made, row.add_one) == 1
+    await world.close()
+
+
+def test_another_kind_of_server_is_refused() -> None:
+    """The rules are PostgreSQL's: SQLite is told so when the session begins there."""
+    engine = create_engine("sqlite://")
+    with pytest.raises(UnsupportedServerError):
+        run_transaction(sessionmaker(engine), lambda session: session.execute(text("SELECT 1")))
+    engine.dispose()

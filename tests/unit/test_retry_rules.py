@@ -1,0 +1,94 @@
+"""The rules of a retry, without a server: pauses, and what may be tried again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from pgfence.errors import DeadlockError, LockLostError, UnreachableError, VersionConflictError
+from pgfence.retrying._rules import curable, of_a_snapshot, pause_after, unanswered
+
+
+class DriverError(Exception):
+    """As drivers raise it: with the SQLSTATE where the server spoke."""
+
+    def __init__(self, sqlstate: str | None) -> None:
+        super().__init__(sqlstate)
+        self.sqlstate = sqlstate
+
+
+def refused(sqlstate: str | None, *, lost: bool = False) -> DBAPIError:
+    return DBAPIError("COMMIT", None, DriverError(sqlstate), connection_invalidated=lost)
+
+
+@given(st.integers(1, 10**6))
+def test_a_pause_lies_between_nothing_and_a_bound_that_doubles(attempt: int) -> None:
+    """Full jitter: from 0 to 5 ms after the first attempt, to 10 ms after the second, never over 500 ms."""
+    assert 0 <= pause_after(attempt) <= min(0.5, 0.005 * 2 ** min(attempt - 1, 20))
+
+
+def test_pauses_are_spread_over_the_whole_span() -> None:
+    """Those who met at one row do not meet again at one moment."""
+    pauses = sorted(pause_after(20) for _ in range(2000))
+    assert pauses[100] < 0.05
+    assert pauses[-100] > 0.45
+
+
+@pytest.mark.parametrize("state", ["40001", "40P01"])
+def test_two_sqlstates_are_curable_wherever_they_stand(state: str) -> None:
+    """Of SQLAlchemy's error, or of the driver's own where somebody works past SQLAlchemy."""
+    for error in (refused(state), DriverError(state)):
+        assert curable(error)
+        assert of_a_snapshot(error)
+
+
+def test_errors_of_ours_are_judged_by_their_class() -> None:
+    """Of all that call themselves retryable only conflicts and deadlocks are done again: a wait was a wait."""
+    assert curable(VersionConflictError("x", items=[]))
+    assert not of_a_snapshot(VersionConflictError("x", items=[]))
+    assert not curable(VersionConflictError("x", items=[], precondition=True))
+    assert curable(DeadlockError("x"))
+    assert of_a_snapshot(DeadlockError("x"))
+    for error in (LockLostError("x"), UnreachableError("x"), UnreachableError("x", sqlstate="40001")):
+        assert not curable(error)
+
+
+def test_other_errors_are_not_curable() -> None:
+    """Neither a constraint nor a lost connection, and no error of the caller's, whatever it was raised from."""
+    mine = LookupError()
+    mine.__cause__ = refused("40001")
+    for error in (mine, refused("23505"), refused(None, lost=True), IntegrityError("x", {}, DriverError("23505"))):
+        assert not curable(error)
+
+
+@pytest.mark.parametrize("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])
+def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
+    """The server said no: nothing is committed."""
+    assert not unanswered(refused(state))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refused("23505", lost=True),
+        refused(None),
+        refused("57P01"),
+        refused("57P02"),
+        refused("08006"),
+        refused("08007"),
+        refused("40003"),
+        ConnectionResetError(),
+        TimeoutError(),
+    ],
+    ids=repr,
+)
+def test_a_commit_without_an_answer_is_in_doubt(error: Exception) -> None:
+    """The connection went, or the time was over: the server may have committed."""
+    assert unanswered(error)
+
+
+def test_a_mistake_at_commit_is_no_doubt() -> None:
+    """What a hook of the caller's raises says nothing about the connection."""
+    assert not unanswered(ZeroDivisionError())
