@@ -116,7 +116,6 @@ def drop_all(engine: Any) -> Any:
         SchemaError: this role does not own them, or a table is still fenced: `drop_fence` first.
         TransactionStateError: the Connection is in autocommit.
     """
-
     return _perform(engine, drop_unless_fenced)
 
 

@@ -95,11 +95,11 @@ def add(connection: Connection, place: Place, target: Target, parts: tuple[str, 
     """
     by_row = _is_among_others(connection, target) or len(parts) > 1
     _expect_columns(connection, target, parts[1::2])
-    triggers = _triggers(place, target, _tree(connection, target), parts, by_row=by_row)
-    if all(plainly(connection, trigger.is_there()).scalar_one() for trigger in triggers):
+    found = triggers(place, target, _tree(connection, target), parts, by_row=by_row)
+    if all(plainly(connection, trigger.is_there()).scalar_one() for trigger in found):
         return
     drop(connection, place, target)
-    for trigger in triggers:
+    for trigger in found:
         plainly(connection, trigger.creation())
         plainly(connection, f"COMMENT ON TRIGGER {quoted(trigger.name)} ON {trigger.table} IS {literal(COMMENT)}")
 
@@ -149,9 +149,10 @@ def _expect_own(connection: Connection, place: Place, target: Target) -> None:
         )
 
 
-def _triggers(
+def triggers(
     place: Place, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
 ) -> list[_Trigger]:
+    """Return the triggers of a fence: one for every statement, or for each row and each table that can be truncated."""
     fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"
     every = place.name("fence_table_v1")
     if not by_row:
@@ -199,16 +200,20 @@ def _tree(connection: Connection, target: Target) -> list[str]:
     return [target.quoted, *found.scalars()]
 
 
+def kind_query(target: Target, column: str) -> str:
+    """Return the query for the type of a column and whether it can name a resource; no row if there is none."""
+    return (
+        "SELECT pg_catalog.format_type(a.atttypid, NULL) AS name, t.typtype = 'e'"
+        f" OR pg_catalog.format_type(COALESCE(NULLIF(t.typbasetype, 0), t.oid), NULL) IN ({_KINDS}) AS usable"
+        " FROM pg_catalog.pg_attribute AS a JOIN pg_catalog.pg_type AS t ON t.oid = a.atttypid"
+        f" WHERE a.attrelid = pg_catalog.to_regclass({literal(target.quoted)})"
+        f" AND a.attname = {literal(column)} AND a.attnum > 0 AND NOT a.attisdropped"
+    )
+
+
 def _expect_columns(connection: Connection, target: Target, columns: Sequence[str]) -> None:
     for column in columns:
-        kind = plainly(
-            connection,
-            "SELECT pg_catalog.format_type(a.atttypid, NULL) AS name, t.typtype = 'e'"
-            f" OR pg_catalog.format_type(COALESCE(NULLIF(t.typbasetype, 0), t.oid), NULL) IN ({_KINDS}) AS usable"
-            " FROM pg_catalog.pg_attribute AS a JOIN pg_catalog.pg_type AS t ON t.oid = a.atttypid"
-            f" WHERE a.attrelid = pg_catalog.to_regclass({literal(target.quoted)})"
-            f" AND a.attname = {literal(column)} AND a.attnum > 0 AND NOT a.attisdropped",
-        ).one_or_none()
+        kind = plainly(connection, kind_query(target, column)).one_or_none()
         if kind is None:
             raise ValueError(f"the resource names the column {column!r}, and {target} has none of that name")
         if not kind.usable:

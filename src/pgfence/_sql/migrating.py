@@ -1,0 +1,175 @@
+"""What migrations need: fences as scripts that ask no server beforehand, and which fences and installations a database has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pgfence._sql.fences import COMMENT, Target, foreign, kind_query, triggers
+from pgfence._sql.storage import Place, quoted
+from pgfence._sql.tables import literal, plainly
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+_MARK = "\0"
+"""Where the name of a partition goes; no name can hold it."""
+
+
+class Standing(NamedTuple):
+    """A fence that a table has."""
+
+    schema: str
+    table: str
+    parts: tuple[str, ...]
+
+
+def standing(connection: Connection, place: Place) -> list[Standing]:
+    """Return the fences of one installation, in the order of their tables. Copies on partitions are not told of."""
+    names = ", ".join(literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1"))
+    found = plainly(
+        connection,
+        "SELECT n.nspname, c.relname, pg_catalog.encode(t.tgargs, 'hex') AS args FROM pg_catalog.pg_trigger AS t"
+        " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        f" WHERE t.tgfoid IN (SELECT pg_catalog.to_regproc(f.name) FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name))"
+        f" AND t.tgname = {literal(place.prefix + 'fence')} AND t.tgparentid = 0 ORDER BY 1, 2",
+    )
+    return [
+        Standing(row.nspname, row.relname, tuple(arg.decode() for arg in bytes.fromhex(row.args).split(b"\0")[:-1]))
+        for row in found
+    ]
+
+
+def installations(connection: Connection) -> set[Place]:
+    """Return where this database has functions of ours, whatever their prefix."""
+    found = plainly(
+        connection,
+        "SELECT n.nspname, p.proname FROM pg_catalog.pg_proc AS p"
+        " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace WHERE p.proname LIKE '%enter\\_gate\\_v1'",
+    )
+    return {Place(row.nspname, row.proname.removesuffix("enter_gate_v1")) for row in found}
+
+
+def held(connection: Connection, place: Place) -> list[str]:
+    """Return who holds a lease, by name; none where the table is missing."""
+    if plainly(connection, f"SELECT pg_catalog.to_regclass({literal(place.name('lease'))})").scalar_one() is None:
+        return []
+    found = plainly(
+        connection,
+        f"SELECT l.name FROM {place.name('lease')} AS l"
+        " WHERE l.released_at IS NULL AND l.expires_at > pg_catalog.clock_timestamp() ORDER BY 1",
+    )
+    return list(found.scalars())
+
+
+def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
+    """Return a statement that does what `fences.add` does, and puts its questions to the server when it runs."""
+    whole, one = triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
+    first, truncate = triggers(place, target, [_MARK], parts, by_row=True)
+    before, _, after = truncate.creation().partition(_MARK)
+    columns = "".join(_expected(target, column) for column in parts[1::2])
+    kinds = "c.relkind = 'p' OR c.relispartition OR c.relhassubclass OR EXISTS (SELECT FROM pg_catalog.pg_inherits"
+    comment = f"{literal(COMMENT)}"
+    whole_comment = f"COMMENT ON TRIGGER {quoted(place.prefix + 'fence')} ON {target.quoted} IS {comment};"
+    return _block(
+        "DECLARE\n    part text;\n"
+        f"BEGIN\n{_refusing(place, target)}{columns}{_removal(place, target)}"
+        f"    IF {'' if one else 'true OR '}(SELECT {kinds} AS i WHERE i.inhrelid = c.oid)"
+        f" FROM pg_catalog.pg_class AS c WHERE c.oid = {literal(target.quoted)}::pg_catalog.regclass) THEN\n"
+        f"        {first.creation()};\n"
+        f"        FOR part IN {_tree(target)} LOOP\n"
+        f"            EXECUTE {literal(before)} || part || {literal(after)};\n"
+        f"            EXECUTE {literal(f'COMMENT ON TRIGGER {quoted(truncate.name)} ON ')} || part"
+        f" || {literal(f' IS {comment}')};\n"
+        "        END LOOP;\n"
+        f"    ELSE\n        {whole[0].creation()};\n"
+        "    END IF;\n"
+        f"    {whole_comment}\nEND"
+    )
+
+
+def removing(place: Place, target: Target) -> str:
+    """Return a statement that does what `fences.drop` does, likewise."""
+    return _block(f"DECLARE\n    part text;\nBEGIN\n{_refusing(place, target)}{_removal(place, target)}END")
+
+
+def _removal(place: Place, target: Target) -> str:
+    truncate = f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON "
+    return (
+        f"    DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted};\n"
+        f"    FOR part IN {_tree(target)} LOOP\n        EXECUTE {literal(truncate)} || part;\n    END LOOP;\n"
+    )
+
+
+def _refusing(place: Place, target: Target) -> str:
+    return (
+        f"    IF EXISTS ({foreign(place, target)}) THEN\n"
+        f"        RAISE EXCEPTION '% has a trigger of this name that is none of pgfence''s', {literal(str(target))};\n"
+        "    END IF;\n"
+    )
+
+
+def _expected(target: Target, column: str) -> str:
+    return (
+        f"    IF NOT COALESCE((SELECT k.usable FROM ({kind_query(target, column)}) AS k), false) THEN\n"
+        f"        RAISE EXCEPTION 'the resource needs a column % of %, of text, integer, uuid, date or an enum',"
+        f" {literal(column)}, {literal(str(target))};\n"
+        "    END IF;\n"
+    )
+
+
+def _tree(target: Target) -> str:
+    table = f"{literal(target.quoted)}::pg_catalog.regclass"
+    return (
+        f"SELECT {table}::text UNION SELECT t.relid::pg_catalog.regclass::text"
+        f" FROM pg_catalog.pg_partition_tree({table}) AS t WHERE t.level > 0"
+    )
+
+
+def _block(body: str) -> str:
+    tag = "pgfence"
+    while f"${tag}$" in body:
+        tag += "_"
+    return f"DO ${tag}$\n{body}\n${tag}$"
+
+
+def _indexes(table: Target, index: str) -> str:
+    return (
+        " FROM pg_catalog.pg_class AS t JOIN pg_catalog.pg_class AS x ON x.relnamespace = t.relnamespace"
+        f" AND x.relname = {literal(index)} JOIN pg_catalog.pg_index AS i ON i.indexrelid = x.oid"
+        f" WHERE t.oid = pg_catalog.to_regclass({literal(table.quoted)})"
+    )
+
+
+class Index(NamedTuple):
+    """An index of some name in the schema of a table."""
+
+    called: str
+    valid: bool
+    unique: bool
+    of_this_table: bool
+    columns: list[str]
+
+
+def index(connection: Connection, table: Target, name: str) -> Index | None:
+    """Return the index of a name, None if there is none. Its columns are as the server writes them, quoted where needed."""
+    row: Any = plainly(
+        connection,
+        "SELECT x.oid::pg_catalog.regclass::text, i.indisvalid, i.indisunique, i.indrelid = t.oid,"
+        " ARRAY(SELECT pg_catalog.pg_get_indexdef(x.oid, k, true)"
+        " FROM pg_catalog.generate_series(1, i.indnkeyatts::int) AS k)" + _indexes(table, name),
+    ).one_or_none()
+    return None if row is None else Index(*row)
+
+
+def drop_index(connection: Connection, called: str) -> None:
+    """Drop an index beside running writers; in autocommit."""
+    plainly(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {called}")
+
+
+def clearing(table: Target, name: str) -> str:
+    """Return a statement that drops an index that an interrupted build left behind, for scripts: it keeps writers out."""
+    return _block(
+        "DECLARE\n    found text;\nBEGIN\n"
+        f"    SELECT x.oid::pg_catalog.regclass::text INTO found{_indexes(table, name)} AND NOT i.indisvalid;\n"
+        "    IF found IS NOT NULL THEN\n        EXECUTE 'DROP INDEX ' || found;\n    END IF;\nEND"
+    )

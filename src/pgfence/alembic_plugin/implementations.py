@@ -1,0 +1,169 @@
+"""How the operations are done: on the connection of the migration, or as a script (`--sql`), which asks no server."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from alembic.ddl.impl import DefaultImpl
+from alembic.operations import Operations
+from alembic.operations.ops import CreateIndexOp, DropIndexOp
+
+from pgfence import schema
+from pgfence._sql import fences, migrating
+from pgfence._sql import tables as texts
+from pgfence._sql.fences import Target
+from pgfence._sql.storage import VERSION, Place
+from pgfence.alembic_plugin.operations import (
+    AddFence,
+    CreateIndexSafely,
+    CreatePgfence,
+    DropFence,
+    DropIndexSafely,
+    DropPgfence,
+    UpgradePgfence,
+)
+from pgfence.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+    from sqlalchemy import Connection
+
+_log = logging.getLogger("pgfence.migrations")
+
+
+def _perform(
+    operations: Operations, place: Place, work: Callable[[Connection, Place], None], script: Iterable[str]
+) -> None:
+    context = operations.migration_context
+    if not _is_postgresql(operations):
+        _log.info("skipped on %s: pgfence's tables and triggers are for PostgreSQL", context.dialect.name)
+    elif context.as_sql:
+        _write(operations, script)
+    else:
+        schema.perform(operations.get_bind(), place, work)
+
+
+def _write(operations: Operations, script: Iterable[str]) -> None:
+    assert isinstance(operations.impl, DefaultImpl)
+    for statement in script:
+        operations.impl.static_output(f"{statement};")
+
+
+@Operations.implementation_for(CreatePgfence)
+def _create(operations: Operations, operation: CreatePgfence) -> None:
+    _perform(operations, operation.place, texts.create, texts.creation(operation.place))
+
+
+@Operations.implementation_for(DropPgfence)
+def _drop(operations: Operations, operation: DropPgfence) -> None:
+    def work(connection: Connection, place: Place) -> None:
+        if names := migrating.held(connection, place):
+            raise SchemaError(
+                f"the lease {names[0]!r} is held: its holder would go on with a token that the next one gets as well. Stop"
+                f" whoever holds a lease ({len(names)} held), or wait until they have expired, and run this again",
+                needed=VERSION,
+                command="pgfence ps",
+            )
+        schema.drop_unless_fenced(connection, place)
+
+    _perform(operations, operation.place, work, texts.removal(operation.place))
+
+
+@Operations.implementation_for(UpgradePgfence)
+def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
+    _perform(operations, operation.place, texts.create, texts.creation(operation.place))
+
+
+@Operations.implementation_for(AddFence)
+def _add_fence(operations: Operations, operation: AddFence) -> None:
+    target, parts = operation.target, operation.parts
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: fences.add(connection, place, target, parts),
+        [migrating.adding(operation.place, target, parts)],
+    )
+
+
+@Operations.implementation_for(DropFence)
+def _drop_fence(operations: Operations, operation: DropFence) -> None:
+    target = operation.target
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: fences.drop(connection, place, target),
+        [migrating.removing(operation.place, target)],
+    )
+
+
+@Operations.implementation_for(CreateIndexSafely)
+def _create_index(operations: Operations, operation: CreateIndexSafely) -> None:
+    ordinary = CreateIndexOp(
+        operation.index_name,
+        operation.table_name,
+        operation.columns,
+        schema=operation.schema,
+        unique=operation.unique,
+        if_not_exists=True,
+        **operation.kw,
+    )
+    if not _is_postgresql(operations):
+        operations.invoke(ordinary)
+        return
+    table, name = Target(operation.table_name, operation.schema), str(operation.index_name)
+    with _autocommit(operations):
+        if operations.migration_context.as_sql:
+            _write(operations, [migrating.clearing(table, name)])
+        elif _there(operations.get_bind(), table, operation):
+            return
+        operations.invoke(ordinary)
+
+
+@Operations.implementation_for(DropIndexSafely)
+def _drop_index(operations: Operations, operation: DropIndexSafely) -> None:
+    ordinary = DropIndexOp(
+        operation.index_name, operation.table_name, schema=operation.schema, if_exists=True, **operation.kw
+    )
+    with _autocommit(operations) if _is_postgresql(operations) else nullcontext():
+        operations.invoke(ordinary)
+
+
+def _there(connection: Connection, table: Target, operation: CreateIndexSafely) -> bool:
+    """Return whether that index is there already; drop it if its build was interrupted."""
+    found = migrating.index(connection, table, str(operation.index_name))
+    if found is None:
+        return False
+    if not found.valid and found.of_this_table:
+        _log.warning(
+            "the index %s is invalid, left by an interrupted build: it is dropped and built again", found.called
+        )
+        migrating.drop_index(connection, found.called)
+        return False
+    plain = all(isinstance(column, str) for column in operation.columns)
+    same = not plain or [_plain(column) for column in found.columns] == list(operation.columns)
+    if not (same and found.of_this_table and found.unique == operation.unique):
+        raise ValueError(
+            f"there is an index {found.called} already, of other columns or another table: rename one of them"
+        )
+    _log.info("the index %s is there already", found.called)
+    return True
+
+
+def _plain(column: str) -> str:
+    return column[1:-1].replace('""', '"') if column.startswith('"') else column
+
+
+def _autocommit(operations: Operations) -> AbstractContextManager[None]:
+    """Leave the transaction of the migration for a while, unless somebody has."""
+    context = operations.migration_context
+    if not context.as_sql and operations.get_bind().get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+        return nullcontext()
+    return context.autocommit_block()
+
+
+def _is_postgresql(operations: Operations) -> bool:
+    return operations.migration_context.dialect.name == "postgresql"

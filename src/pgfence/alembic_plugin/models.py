@@ -1,0 +1,101 @@
+"""What the models of a MetaData ask for: which fence each table shall have, and where tables of pgfence itself are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Never
+
+from alembic.util import CommandError
+from sqlalchemy import Date, Enum, Integer, String, Uuid, inspect
+from sqlalchemy.types import TypeDecorator
+
+from pgfence._sql.storage import Place
+from pgfence._sql.tables import OWN
+from pgfence.fence._rows import MODEL, View, constant, resource_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from sqlalchemy import Column, Table
+
+_MARK = "\0"
+"""Around the name of a column in what a resource function returns; no resource may hold it."""
+
+
+def place_of_own(table: Table) -> Place | None:
+    """Return the installation that a table belongs to; None if it is not one of ours."""
+    prefix = table.info.get(OWN)
+    return None if prefix is None else Place(table.schema, prefix)
+
+
+def fence_of(table: Table) -> str | None:
+    """Return the resource that a table is fenced by, as `add_fence` takes it; None if it has no fence.
+
+    Raises:
+        CommandError: its class computes the resource in a way that cannot be read off.
+    """
+    if MODEL in table.info:
+        told: str | None = table.info[MODEL]
+        return told
+    for column in table.columns:
+        if (model := column.info.get(MODEL)) is not None:
+            return _resource(model) if model.__fence__ == "gate" else None
+    return None
+
+
+def _resource(model: Any) -> str:
+    if constant(model):
+        return _literally(model.__fence_resource__)
+    columns = inspect(model).column_attrs
+    try:
+        text = resource_of(model, View(model, lambda name: _Symbol(columns[name].columns[0])))
+    except Exception as error:
+        raise CommandError(
+            f"{model.__name__}.__fence_resource__ cannot be read off for a trigger: {error}. Say it in its __table_args__:"
+            f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or None there for a table without a trigger'
+        ) from error
+    return _template(text.split(_MARK))
+
+
+def _template(pieces: Iterable[str]) -> str:
+    return "".join(f"{{{piece}}}" if i % 2 else _literally(piece) for i, piece in enumerate(pieces))
+
+
+def resource_from(parts: tuple[str, ...]) -> str:
+    """Return what `add_fence` was called with, from the parts that a trigger has."""
+    return _template(parts)
+
+
+def _literally(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+class _Symbol:
+    """A column of a row that may become part of a text, and nothing else."""
+
+    def __init__(self, column: Column[Any]) -> None:
+        kind: Any = column.type
+        if isinstance(kind, TypeDecorator) and type(kind).process_bind_param is TypeDecorator.process_bind_param:
+            kind = kind.impl_instance
+        if not isinstance(kind, String | Integer | Uuid | Date) or isinstance(kind, Enum):
+            raise TypeError(f"the column {column.name} is of a type that Python and PostgreSQL may spell differently")
+        self._text = f"{_MARK}{column.name}{_MARK}"
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise TypeError(f"it formats a column ({spec!r})")
+        return self._text
+
+    def __add__(self, other: Any) -> str:
+        return self._text + str(other)
+
+    def __radd__(self, other: Any) -> str:
+        return str(other) + self._text
+
+    def _refuse(self, *_: Any) -> Never:
+        raise TypeError("it does more with a column than put it into a text")
+
+    __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = __getitem__ = _refuse
+    __hash__ = None  # type: ignore[assignment]

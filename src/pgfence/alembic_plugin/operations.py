@@ -1,0 +1,170 @@
+"""What a migration can ask for. How it is done is in `implementations`, how it is written into a script in `renderers`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from alembic.operations import MigrateOperation
+from alembic.operations.ops import CreateIndexOp, DropIndexOp
+
+from pgfence._sql.fences import Target, parts_of
+from pgfence._sql.storage import VERSION, Place
+from pgfence.config import expect_place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PREFIX = Place().prefix
+
+
+class PlaceOperation(MigrateOperation):
+    """Something about one installation of pgfence."""
+
+    def __init__(self, schema: str | None = None, prefix: str = PREFIX) -> None:
+        expect_place(schema, prefix)
+        self.place = Place(schema, prefix)
+
+
+class CreatePgfence(PlaceOperation):
+    """Make tables and functions."""
+
+    def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
+        super().__init__(schema, prefix)
+        self.version = known(version)
+
+    def reverse(self) -> DropPgfence:
+        """Return what undoes it."""
+        return DropPgfence(self.place.schema, self.place.prefix, self.version)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "create_pgfence", self.place.schema, self.place.prefix, self.version
+
+
+class DropPgfence(PlaceOperation):
+    """Drop tables and functions."""
+
+    def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
+        super().__init__(schema, prefix)
+        self.version = known(version)
+
+    def reverse(self) -> CreatePgfence:
+        """Return what undoes it; the rows are gone."""
+        return CreatePgfence(self.place.schema, self.place.prefix, self.version)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "drop_pgfence", self.place.schema, self.place.prefix
+
+
+class UpgradePgfence(PlaceOperation):
+    """Bring tables and functions from one version to another, up or down."""
+
+    def __init__(self, from_: int, to: int, schema: str | None = None, prefix: str = PREFIX) -> None:
+        super().__init__(schema, prefix)
+        self.from_ = known(from_)
+        self.to = known(to)
+
+    def reverse(self) -> UpgradePgfence:
+        """Return what undoes it."""
+        return UpgradePgfence(self.to, self.from_, self.place.schema, self.place.prefix)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "upgrade_pgfence", self.from_, self.to, self.place.schema, self.place.prefix
+
+
+def known(version: int) -> int:
+    """Return a version of the tables that this release can make.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if version not in range(1, VERSION + 1):
+        raise ValueError(
+            f"this release of pgfence knows its tables up to version {VERSION}, and not version {version!r}"
+        )
+    return version
+
+
+class TableOperation(PlaceOperation):
+    """Something about one table of the application."""
+
+    def __init__(
+        self, table: str, *, schema: str | None = None, pgfence_schema: str | None = None, prefix: str = PREFIX
+    ) -> None:
+        super().__init__(pgfence_schema, prefix)
+        if not isinstance(table, str):
+            raise TypeError(f"a table is named by a str here, and its schema by schema=, not by {table!r}")
+        self.target = Target(table, schema)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The table and the installation, as arguments."""
+        return {"schema": self.target.schema, "pgfence_schema": self.place.schema, "prefix": self.place.prefix}
+
+
+class AddFence(TableOperation):
+    """Let a table refuse every write outside the gate of its resource."""
+
+    def __init__(self, table: str, *, resource: str, namespace: str = "", **options: Any) -> None:
+        super().__init__(table, **options)
+        self.parts = parts_of(resource, namespace)
+        self.resource = resource
+        self.namespace = namespace
+
+    def reverse(self) -> DropFence:
+        """Return what undoes it."""
+        return DropFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "add_fence", self.target.schema, self.target.name, self.resource
+
+
+class DropFence(TableOperation):
+    """Take the fence off a table."""
+
+    def __init__(self, table: str, *, resource: str | None = None, namespace: str = "", **options: Any) -> None:
+        super().__init__(table, **options)
+        if resource is not None:
+            parts_of(resource, namespace)
+        self.resource = resource
+        self.namespace = namespace
+
+    def reverse(self) -> AddFence:
+        """Return what undoes it.
+
+        Raises:
+            ValueError: it does not say which resource the fence had.
+        """
+        if self.resource is None:
+            raise ValueError(
+                f"drop_fence({self.target.name!r}) can be reversed only with the resource= that the fence had"
+            )
+        return AddFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "drop_fence", self.target.schema, self.target.name, self.resource
+
+
+class CreateIndexSafely(CreateIndexOp):
+    """Build an index beside running writers; what an interrupted build left behind is dropped first."""
+
+    def __init__(self, index_name: str, table_name: str, columns: Sequence[Any], **options: Any) -> None:
+        options["postgresql_concurrently"] = True
+        super().__init__(index_name, table_name, columns, **options)
+
+    def reverse(self) -> DropIndexSafely:
+        """Return what undoes it."""
+        assert self.index_name is not None
+        return DropIndexSafely(self.index_name, self.table_name, schema=self.schema, _reverse=self)
+
+
+class DropIndexSafely(DropIndexOp):
+    """Drop an index beside running writers; none there is no error."""
+
+    def __init__(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
+        options |= {"postgresql_concurrently": True, "if_exists": True}
+        super().__init__(index_name, table_name, **options)

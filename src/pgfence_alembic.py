@@ -1,0 +1,252 @@
+"""What Alembic loads of pgfence in every command: the directives of `op`, and a comparison that env.py may ask for.
+
+Entry points are loaded while `alembic` is half imported, in programs that may never use pgfence. So this module stands beside
+the package, imports nothing of it or of Alembic until something is used, and whatever goes wrong is logged and not raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from alembic.autogenerate.api import AutogenContext
+    from alembic.operations import Operations
+    from alembic.operations.ops import UpgradeOps
+    from alembic.runtime.plugins import Plugin
+    from alembic.util import PriorityDispatchResult
+
+__all__ = ["Directives", "setup"]
+
+_log = logging.getLogger("pgfence.migrations")
+
+_UNASKED = "alembic.autogenerate.pgfence"
+"""Within the pattern that Alembic takes where env.py names no plugins."""
+
+
+class Directives:
+    """What stands in a migration as `op.<name>(...)`."""
+
+    @classmethod
+    def create_pgfence(
+        cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_", version: int = 1
+    ) -> None:
+        """Make pgfence's tables and functions, where they are not there yet; part of the transaction of the migration.
+
+        Args:
+            operations: `op` itself.
+            schema: made if it is missing; None takes the first of the search path.
+            prefix: of the names of tables and functions.
+            version: of tables and functions, so that the migration does the same with a later release.
+
+        Raises:
+            ValueError: this release knows no such version, the schema is empty or the prefix too long.
+            SchemaError: this role may not make them, or what is there is not as pgfence made it.
+        """
+        operations.invoke(_operations().CreatePgfence(schema, prefix, version))
+
+    @classmethod
+    def drop_pgfence(cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_") -> None:
+        """Drop pgfence's tables and functions with all that is in them; what is not there is no error.
+
+        Args:
+            operations: `op` itself.
+            schema: where they are.
+            prefix: of their names.
+
+        Raises:
+            SchemaError: a table is still fenced, a lease is held, or this role does not own them.
+        """
+        operations.invoke(_operations().DropPgfence(schema, prefix))
+
+    @classmethod
+    def upgrade_pgfence(
+        cls, operations: Operations, from_: int, to: int, *, schema: str | None = None, prefix: str = "pgfence_"
+    ) -> None:
+        """Bring pgfence's tables and functions from one version to another, in either direction.
+
+        Args:
+            operations: `op` itself.
+            from_: the version they have.
+            to: the version they shall have.
+            schema: where they are.
+            prefix: of their names.
+
+        Raises:
+            ValueError: this release does not know one of the versions.
+        """
+        operations.invoke(_operations().UpgradePgfence(from_, to, schema, prefix))
+
+    @classmethod
+    def add_fence(
+        cls,
+        operations: Operations,
+        table: str,
+        *,
+        resource: str,
+        namespace: str = "",
+        schema: str | None = None,
+        pgfence_schema: str | None = None,
+        prefix: str = "pgfence_",
+    ) -> None:
+        """Let a table refuse every write of a transaction that has not entered the gate of its resource.
+
+        As `pgfence.schema.add_fence`, with what `configure` says written out. A fence of another resource is replaced.
+
+        Args:
+            operations: `op` itself.
+            table: its name.
+            resource: what is fenced; with columns in braces ("close:{book}") each row has its own.
+            namespace: what programs that write there give to `configure`.
+            schema: of the table.
+            pgfence_schema: of pgfence's functions.
+            prefix: of their names.
+
+        Raises:
+            ValueError: there is no such table or column, the resource cannot be used, or the table has a trigger of
+                somebody else's with the fence's name.
+            SchemaError: pgfence's functions are missing, or this role may not make a trigger.
+        """
+        made = _operations().AddFence(
+            table, resource=resource, namespace=namespace, schema=schema, pgfence_schema=pgfence_schema, prefix=prefix
+        )
+        operations.invoke(made)
+
+    @classmethod
+    def drop_fence(
+        cls,
+        operations: Operations,
+        table: str,
+        *,
+        schema: str | None = None,
+        pgfence_schema: str | None = None,
+        prefix: str = "pgfence_",
+    ) -> None:
+        """Take the fence off a table; none there is no error.
+
+        Args:
+            operations: `op` itself.
+            table: its name.
+            schema: of the table.
+            pgfence_schema: of pgfence's functions.
+            prefix: of their names.
+
+        Raises:
+            ValueError: there is no such table, or its trigger of that name is somebody else's.
+            SchemaError: this role does not own the table.
+        """
+        made = _operations().DropFence(table, schema=schema, pgfence_schema=pgfence_schema, prefix=prefix)
+        operations.invoke(made)
+
+    @classmethod
+    def create_index_safely(
+        cls,
+        operations: Operations,
+        index_name: str,
+        table_name: str,
+        columns: Sequence[Any],
+        *,
+        schema: str | None = None,
+        unique: bool = False,
+        **kw: Any,
+    ) -> None:
+        """Build an index with CONCURRENTLY, beside running writers. It may be repeated after a build that was cut off.
+
+        An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first; a valid one
+        of the same columns stays. What the migration did before is committed: CONCURRENTLY runs outside of a transaction.
+
+        Args:
+            operations: `op` itself.
+            index_name: the name of the index.
+            table_name: the name of the table.
+            columns: names, or `sqlalchemy.text` for expressions, which are not compared with an index that is there.
+            schema: of both.
+            unique: a unique index.
+            **kw: as for `op.create_index`, e.g. postgresql_where.
+
+        Raises:
+            ValueError: there is another index of that name.
+        """
+        made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)
+        operations.invoke(made)
+
+    @classmethod
+    def drop_index_safely(
+        cls, operations: Operations, index_name: str, table_name: str | None = None, *, schema: str | None = None
+    ) -> None:
+        """Drop an index with CONCURRENTLY, beside running writers; none there is no error.
+
+        Args:
+            operations: `op` itself.
+            index_name: the name of the index.
+            table_name: the name of the table.
+            schema: of the index.
+        """
+        operations.invoke(_operations().DropIndexSafely(index_name, table_name, schema=schema))
+
+
+def setup(plugin: Plugin) -> None:
+    """Register the directives and the comparison; called by Alembic."""
+    try:
+        _register(plugin)
+    except Exception:  # noqa: BLE001
+        _log.warning("pgfence's operations are not there: they could not be registered", exc_info=True)
+
+
+def _register(plugin: Plugin) -> None:
+    from alembic.operations import Operations
+    from alembic.util import DispatchPriority
+
+    for name in vars(Directives):
+        if not name.startswith("_"):
+            Operations.register_operation(name)(Directives)
+    for wanted, compare in ((plugin, _compare), (type(plugin)(_UNASKED), _remind)):
+        wanted.add_autogenerate_comparator(
+            compare, "schema", "pgfence", qualifier="postgresql", priority=DispatchPriority.LAST
+        )
+
+
+def _operations() -> Any:
+    from pgfence.alembic_plugin import implementations, operations, renderers  # noqa: F401
+
+    return operations
+
+
+def _compare(context: AutogenContext, ops: UpgradeOps, schemas: set[str | None]) -> PriorityDispatchResult:
+    _operations()
+    from pgfence.alembic_plugin.comparison import compare
+
+    return compare(context, ops, schemas)
+
+
+def _remind(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None]) -> PriorityDispatchResult:
+    from alembic.util import PriorityDispatchResult
+
+    named = context.opts.get("autogenerate_plugins") or ()
+    ours = any(str(getattr(op, "table_name", "")).startswith("pgfence_") for op in ops.ops)
+    if "pgfence" not in named and (ours or any(_concerns_us(table) for table in context.sorted_tables)):
+        _log.warning(
+            "tables and triggers of pgfence are compared wrongly or not at all: add"
+            ' autogenerate_plugins=["alembic.autogenerate.*", "pgfence"] to context.configure() in env.py'
+        )
+    return PriorityDispatchResult.CONTINUE
+
+
+def _concerns_us(table: Any) -> bool:
+    marks = (table.info, *(column.info for column in table.columns))
+    return any(str(key).startswith("pgfence") for mark in marks for key in mark)
+
+
+class _Module(ModuleType):
+    """This module, for Alembic before 1.20.1: it iterates over what an entry point loads, and dies of what it cannot."""
+
+    def __iter__(self) -> Iterator[ModuleType]:
+        _log.warning("pgfence's operations are not there: they need Alembic 1.20.1 or newer")
+        return iter(())
+
+
+sys.modules[__name__].__class__ = _Module
