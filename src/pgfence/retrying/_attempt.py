@@ -46,7 +46,8 @@ class Attempt:
         self._connections: set[Connection] = set()
         self._met: dict[Connection, BaseException] = {}
         session.info[NUMBER] = number
-        event.listen(session, "after_begin", self._begun)
+        vars(session)[_ATTRIBUTE] = self
+        _listen_to_sessions()
 
     @property
     def config(self) -> Config:
@@ -73,9 +74,9 @@ class Attempt:
         self._ending = True
 
     def over(self) -> None:
-        """Let go of the connections, which may be somebody else's."""
-        for connection in self._connections:
-            vars(connection).pop(_ATTRIBUTE, None)
+        """Let go of the session, and of its connections, which may be somebody else's."""
+        for one in (self._session, *self._connections):
+            vars(one).pop(_ATTRIBUTE, None)
 
     def doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
@@ -92,7 +93,12 @@ class Attempt:
             " again; an idempotency key makes the repetition harmless"
         )
 
-    def _begun(self, _session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
+    def use(self, connection: Connection) -> None:
+        """Note a connection that the session begins on.
+
+        Raises:
+            UnsupportedServerError: it is no PostgreSQL.
+        """
         style_of(connection.dialect)
         self._connections.add(connection)
         vars(connection)[_ATTRIBUTE] = self
@@ -104,6 +110,20 @@ class Attempt:
         """Keep the last error that a connection met, for it may be swallowed; one that only tells of an earlier does not count."""
         if sqlstate(error) != TRANSACTION_ABORTED:
             self._met[connection] = error
+
+
+def _listen_to_sessions() -> None:
+    """Hear of every connection that a Session begins on; by its class, for a listener of each Session's own is dear."""
+    from sqlalchemy.orm import Session
+
+    if not event.contains(Session, "after_begin", _begun):
+        event.listen(Session, "after_begin", _begun)
+
+
+def _begun(session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
+    attempt: Attempt | None = vars(session).get(_ATTRIBUTE)
+    if attempt is not None:
+        attempt.use(connection)
 
 
 def _note(context: ExceptionContext) -> None:
