@@ -224,18 +224,19 @@ async def test_a_write_in_between_makes_the_flush_fail(desk: Desk) -> None:
 async def test_a_lock_keeps_the_row_until_the_transaction_ends(desk: Desk, admin: psycopg.Connection[Any]) -> None:
     """With `lock=True` nobody else writes the row, so the flush cannot fail; without it anybody may."""
     cls = page()
-    await desk.make(cls, cls(id=1, title="old"))
-    theirs = f"SELECT 1 FROM {cls.__tablename__} FOR UPDATE NOWAIT"
+    await desk.make(cls, cls(id=1, title="old"), cls(id=2, title="old"))
+    theirs = f"SELECT 1 FROM {cls.__tablename__} WHERE id = %s FOR UPDATE NOWAIT"
     for lock in (False, True):
         async with desk.open() as session:
             row = await desk.load(session, cls, 1, 1 + lock, lock=lock)
             if lock:
                 with pytest.raises(psycopg.errors.LockNotAvailable):
-                    admin.execute(theirs)
+                    admin.execute(theirs, [1])
             else:
-                admin.execute(theirs)
+                admin.execute(theirs, [1])
+            admin.execute(theirs, [2])
             await desk.save(session, row, str(lock))
-            admin.execute(theirs)
+            admin.execute(theirs, [1])
 
 
 async def test_the_session_goes_on_after_a_refusal(desk: Desk) -> None:
@@ -470,7 +471,8 @@ async def test_a_session_on_a_connection_is_taken(desk: Desk) -> None:
     assert await desk.title(cls) == "old"
 
 
-async def test_a_session_that_reads_from_replicas_compares_on_the_primary(desk: Desk) -> None:
+@pytest.mark.parametrize("lock", [False, True])
+async def test_a_session_that_reads_from_replicas_compares_on_the_primary(desk: Desk, lock: bool) -> None:
     """What a replica says may be late: the row is read where the flush will write it."""
     asked: list[bool] = []
     primary = desk.engine.sync_engine if desk.world.is_async else desk.engine
@@ -489,7 +491,7 @@ async def test_a_session_that_reads_from_replicas_compares_on_the_primary(desk: 
     async with desk.world.enter(
         AsyncSession(sync_session_class=Routing) if desk.world.is_async else Routing()
     ) as session:
-        await desk.save(session, await desk.load(session, cls, 1, 1))
+        await desk.save(session, await desk.load(session, cls, 1, 1, lock=lock))
     assert asked and all(asked)
 
 
