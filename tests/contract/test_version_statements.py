@@ -211,6 +211,7 @@ async def test_a_reader_notices_a_delete(world: World, kind: str) -> None:
     assert [(item.pk, item.found) for item in conflict.value.items] == [((1,), None)]
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 async def test_a_version_in_a_column_of_another_name_is_raised(world: World) -> None:
     """The name of the column does not matter, for statements of the class and of its Table."""
     engine = world.engine()
@@ -302,6 +303,7 @@ async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
     assert await read(world, engine, cls) == after
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [{}, {"version": None}])
 async def test_an_update_by_primary_key_without_a_version_is_refused(
@@ -317,6 +319,7 @@ async def test_an_update_by_primary_key_without_a_version_is_refused(
     assert await read(world, engine, cls) == before
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 async def test_an_update_by_primary_key_with_criteria_of_its_own_is_refused(world: World) -> None:
     """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass without a word."""
     engine = world.engine()
@@ -369,6 +372,7 @@ async def refused_on_its_second_table(world: World, engine: Any, cls: Any) -> No
     assert set((await read(world, engine, cls)).values()) == {2}
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any], Any]) -> None:
     """With bulk="refuse" no statement that would have to raise versions goes out."""
@@ -379,6 +383,7 @@ async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any
     assert (await read(world, engine, cls))[1] == 1
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) -> None:
     """With bulk="refuse" an UPDATE is found as a part of a SELECT too."""
     engine = world.engine()
@@ -407,6 +412,7 @@ async def test_a_session_that_refuses_lets_through_what_is_guarded(world: World)
     assert (await read(world, engine, other))[1] == 2
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_session_can_leave_statements_alone(world: World, form: Callable[[Any], Any]) -> None:
     """With bulk="ignore" a statement goes out as it is."""
@@ -417,6 +423,7 @@ async def test_a_session_can_leave_statements_alone(world: World, form: Callable
     assert (await read(world, engine, cls))[1] == expected
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
     """A value for the version in an UPDATE is an error; an expression that raises it is left as it is."""
     engine = world.engine()
@@ -435,6 +442,7 @@ async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
     assert set((await read(world, engine, cls)).values()) == {11}
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
 async def test_values_in_an_order_of_their_own_are_refused(world: World) -> None:
     """ordered_values() leaves no place for the version."""
     engine = world.engine()

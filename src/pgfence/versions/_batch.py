@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sqlalchemy import event, inspect
+from sqlalchemy import Delete, event, inspect
 from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.attributes import flag_modified, instance_state, set_committed_value
+from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import memoized_property
 
 from pgfence.errors import TransactionStateError, VersionConflict
-from pgfence.versions._conflicts import conflict
+from pgfence.versions._conflicts import conflict, not_written
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_column
-from pgfence.versions._rows import Key, versions_of
+from pgfence.versions._rows import Key, lock, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     State: TypeAlias = "InstanceState[Any]"
 
 _O = TypeVar("_O")
-_T = TypeVar("_T")
 
 
 class Batch:
@@ -62,6 +62,28 @@ def _emitting() -> Batch | None:
     return batch if batch is not None and batch.emitting else None
 
 
+class CountedDelete(Delete):
+    """The DELETE of one row that raises if there was none.
+
+    SQLAlchemy adds the counts of several up, and then trusts the sum only where a driver can count many rows at once.
+    """
+
+    inherit_cache = True
+
+    @classmethod
+    def of(cls, statement: Delete) -> CountedDelete:
+        """Return the same statement, counted."""
+        return cls(statement.table).where(*statement._where_criteria)
+
+    def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
+        result = super()._execute_on_connection(connection, distilled_params, execution_options)
+        if len(distilled_params) == 1 and result.rowcount != 1:
+            raise StaleDataError(
+                f"DELETE statement on table '{self.table.description}' expected to delete 1 row; it is not there."
+            )
+        return result
+
+
 class VersionedMapper(Mapper[_O]):
     """A mapper that has no version column while a batch flush writes."""
 
@@ -82,6 +104,16 @@ class VersionedMapper(Mapper[_O]):
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 
     @property
+    def confirm_deleted_rows(self) -> bool:
+        """Whether SQLAlchemy warns of rows that were not deleted. A batch looks for itself."""
+        asked: bool = self.__dict__["confirm_deleted_rows"]
+        return asked and not (_emitting() and self.batches)
+
+    @confirm_deleted_rows.setter
+    def confirm_deleted_rows(self, given: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.__dict__["confirm_deleted_rows"] = given
+
+    @property
     def _version_id_prop(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         # Not memoized as in Mapper: what it is depends on the flush.
         return super()._version_id_prop
@@ -90,9 +122,14 @@ class VersionedMapper(Mapper[_O]):
     def _version_id_has_server_side_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return super()._version_id_has_server_side_value
 
-    def _memo(self, key: Any, callable_: Callable[[], _T]) -> _T:
+    def _memo(self, key: Any, callable_: Callable[[], Any]) -> Any:
         # An UPDATE without the version must not be taken from here by a flush that relies on it.
-        return super()._memo(("batch", key) if _emitting() else key, callable_)
+        if _emitting():
+            return super()._memo(("batch", key), callable_)
+        version = self.__dict__["version_id_col"]
+        if key[0] == "delete" and version is not None and key[1] is version.table:
+            return super()._memo(key, lambda: CountedDelete.of(callable_()))
+        return super()._memo(key, callable_)
 
 
 @contextmanager
@@ -212,22 +249,25 @@ def _compare(
 ) -> None:
     """Lock rows, and raise unless each is at the version that its instance was read at."""
     conflicts: list[VersionConflict] = []
+    barred: list[str] = []
     for mapper, some in _by_table(states):
         where = connection or batch.session.connection(bind_arguments={"mapper": mapper})
-        # An UPDATE by itself lets others insert rows that refer to its row; so does its lock ahead.
-        found = versions_of(where, mapper, [_key(state) for state in some], lock={"key_share": not deleting})
+        found, seen = lock(where, mapper, [_key(state) for state in some], deleting=deleting)
+        barred += [f"{mapper.class_.__name__} {key}" for key in seen]
         for state, version in zip(some, found, strict=True):
             expected = state.dict.get(ATTRIBUTE)
             if version is None or (expected is not None and expected != version):
-                conflicts.append(_conflict(state, expected, version))
+                conflicts.append(VersionConflict(state.class_, _key(state), expected, version))
             batch.locked[state] = version
     if conflicts:
         raise conflict(conflicts)
+    if barred:
+        raise not_written(f"Rows could not be locked: {', '.join(barred)}.")
 
 
 def _confirm(batch: Batch) -> None:
     """Read what was written, and raise if some of it was not."""
-    kept: list[VersionConflict] = []
+    unwritten: list[State] = []
     for mapper, some in _by_table(batch.written):
         where = batch.session.connection(bind_arguments={"mapper": mapper})
         if mapper.version_id_generator and where.dialect.supports_sane_multi_rowcount:
@@ -235,28 +275,21 @@ def _confirm(batch: Batch) -> None:
         keys = [tuple(mapper.primary_key_from_instance(state.obj())) for state in some]
         for state, version in zip(some, versions_of(where, mapper, keys), strict=True):
             if version is None or version == batch.locked[state]:
-                kept.append(_conflict(state, batch.locked[state], version))
+                unwritten.append(state)
             else:
                 set_committed_value(state.obj(), ATTRIBUTE, version)
     for mapper, some in _by_table(batch.deleted):
         where = batch.session.connection(bind_arguments={"mapper": mapper})
         found = versions_of(where, mapper, [_key(state) for state in some])
-        kept += [
-            _conflict(state, batch.locked[state], version)
-            for state, version in zip(some, found, strict=True)
-            if version is not None
-        ]
-    if kept:
-        raise conflict(kept)
+        unwritten += [state for state, version in zip(some, found, strict=True) if version is not None]
+    if unwritten:
+        rows = ", ".join(f"{state.class_.__name__} {_key(state)}" for state in unwritten)
+        raise not_written(f"Rows were sent and are as they were: {rows}.")
 
 
 def _key(state: State) -> Key:
     assert state.identity is not None
     return tuple(state.identity)
-
-
-def _conflict(state: State, expected: Any, found: Any) -> VersionConflict:
-    return VersionConflict(state.class_, _key(state), expected, found)
 
 
 def _by_table(states: list[State]) -> list[tuple[Mapper[Any], list[State]]]:

@@ -43,5 +43,29 @@ def versions_of(
     return [found.get(place) for place in range(1, len(keys) + 1)]
 
 
+def lock(
+    connection: Connection, mapper: Mapper[Any], keys: Sequence[Key], *, deleting: bool = False
+) -> tuple[list[Any], list[Key]]:
+    """Lock rows in the order of their keys.
+
+    Args:
+        connection: in whose transaction.
+        mapper: their class.
+        keys: their primary keys.
+        deleting: some are to be deleted, so that others may not add rows that refer to them meanwhile.
+
+    Returns:
+        The version of each, None where there is none; and the keys of rows that are there and were not locked, because a
+        row-level security policy lets this role look at them only.
+    """
+    found = versions_of(connection, mapper, keys, lock={"key_share": not deleting})
+    missing = [place for place, version in enumerate(found) if version is None]
+    if missing:
+        seen = versions_of(connection, mapper, [keys[place] for place in missing])
+        for place, version in zip(missing, seen, strict=True):
+            found[place] = version
+    return found, [keys[place] for place in missing if found[place] is not None]
+
+
 def _array(values: list[Any], kind: Any) -> Any:
     return cast(bindparam(None, values, ARRAY(kind)), ARRAY(kind))

@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary, ref
 from sqlalchemy import BindParameter, ClauseElement, Insert, Table, Update, Uuid, event, func, inspect
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import visitors
 
 from pgfence.errors import VersionConflict, VersionRequiredError
-from pgfence.versions._conflicts import conflict
+from pgfence.versions._conflicts import conflict, not_written
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
-from pgfence.versions._rows import versions_of
+from pgfence.versions._rows import Key, lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -194,7 +195,10 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
     _compare(state.session, mapper, keys, [row[ATTRIBUTE] for row in rows])
-    result = state.invoke_statement()
+    try:
+        result = state.invoke_statement()
+    except StaleDataError as error:
+        raise not_written(str(error)) from error
     for key in keys:
         # SQLAlchemy puts the version of the parameters there, the one before.
         target = state.session.identity_map.get(mapper.identity_key_from_primary_key(key))
@@ -203,15 +207,16 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     return result
 
 
-def _compare(session: Session, mapper: Mapper[Any], keys: list[tuple[Any, ...]], expected: list[Any]) -> None:
+def _compare(session: Session, mapper: Mapper[Any], keys: list[Key], expected: list[Any]) -> None:
     """Lock the rows, so that a conflict is known by its rows and before the first is written."""
     if session.autoflush:
         session.flush()
-    connection = session.connection(bind_arguments={"mapper": mapper})
-    found = versions_of(connection, mapper, keys, lock={"key_share": True})
+    found, barred = lock(session.connection(bind_arguments={"mapper": mapper}), mapper, keys)
     rows = zip(keys, expected, found, strict=True)
     if conflicts := [VersionConflict(mapper.class_, *row) for row in rows if row[1] != row[2]]:
         raise conflict(conflicts)
+    if barred:
+        raise not_written(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
 
 
 # ------------------------------------------------------------ instances in the session
