@@ -11,7 +11,7 @@ from sqlalchemy.orm import Mapper, Session, scoped_session
 from pgfence.blocks import kinds
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
-from pgfence.versions.etags import IfMatch, etag
+from pgfence.versions.etags import ANY, IfMatch, etag
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -111,9 +111,15 @@ def _load(session: Session, mapper: Mapper[Any], pk: Any, expected: Any, lock: b
     if found is None:
         raise _conflict(mapper, _key(mapper, pk), expected, None)
     loaded = getattr(found, _mapping.ATTRIBUTE)
-    if not (expected.matches(etag(found)) if isinstance(expected, IfMatch) else loaded == expected):
+    if not _agrees(found, loaded, expected):
         raise _conflict(mapper, inspect(found).identity, expected, loaded)
     return found
+
+
+def _agrees(row: Any, version: Any, expected: Any) -> bool:
+    if isinstance(expected, IfMatch):
+        return expected == ANY or expected.matches(etag(row))
+    return bool(version == expected)
 
 
 def _refuse_unflushed(session: Session, mapper: Mapper[Any]) -> None:

@@ -11,7 +11,7 @@ from pgfence.errors import VersionRequiredError
 
 __all__ = ["Headers", "IfMatch", "etag", "if_match"]
 
-_ANY = "*"
+_STAR = "*"
 _WEAK = "W/"
 # One element of a list, which may be empty, with what separates it from the next. The blanks are possessive: a header of
 # blanks alone takes time in proportion to its length, not to its square.
@@ -41,10 +41,14 @@ class IfMatch:
 
         `*` matches every row that is there.
         """
-        return self.tags == (_ANY,) or (tag in self.tags and not tag.startswith(_WEAK))
+        return self == ANY or (tag in self.tags and not tag.startswith(_WEAK))
 
     def __str__(self) -> str:
         return ", ".join(self.tags)
+
+
+ANY = IfMatch((_STAR,))
+"""Any version, of a row that is there."""
 
 
 def etag(instance: object, /) -> str:
@@ -107,7 +111,7 @@ def if_match(headers: Headers, /) -> IfMatch:
             "the request names no version: read the row first and send its ETag in an If-Match header"
         )
     value = ", ".join(lines).strip(" \t")
-    return IfMatch((_ANY,)) if value == _ANY else IfMatch(tuple(_tags(value)))
+    return ANY if value == _STAR else IfMatch(tuple(_tags(value)))
 
 
 def _lines(headers: Any) -> list[str]:
