@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgfence.retrying import run_transaction
+from pgfence.versions import Versioned, VersionedSession
 from support.transactions import factory
 
 if TYPE_CHECKING:
@@ -21,11 +22,17 @@ if TYPE_CHECKING:
 
 
 class Row:
-    """A table of one counter with SQLAlchemy's own version column, and how to look at it from outside."""
+    """A table of counters with a version, and how to look at it from outside.
 
-    def __init__(self, admin: psycopg.Connection[Any], rows: int = 1) -> None:
+    Args:
+        admin: who looks.
+        rows: how many, all at 0.
+        versioned: the class has the mixin, in place of SQLAlchemy's own version column.
+    """
+
+    def __init__(self, admin: psycopg.Connection[Any], rows: int = 1, *, versioned: bool = False) -> None:
         self.table = f"counter_{secrets.token_hex(6)}"
-        self.cls = _mapped(self.table)
+        self.cls = _with_mixin(self.table) if versioned else _plain(self.table)
         self._admin = admin
         admin.execute(f"CREATE TABLE {self.table} (id int PRIMARY KEY, n int NOT NULL, version int NOT NULL)")
         admin.execute(f"INSERT INTO {self.table} SELECT i, 0, 1 FROM generate_series(1, {rows}) AS i")
@@ -51,7 +58,25 @@ class Row:
         self._admin.execute(f"DROP FUNCTION IF EXISTS {self.table}_second")
 
 
-def _mapped(table: str) -> Any:
+def sessions(world: World, engine: Any, *, versioned: bool) -> Any:
+    """Return a factory of plain sessions, or of those that turn a stale row into a VersionConflictError."""
+    given = {world.pick("class_", "sync_session_class"): VersionedSession} if versioned else {}
+    return factory(world, engine, **given)
+
+
+def _with_mixin(table: str) -> Any:
+    class Base(DeclarativeBase):
+        pass
+
+    class Counter(Versioned, Base):
+        __tablename__ = table
+        id: Mapped[int] = mapped_column(primary_key=True)
+        n: Mapped[int]
+
+    return Counter
+
+
+def _plain(table: str) -> Any:
     class Base(DeclarativeBase):
         pass
 
