@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import UUID
 
 from sqlalchemy import inspect, text
-from sqlalchemy.orm.attributes import NO_VALUE
+from sqlalchemy.orm.base import NO_VALUE
 
 if TYPE_CHECKING:
     from sqlalchemy import Column
@@ -41,7 +41,8 @@ def mode_of(mapper: Mapper[Any]) -> Mode:
 
 def version_column(mapper: Mapper[Any]) -> Column[Any]:
     """Return the column; with joined inheritance it is in the table of the class at the base."""
-    column: Column[Any] = mapper.column_attrs[ATTRIBUTE].columns[0]
+    found: Any = mapper.column_attrs[ATTRIBUTE].columns[0]
+    column: Column[Any] = found
     return column
 
 

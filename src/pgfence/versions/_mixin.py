@@ -1,4 +1,4 @@
-"""The mixins for mapped classes. What a Session makes of them is in `_session`, what bulk statements do in `_statements`.
+"""The mixins for mapped classes. What they do to a flush is in `_flush`, to other statements in `_statements`.
 
 Kept apart from the functions of this package: it needs SQLAlchemy's ORM, and importing pgfence does not.
 """
@@ -9,26 +9,19 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from sqlalchemy import BigInteger, FetchedValue, Uuid, event, text
-from sqlalchemy.exc import ArgumentError
 from sqlalchemy.orm import declared_attr, mapped_column, validates
 
-from pgfence.versions import _statements  # noqa: F401
+from pgfence.versions import _flush, _relationships, _statements  # noqa: F401
 from pgfence.versions._batch import VersionedMapper
 from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, version_in
+from pgfence.versions._xmin import Xid
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapped, Mapper
 
 _LAST = 1_000_000
-
-
-def _validated(cls: type[VersionedBase]) -> None:
-    if cls.__version_mode__ not in MODES:
-        raise ValueError(
-            f"{cls.__name__}.__version_mode__ must be one of {', '.join(MODES)}, not {cls.__version_mode__!r}"
-        )
-    if not isinstance(cls.__version_column__, str) or not cls.__version_column__:
-        raise TypeError(f"{cls.__name__}.__version_column__ must be the name of a column")
+_OURS = "pgfence_version"
+XMIN = "xmin"
 
 
 class _Guarded(VersionedBase):
@@ -45,7 +38,47 @@ class _Guarded(VersionedBase):
 
 
 class Versioned(_Guarded):
-    """A mixin for classes whose rows have a version: an UPDATE or DELETE applies to the version that was read, or fails."""
+    """A mixin for classes whose rows have a version: an UPDATE or DELETE applies to the version that was read, or fails.
+
+    ::
+
+        class Page(Versioned, Base):
+            __tablename__ = "page"
+            id: Mapped[int] = mapped_column(primary_key=True)
+            title: Mapped[str]
+
+
+        with Session() as session:  # a sessionmaker(engine, class_=VersionedSession)
+            session.get_one(Page, 1).title = "new"
+            session.commit()  # VersionConflictError if somebody else has written the row since it was read
+
+    For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy. With
+    joined or single-table inheritance it belongs on the class at the base. A new row has version 1, each UPDATE adds 1.
+
+    Promised: a flush changes or deletes a row at the version at which its instance was read, and raises otherwise. update() of
+    the class raises the version of every row that it writes, or is refused; see `bulk` of `VersionedSession`.
+
+    Not promised: anything about instances whose row is read again before the flush, since that takes the newer version; what
+    a commit has expired is read again. About statements beside the ORM: with `__version_mode__ = "server"` a trigger counts
+    those, too. About rows that belong to this one, unless `__version_relationships__` names them.
+
+    `__version_mode__ = "xmin"` takes PostgreSQL's own mark of the last transaction that wrote the row, needs no column, and
+    sees every writer. It is for one session's work: it is another one after a dump or a rewrite of the table, several writes
+    of one transaction have the same, and so `etag` and `merge()` refuse it.
+
+    Attributes:
+        __version_mode__: who counts: "client", this program; "server", the trigger of `schema.add_version_trigger`; "xmin".
+        __version_column__: the column's name in the table; the attribute stays `version`.
+        __version_relationships__: names of relationships whose change counts as one of this row, once for each flush: rows
+            that come or go, and for one-to-many also those that change.
+
+    Raises:
+        VersionConflictError: on writing, in a `VersionedSession`: the row is at another version, or gone.
+        StaleDataError: SQLAlchemy's own, in place of that in a plain Session.
+        AttributeError: on assigning `version`, also in the constructor: it would guard nothing. `load_for_version` does.
+        SchemaError: on writing: the row's version is NULL, or in mode "server" no trigger has counted. `command` cures it.
+        TypeError, ValueError: on mapping the class: an attribute is unusable, or there are two version columns.
+    """
 
     if TYPE_CHECKING:
         version: Mapped[int]
@@ -53,21 +86,25 @@ class Versioned(_Guarded):
 
         @declared_attr
         def version(cls):  # noqa: ANN202, N805
-            _validated(cls)
+            _expect_usable(cls)
+            if cls.__version_mode__ == "xmin":
+                return _column(XMIN, Xid, system=True, server_default=FetchedValue(), server_onupdate=FetchedValue())
             if cls.__version_mode__ == "server":
-                return mapped_column(
-                    cls.__version_column__,
-                    BigInteger,
-                    nullable=False,
-                    server_default=text("1"),
-                    server_onupdate=FetchedValue(),
-                    sort_order=_LAST,
-                )
-            return mapped_column(cls.__version_column__, BigInteger, nullable=False, insert_default=1, sort_order=_LAST)
+                counted = {"server_default": text("1"), "server_onupdate": FetchedValue()}
+                return _column(cls.__version_column__, BigInteger, **counted)
+            return _column(cls.__version_column__, BigInteger, insert_default=1)
 
 
 class VersionedUUID(_Guarded):
-    """`Versioned` with a random version: it tells a row from one that was deleted and made again under the same key."""
+    """`Versioned` with a random version in place of a number: an UPDATE or DELETE applies to the version that was read.
+
+    It tells a row from one that was deleted and made again under the same key, and says nothing about how often a row was
+    written. For the rest see `Versioned`; there is only the mode "client".
+
+    Attributes:
+        __version_column__: the column's name in the table; the attribute stays `version`.
+        __version_relationships__: names of relationships whose change counts as one of this row.
+    """
 
     if TYPE_CHECKING:
         version: Mapped[UUID]
@@ -75,20 +112,69 @@ class VersionedUUID(_Guarded):
 
         @declared_attr
         def version(cls):  # noqa: ANN202, N805
-            _validated(cls)
-            return mapped_column(cls.__version_column__, Uuid, nullable=False, insert_default=uuid4, sort_order=_LAST)
+            _expect_usable(cls)
+            if cls.__version_mode__ != "client":
+                raise ValueError(
+                    f"{cls.__name__}: VersionedUUID knows the mode 'client' only; Versioned has the others"
+                )
+            return _column(cls.__version_column__, Uuid, insert_default=uuid4)
+
+
+def _column(name: str, kind: Any, **options: Any) -> Any:
+    # Behind all others, so that an INSERT of values by position stays right.
+    return mapped_column(name, kind, nullable=False, info={_OURS: True}, sort_order=_LAST, **options)
+
+
+def _expect_usable(cls: Any) -> None:
+    if cls.__version_mode__ not in MODES:
+        raise ValueError(
+            f"{cls.__name__}.__version_mode__ must be one of {', '.join(MODES)}, not {cls.__version_mode__!r}"
+        )
+    if not isinstance(cls.__version_column__, str) or not cls.__version_column__:
+        raise TypeError(f"{cls.__name__}.__version_column__ must be the name of a column")
+    names = cls.__version_relationships__
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{cls.__name__}.__version_relationships__ must be a tuple of names, not {names!r}")
 
 
 def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:
-    if mapper.inherits is not None and issubclass(mapper.inherits.class_, VersionedBase):
+    """Make the mixin's column the one that SQLAlchemy compares, whatever `__mapper_args__` a class has of its own."""
+    if mapper.inherits is not None and not mapper.concrete:
+        _expect_inherited(mapper, cls)
         return
-    if mapper.version_id_col is not None:
-        raise ArgumentError(f"{cls.__name__} has two version columns: leave version_id_col out, or the mixin")
-    mapper.version_id_col = mapper.local_table.c[cls.__version_column__]
-    if cls.__version_mode__ == "server":
+    if mapper.version_id_col is not None and not mapper.concrete:
+        raise _two(cls, "leave version_id_col out of __mapper_args__")
+    if {Versioned, VersionedUUID} <= set(cls.__mro__):
+        raise _two(cls, "take Versioned or VersionedUUID")
+    table: Any = mapper.local_table
+    name = XMIN if cls.__version_mode__ == "xmin" else cls.__version_column__
+    if name not in table.c or _OURS not in table.c[name].info:
+        raise _two(cls, f"leave the attribute {ATTRIBUTE!r} to the mixin; __version_column__ names its column")
+    mapper.version_id_col = table.c[name]
+    if cls.__version_mode__ != "client":
         mapper.version_id_generator = False
     elif issubclass(cls, VersionedUUID):
         mapper.version_id_generator = lambda _: uuid4()
+
+
+def _expect_inherited(mapper: Mapper[Any], cls: type[Any]) -> None:
+    base: Any = mapper.inherits
+    if not issubclass(base.class_, VersionedBase):
+        raise TypeError(
+            f"{cls.__name__} has a version and {base.class_.__name__}, which it inherits from, has none, so that a change of the"
+            f" part in {base.local_table.name} would not count: put the mixin on the class at the base"
+        )
+    if cls.__version_mode__ != base.class_.__version_mode__:
+        raise ValueError(f"{cls.__name__} has another __version_mode__ than {base.class_.__name__}: set it there")
+    if cls.__version_mode__ == "xmin" and mapper.local_table is not base.local_table:
+        raise ValueError(
+            f"{cls.__name__}: a change of {mapper.local_table.description} alone does not change xmin in"
+            f" {base.local_table.description}: with joined inheritance take the mode 'client' or 'server'"
+        )
+
+
+def _two(cls: type[Any], way: str) -> TypeError:
+    return TypeError(f"{cls.__name__} has two version columns: {way}")
 
 
 event.listen(VersionedBase, "instrument_class", _configure, propagate=True)
