@@ -129,6 +129,8 @@ class FencedHeld(_Tokened, Held):
 
         Raises:
             StaleFencingTokenError: another token counts by now; nothing of the transaction can be committed.
+            LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
+                the session's own `lock_timeout`. This transaction is aborted: roll back.
             TransactionStateError: it is in autocommit, or something was read before.
             LockLostError, LockNotHeldError: it is not held any more, as far as this process knows.
             SchemaError: the tables are missing, or not open to this role.

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence import LockTimeoutError, configure
 from support.leases import lease
 from support.programs import program
 from support.waiting import blocking
@@ -35,7 +34,6 @@ async def main():
 
 asyncio.run(main())
 """
-IN_THE_WAY = "SELECT pid, query FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND datname = current_database()"
 
 
 def settings(world: World, **values: str) -> dict[str, Any]:
@@ -73,16 +71,19 @@ async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
         await enter(world, held, engine)
 
 
-async def test_lock_timeout_bounds_the_wait_behind_an_orphaned_statement(
-    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
+@pytest.mark.parametrize("bound", ["default_timeout", "lock_timeout"])
+async def test_the_next_holder_is_told_what_stands_in_the_way(
+    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], bound: str
 ) -> None:
-    """C056: the lease passes on in time; at the gate the next holder is told, finds the session in the way, and can end it."""
+    """C056: the lease passes on in time; at the gate the next holder waits for so long, is told the session and its statement."""
     orphan = killed_in_a_statement(world, name, script, admin)
-    engine = world.engine(connect_args=settings(world, lock_timeout="300ms"))
+    engine = world.engine(connect_args=settings(world, lock_timeout="300ms") if bound == "lock_timeout" else {})
+    if bound == "default_timeout":
+        configure(engine, default_timeout=0.3)
     async with world.enter(lease(world, world.engine(), name).hold(timeout=10)) as held:
-        with pytest.raises(DBAPIError) as caught:
+        with pytest.raises(LockTimeoutError, match=r"pg_sleep\(60\)") as caught:
             await enter(world, held, engine)
-        assert sqlstate(caught.value.orig) == LOCK_NOT_AVAILABLE
-        assert dict(admin.execute(IN_THE_WAY).fetchall())[orphan].startswith("SELECT pg_sleep")
+        assert (caught.value.names, caught.value.timeout) == ((name,), 0.3)
+        assert [holder.backend_pid for holder in caught.value.holders] == [orphan]
         admin.execute("SELECT pg_terminate_backend(%s, 10000)", [orphan])
         await enter(world, held, engine)

@@ -12,7 +12,7 @@ from pgfence._sql.calls import call
 from pgfence._sql.savepoints import Record
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import NO_TOKEN, STALE_TOKEN, Place, translated
+from pgfence._sql.storage import GATE_TIMEOUT, NO_TOKEN, STALE_TOKEN, Place, translated
 from pgfence._sql.transaction import begin_anew, send_quick
 from pgfence.errors import StaleFencingTokenError
 
@@ -46,13 +46,14 @@ class Gates(Record):
         self._keys.update(tokens)
 
 
-def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[str, int]) -> None:
-    """Enter gates, in one round trip, all or none."""
+def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[str, int], wait: float) -> None:
+    """Enter gates, in one round trip, all or none; a newer holder waits for the older ones inside, `wait` seconds for each."""
     style = style_of(connection.dialect)
     if len(tokens) == 1:
-        gates.send(connection, _enter_one(place, style), next(iter(tokens.items())), tokens)
+        (one,) = tokens.items()
+        gates.send(connection, _enter_one(place, style), (*one, wait), tokens)
     else:
-        gates.send(connection, _enter(place, style), (list(tokens), list(tokens.values())), tokens)
+        gates.send(connection, _enter(place, style), (list(tokens), list(tokens.values()), wait), tokens)
 
 
 def save_checkpoint(
@@ -65,12 +66,12 @@ def save_checkpoint(
 
 @cache
 def _enter_one(place: Place, style: Style) -> str:
-    return f"SELECT {call(place, style, 'enter_gate_v1', ('text', 'bigint'))}"
+    return f"SELECT {call(place, style, 'enter_gate_v1', ('text', 'bigint', 'double precision'))}"
 
 
 @cache
 def _enter(place: Place, style: Style) -> str:
-    return f"SELECT {call(place, style, 'enter_gates_v1', ('text[]', 'bigint[]'))}"
+    return f"SELECT {call(place, style, 'enter_gates_v1', ('text[]', 'bigint[]', 'double precision'))}"
 
 
 @cache
@@ -87,7 +88,7 @@ def translate(connection: Connection) -> None:
 
 
 def _told(context: ExceptionContext) -> BaseException | None:
-    if sqlstate(context.original_exception) not in (STALE_TOKEN, NO_TOKEN):
+    if sqlstate(context.original_exception) not in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT):
         return None
     error = translated(context.original_exception, Place())
     if isinstance(error, StaleFencingTokenError) and context.connection is not None:

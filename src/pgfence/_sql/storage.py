@@ -6,13 +6,15 @@ import contextlib
 import json
 import shlex
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.config import config_of
-from pgfence.errors import FenceRequiredError, SchemaError, StaleFencingTokenError
+from pgfence.errors import FenceRequiredError, LockTimeoutError, SchemaError, StaleFencingTokenError
+from pgfence.grants import Holder
 from pgfence.keys import shown
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ VERSION = 1
 FILES = ("gate", "lease", "token", "slot")
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105
+GATE_TIMEOUT = "PF003"
 
 
 def quoted(identifier: str) -> str:
@@ -91,13 +94,17 @@ def _statements(name: str, place: Place) -> list[str]:
                 pieces[i] = place.channel.replace("'", "''")
             case "prefix":
                 pieces[i] = place.prefix.replace("'", "''")
+            case "gate_text":
+                pieces[i] = place.name("gate").replace("'", "''")
             case what:
                 pieces[i] = place.name(what)
     whole = "".join(pieces)
     return ["CREATE " + part.rstrip() for part in whole.split("\nCREATE ")[1:]]
 
 
-def translated(error: BaseException, place: Place) -> SchemaError | StaleFencingTokenError | FenceRequiredError | None:
+def translated(
+    error: BaseException, place: Place
+) -> SchemaError | StaleFencingTokenError | FenceRequiredError | LockTimeoutError | None:
     """Return what the server meant by an error about our tables, functions or gates; None when it is none of those."""
     state = sqlstate(error)
     if state in ("42883", "42P01", "3F000", "42703", "42804"):
@@ -116,7 +123,7 @@ def translated(error: BaseException, place: Place) -> SchemaError | StaleFencing
             command=command,
             sqlstate=state,
         )
-    told = _detail(error) if state in (STALE_TOKEN, NO_TOKEN) else {}
+    told = _detail(error) if state in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT) else {}
     if state == STALE_TOKEN and "token" in told:  # another program may use the SQLSTATE too
         resource, token, newest = shown(str(told.get("resource"))), int(told["token"]), int(told["newest"])
         why = (
@@ -139,7 +146,40 @@ def translated(error: BaseException, place: Place) -> SchemaError | StaleFencing
             resource=None if name is None else shown(str(name)),
             sqlstate=state,
         )
+    if state == GATE_TIMEOUT and "inside" in told:
+        return _timed_out(told)
     return None
+
+
+def _timed_out(told: Mapping[str, Any]) -> LockTimeoutError:
+    name, seconds = shown(str(told["resource"])), told["milliseconds"] / 1000
+    holders = [
+        Holder(
+            name=name,
+            key=None,
+            kind="fence",
+            mode="shared",
+            owner=None,
+            host=one["host"],
+            pid=None,
+            backend_pid=one["pid"],
+            application_name=one["application_name"] or None,
+            purpose="",
+            token=None,
+            since=datetime.fromtimestamp(one["since"], UTC),
+            expires_at=None,
+        )
+        for one in told["inside"]
+    ]
+    who = [f"{who}, {one['state']}: {one['query']}" for who, one in zip(holders, told["inside"], strict=True)]
+    return LockTimeoutError(
+        f"the gate of {name!r} was not free within {seconds:g} s: a transaction of an older holder is still inside"
+        f" ({'; or '.join(who) or 'its session cannot be seen'}). Roll back and try again; pg_terminate_backend ends a"
+        " session whose client is gone",
+        names=(name,),
+        timeout=seconds,
+        holders=holders,
+    )
 
 
 def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:

@@ -97,6 +97,7 @@ def enter(
 
     Raises:
         StaleFencingTokenError: a token is not the newest. The transaction cannot commit any more.
+        LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`.
         TransactionStateError: autocommit; or something was sent in this transaction already.
         SchemaError: the tables or functions are missing, or this role may not use them.
     """
@@ -134,7 +135,8 @@ def _enter(connection: Connection, tokens: Mapping[str, int], *, fresh: bool, un
             " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
             " lease.begin(...); or pass after_reads=True if nothing was read yet that a write will rest on"
         )
-    _send(connection, lambda: gates.enter(connection, place_of(connection), record, missing))
+    wait = config_of(connection).default_timeout
+    _send(connection, lambda: gates.enter(connection, place_of(connection), record, missing, wait))
     record.first = record.first or first
 
 

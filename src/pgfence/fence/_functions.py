@@ -54,6 +54,8 @@ def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool =
 
     Raises:
         StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was set back.
+        LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or the
+            session's own `lock_timeout`. PostgreSQL has aborted this transaction: roll back.
         TransactionStateError: something was sent in this transaction already; or the connection is in autocommit.
         SchemaError: pgfence's tables are missing, or this role may not use them.
         TypeError: `session` has no transaction of its own (an engine, a factory); a name is no str or a token no int.

@@ -1,11 +1,15 @@
 -- The fence. A transaction enters the gate of its resource first, before its first read, and keeps it locked until it ends.
 
--- Enters a gate. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail.
-CREATE FUNCTION @enter_gate_v1@(p_resource text, p_token bigint) RETURNS void
+-- Enters a gate. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail. A newer holder waits until
+-- the older transactions inside have ended, for p_wait seconds at most, or the session's own lock_timeout if it has one: then
+-- PF003 tells in its JSON detail who may be in the way.
+CREATE FUNCTION @enter_gate_v1@(p_resource text, p_token bigint, p_wait double precision DEFAULT 30) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     newest bigint;
     claim text;
+    own text;
+    entered boolean;
 BEGIN
     IF p_token IS NULL OR p_token < 1 THEN
         RAISE EXCEPTION 'a fencing token must be 1 or more, not %', p_token USING ERRCODE = '22023';
@@ -23,11 +27,22 @@ BEGIN
         IF newest > p_token THEN
             PERFORM @refuse_v1@(p_resource, p_token, newest);
         END IF;
-        INSERT INTO @gate@ AS t (resource, token, updated_at)
-        VALUES (p_resource, p_token, pg_catalog.clock_timestamp())
-        ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at
-            WHERE t.token <= excluded.token;
-        IF NOT FOUND THEN
+        own := pg_catalog.current_setting('lock_timeout');
+        IF own = '0' THEN
+            claim := pg_catalog.set_config(
+                'lock_timeout', GREATEST(1, LEAST(p_wait * 1000, 2147483647))::bigint::text, true);
+        END IF;
+        BEGIN
+            INSERT INTO @gate@ AS t (resource, token, updated_at)
+            VALUES (p_resource, p_token, pg_catalog.clock_timestamp())
+            ON CONFLICT (resource) DO UPDATE SET token = excluded.token, updated_at = excluded.updated_at
+                WHERE t.token <= excluded.token;
+            entered := FOUND;
+        EXCEPTION WHEN lock_not_available THEN
+            PERFORM @refuse_wait_v1@(p_resource);
+        END;
+        claim := pg_catalog.set_config('lock_timeout', own, true);
+        IF NOT entered THEN
             SELECT t.token INTO newest FROM @gate@ AS t WHERE t.resource = p_resource;
             PERFORM @refuse_v1@(p_resource, p_token, newest);
         END IF;
@@ -40,8 +55,8 @@ BEGIN
     claim := pg_catalog.set_config('pgfence.f' || pg_catalog.md5('@prefix@' || p_resource), p_token::text, true);
 END $$;
 
--- Enters several gates in one fixed order.
-CREATE FUNCTION @enter_gates_v1@(p_resources text[], p_tokens bigint[]) RETURNS void
+-- Enters several gates in one fixed order. The wait is for each of them.
+CREATE FUNCTION @enter_gates_v1@(p_resources text[], p_tokens bigint[], p_wait double precision DEFAULT 30) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     g record;
@@ -50,7 +65,7 @@ BEGIN
         SELECT u.resource, u.token FROM ROWS FROM (pg_catalog.unnest(p_resources), pg_catalog.unnest(p_tokens))
             AS u(resource, token) ORDER BY u.resource COLLATE "C"
     LOOP
-        PERFORM @enter_gate_v1@(g.resource, g.token);
+        PERFORM @enter_gate_v1@(g.resource, g.token, p_wait);
     END LOOP;
 END $$;
 
@@ -60,6 +75,31 @@ BEGIN
     RAISE EXCEPTION 'token % for "%" is refused: the newest is %', p_token, p_resource, p_newest USING
         ERRCODE = 'PF001',
         DETAIL = pg_catalog.json_build_object('resource', p_resource, 'token', p_token, 'newest', p_newest)::text;
+END $$;
+
+-- Tells who may be in the way: the transaction that alone has the gate's row locked if that can be told, else every one that
+-- has entered any gate.
+CREATE FUNCTION @refuse_wait_v1@(p_resource text) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    RAISE EXCEPTION 'an older transaction is still inside the gate of "%"', p_resource USING
+        ERRCODE = 'PF003',
+        DETAIL = (
+            WITH inside AS (
+                SELECT a.pid, a.application_name, pg_catalog.host(a.client_addr) AS host,
+                    EXTRACT(EPOCH FROM a.xact_start) AS since, pg_catalog.left(a.query, 200) AS query, a.state,
+                    EXISTS (SELECT FROM @gate@ AS t WHERE t.resource = p_resource AND t.xmax = a.backend_xid) AS alone
+                FROM pg_catalog.pg_stat_activity AS a
+                WHERE a.backend_xid IS NOT NULL AND a.pid <> pg_catalog.pg_backend_pid() AND EXISTS (
+                    SELECT FROM pg_catalog.pg_locks AS l
+                    WHERE l.pid = a.pid AND l.granted AND l.relation = '@gate_text@'::pg_catalog.regclass)
+            )
+            SELECT pg_catalog.json_build_object(
+                'resource', p_resource,
+                'milliseconds', (SELECT g.setting::bigint FROM pg_catalog.pg_settings AS g WHERE g.name = 'lock_timeout'),
+                'inside', COALESCE(pg_catalog.json_agg(i ORDER BY i.since) FILTER (WHERE i.alone),
+                    pg_catalog.json_agg(i ORDER BY i.since), '[]'))::text
+            FROM inside AS i);
 END $$;
 
 -- Checks a writer: its transaction must have entered the gate, and is asked again at every statement. The setting is no
