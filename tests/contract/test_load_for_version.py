@@ -358,6 +358,24 @@ async def test_a_version_that_the_server_counts_sees_every_writer(desk: Desk, ad
     assert admin.execute(f"SELECT version, title FROM {cls.__tablename__}").fetchall() == [(4, "4")]
 
 
+async def test_xmin_is_compared_and_is_no_tag(desk: Desk) -> None:
+    """C071: within a unit of work xmin is a version like any other; a tag that may outlive a dump of the database is refused."""
+    cls = page(__version_mode__="xmin")
+    await desk.make(cls, cls(id=1, title="old"))
+    seen = await desk.do(lambda session: session.get_one(cls, 1).version)
+    async with desk.open() as session:
+        row = await desk.load(session, cls, 1, seen)
+        await desk.load(session, cls, 1, IfMatch(("*",)), lock=True)
+        with pytest.raises(TypeError, match="xmin, which does not outlive a dump"):
+            etag(row)
+        with pytest.raises(TypeError, match="xmin"):
+            await desk.load(session, cls, 1, IfMatch(('"page-1"',)))
+        await desk.save(session, row)
+    async with desk.open() as session:
+        with pytest.raises(VersionConflictError):
+            await desk.load(session, cls, 1, seen)
+
+
 async def test_dataclasses_have_the_version_of_their_own_column(desk: Desk) -> None:
     """MappedAsDataclass: no argument of `__init__`, and the version is found under the name that the class gave it."""
 
