@@ -60,7 +60,7 @@ u08_fastapi_etag.load_for_version = together
 
 with TestClient(u08_fastapi_etag.app) as client, ThreadPoolExecutor(4) as clients:
     def save(title):
-        answer = client.put(f"/pages/1?title={title}", headers={"If-Match": '"page-1"'})
+        answer = client.put("/pages/1", json={"title": title}, headers={"If-Match": '"page-1"'})
         return answer.status_code, answer.json(), title
 
     print(json.dumps(list(clients.map(save, ["a", "b", "c", "d"]))))

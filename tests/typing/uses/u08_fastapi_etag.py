@@ -16,6 +16,10 @@ from pgfence import IfMatch, PgfenceError, VersionConflictError, VersionedSessio
 Sessions = async_sessionmaker(async_engine, sync_session_class=VersionedSession)
 
 
+class Edit(BaseModel):
+    title: str
+
+
 class PageOut(BaseModel):
     title: str
     version: int
@@ -54,9 +58,9 @@ async def show(id: int, session: SessionDep, response: Response) -> PageOut:
 
 
 @app.put("/pages/{id}")
-async def put(id: int, title: str, expected: Seen, session: SessionDep, response: Response) -> PageOut:
+async def put(id: int, edit: Edit, expected: Seen, session: SessionDep, response: Response) -> PageOut:
     page = await load_for_version(session, Page, id, expected)
-    page.title = title
+    page.title = edit.title
     await session.flush()
     response.headers["ETag"] = etag(page)
     return PageOut(title=page.title, version=page.version)
