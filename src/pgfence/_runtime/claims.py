@@ -11,7 +11,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._sql.activity import lease_holder
@@ -88,7 +88,7 @@ class Claim(ABC):
 
     kind = "lease"
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return (shown(self.stored),)
 
@@ -96,7 +96,7 @@ class Claim(ABC):
     def keys(self) -> tuple[LockKey, ...]:
         return ()
 
-    @property
+    @cached_property
     def places(self) -> tuple[Hashable, ...]:
         """Where its contenders of this process queue."""
         return ((self.place, self.stored),)

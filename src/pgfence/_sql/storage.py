@@ -7,7 +7,7 @@ import json
 import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from pgfence.keys import shown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 1
-"""Of the tables and functions this release needs."""
+VERSION = 2
+"""Of the tables and functions this release makes. Leases, tokens, fences and slots are content with 1, which may stay."""
 
-FILES = ("gate", "lease", "token", "slot")
+FILES = {1: ("gate", "lease", "token", "slot"), 2: ("idempotency",)}
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105
 GATE_TIMEOUT = "PF003"
@@ -39,6 +39,10 @@ class Place:
 
     schema: str | None = None
     prefix: str = "pgfence_"
+
+    def __hash__(self) -> int:
+        # Asked for ten times by each acquire.
+        return hash(self.prefix)
 
     def name(self, what: str) -> str:
         """Return the quoted name of a table or function, ready to stand in a statement."""
@@ -64,7 +68,12 @@ def place_of(thing: Any) -> Place:
     It is what was configured, and a `schema_translate_map` on top of it, so that each tenant's schema may have its own.
     """
     config = config_of(thing)
-    return Place(translated_schema(thing, config.schema), config.prefix)
+    return _place(translated_schema(thing, config.schema), config.prefix)
+
+
+@lru_cache(maxsize=1024)
+def _place(schema: str | None, prefix: str) -> Place:
+    return Place(schema, prefix)
 
 
 def translated_schema(thing: Any, schema: str | None) -> str | None:
@@ -77,13 +86,19 @@ def translated_schema(thing: Any, schema: str | None) -> str | None:
 
 
 @cache
-def function_texts(place: Place) -> tuple[str, ...]:
-    """Return the statements that make the functions, in order."""
-    return tuple(text for name in FILES for text in _statements(name, place))
+def function_texts(place: Place, version: int = VERSION, above: int = 0) -> tuple[str, ...]:
+    """Return the statements that make the functions up to a version, in order; with `above` only what came after that one."""
+    return tuple(
+        text
+        for since, names in FILES.items()
+        if above < since <= version
+        for name in names
+        for text in _statements(name, since, place)
+    )
 
 
-def _statements(name: str, place: Place) -> list[str]:
-    source = files("pgfence._sql").joinpath("v1", f"{name}.sql")
+def _statements(name: str, since: int, place: Place) -> list[str]:
+    source = files("pgfence._sql").joinpath(f"v{since}", f"{name}.sql")
     if not source.is_file():
         return []
     text = source.read_text(encoding="utf-8")
@@ -103,7 +118,7 @@ def _statements(name: str, place: Place) -> list[str]:
 
 
 def translated(
-    error: BaseException, place: Place
+    error: BaseException, place: Place, needed: int = 1
 ) -> SchemaError | StaleFencingTokenError | FenceRequiredError | LockTimeoutError | None:
     """Return what the server meant by an error about our tables, functions or gates; None when it is none of those."""
     state = sqlstate(error)
@@ -111,15 +126,17 @@ def translated(
         return SchemaError(
             f"pgfence's tables or functions are missing or too old here: run `{place.command}`, or"
             " pgfence.schema.create_all(engine)",
-            needed=VERSION,
+            needed=needed,
             command=place.command,
             sqlstate=state,
         )
     if state == "42501":
-        command = "; ".join(grants(place, "<role>", evict=place.prefix + "audit" in primary(error)))
+        evict = place.prefix + "audit" in primary(error)
+        rights = grants(place, "<role>", evict=evict) if needed == 1 else key_grants(place, "<role>")
+        command = "; ".join(rights)
         return SchemaError(
             f"this role may not use pgfence's tables: {primary(error)}. As their owner: {command}",
-            needed=VERSION,
+            needed=needed,
             command=command,
             sqlstate=state,
         )
@@ -191,6 +208,14 @@ def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:
         asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")
     if evict:
         asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
+    return asked
+
+
+def key_grants(place: Place, role: str) -> list[str]:
+    """Return the rights that a role needs for idempotency keys; DELETE is for taking the expired ones away."""
+    asked = [f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place.name('idempotency_key')} TO {role}"]
+    if place.schema is not None:
+        asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")
     return asked
 
 

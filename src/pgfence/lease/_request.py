@@ -58,17 +58,22 @@ class Leased:
             _text(owner, "owner"), _text(purpose, "purpose") or "", json_text(metadata, "metadata")
         )
         self._namespace = namespace
+        self._claimed: tuple[object, Claim] | None = None
 
     def _claim(self, place: Place, namespace: str) -> Claim:
-        return LeaseClaim(
-            stored=stored(
-                self._names[0], namespace if self._namespace is None else self._namespace, "the name of a lease"
-            ),
-            place=place,
-            terms=self._terms,
-            identity=self._identity,
-            heartbeat=self._heartbeat,
-        )
+        """Return what to ask for, made anew only where it differs from the last time."""
+        asked = place, namespace, self._names
+        if self._claimed is None or self._claimed[0] != asked:
+            where = namespace if self._namespace is None else self._namespace
+            claim = LeaseClaim(
+                stored=stored(self._names[0], where, "the name of a lease"),
+                place=place,
+                terms=self._terms,
+                identity=self._identity,
+                heartbeat=self._heartbeat,
+            )
+            self._claimed = asked, claim
+        return self._claimed[1]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._names[0]!r}, ttl={self._terms.ttl:g}>"
