@@ -20,6 +20,7 @@ from pgfence.errors import (
     DeadlockError,
     LockTimeoutError,
     StaleFencingTokenError,
+    TransactionStateError,
     UnsupportedServerError,
     VersionConflict,
     VersionConflictError,
@@ -411,6 +412,58 @@ async def test_a_conflict_that_was_swallowed_is_tried_again(world: World, row: R
     assert row.n() == 101
 
 
+async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Row) -> None:
+    """A flush that fails has rolled back: what it failed by is raised, and one that another attempt cures is done again."""
+    calls: list[int] = []
+
+    def twice(session: Session) -> None:
+        session.add(row.cls(id=1, n=0))
+        try:
+            session.flush()
+        except DBAPIError:
+            return
+
+    def overtaken(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        if len(calls) == 1:
+            row.overtake()
+        try:
+            session.flush()
+        except DBAPIError:
+            return
+
+    engine = world.engine(isolation_level="REPEATABLE READ")
+    with pytest.raises(IntegrityError) as caught:
+        await transact(world, engine, twice)
+    assert "it was caught" in caught.value.__notes__[0]
+    assert caught.value.__cause__ is caught.value.orig
+    await transact(world, engine, overtaken)
+    assert len(calls) == 2
+    assert row.n() == 101
+
+
+async def test_a_lost_connection_that_was_swallowed_is_raised(
+    world: World, row: Row, admin: psycopg.Connection[Any]
+) -> None:
+    """Whoever goes on without a connection has nothing that could be committed."""
+
+    def work(session: Session) -> None:
+        row.add_one(session)
+        session.flush()
+        admin.execute("SELECT pg_terminate_backend(%s, 2000)", (session.scalar(text("SELECT pg_backend_pid()")),))
+        try:
+            session.execute(text("SELECT 1"))
+        except DBAPIError:
+            return
+
+    with pytest.raises(DBAPIError) as caught:
+        await transact(world, world.engine(), work)
+    assert caught.value.connection_invalidated
+    assert not isinstance(caught.value, CommitOutcomeUnknownError)
+    assert row.n() == 0
+
+
 async def test_an_error_inside_a_savepoint_is_the_functions_own_affair(world: World, row: Row) -> None:
     """What a savepoint has undone keeps nothing from being committed."""
 
@@ -497,6 +550,17 @@ async def test_a_cancelled_task_leaves_its_connection_whole(dsn: str, row: Row) 
             await task
     assert await transact(world, made, row.add_one) == 1
     await world.close()
+
+
+async def test_autocommit_is_refused_before_anything_is_sent(world: World, row: Row) -> None:
+    """Where each statement commits by itself, another attempt would do it twice."""
+
+    def work(session: Session) -> None:
+        session.execute(text(f"UPDATE {row.table} SET n = n + 1"))
+
+    with pytest.raises(TransactionStateError, match="autocommit"):
+        await transact(world, world.engine(isolation_level="AUTOCOMMIT"), work)
+    assert row.n() == 0
 
 
 def test_another_kind_of_server_is_refused() -> None:

@@ -6,10 +6,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
-from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError, UnboundExecutionError
 
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.transaction import driver_state
 from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import CommitOutcomeUnknownError, TransactionStateError
 from pgfence.retrying._rules import unanswered
@@ -64,19 +65,19 @@ class Attempt:
         """
         session.flush()
         for connection, error in self._met.items():
-            try:
-                connection.exec_driver_sql(_PING)
-            except DBAPIError:
+            if not (session.is_active and _answers(connection)):
                 error.add_note(
                     "it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed"
                 )
-                raise error from None
+                raise error from error.__cause__
         self._ending = True
 
     def over(self) -> None:
         """Let go of the session, and of its connections, which may be somebody else's."""
         for one in (self._session, *self._connections):
             vars(one).pop(_ATTRIBUTE, None)
+        self._connections.clear()
+        self._met.clear()
 
     def doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
@@ -98,8 +99,14 @@ class Attempt:
 
         Raises:
             UnsupportedServerError: it is no PostgreSQL.
+            TransactionStateError: each statement would be committed by itself.
         """
         style_of(connection.dialect)
+        if driver_state(connection).autocommit:
+            raise TransactionStateError(
+                "the connection is in autocommit: each statement would be committed by itself, and again with each attempt."
+                " Use an engine without AUTOCOMMIT"
+            )
         self._connections.add(connection)
         vars(connection)[_ATTRIBUTE] = self
         if connection.dialect not in _LISTENING:
@@ -124,6 +131,15 @@ def _begun(session: Session, _transaction: SessionTransaction, connection: Conne
     attempt: Attempt | None = vars(session).get(_ATTRIBUTE)
     if attempt is not None:
         attempt.use(connection)
+
+
+def _answers(connection: Connection) -> bool:
+    """Ask whether the transaction goes on, for one after an error that may have been inside a savepoint."""
+    try:
+        connection.exec_driver_sql(_PING)
+    except SQLAlchemyError:
+        return False
+    return True
 
 
 def _note(context: ExceptionContext) -> None:

@@ -91,13 +91,14 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
     Not promised: anything about effects outside the transaction; `fn` may be called `attempts` times, and its session's
     `info["pgfence_attempt"]` says which time it is. Use `attempts=1` for what must not be done twice. No attempt is
-    interrupted. A lost connection is never tried again, nor is the version that a client sent.
+    interrupted. A lost connection is never tried again, nor is the version that a client sent. A task that is cancelled
+    during COMMIT does not know what became of it.
 
     Instances that `fn` returns belong to a session that is closed: return values.
 
     Args:
         sessionmaker: makes the session of each attempt. With an async_sessionmaker the result is awaited, and so is `fn`.
-        fn: gets the session. It must not commit; whatever it raises rolls back.
+        fn: gets the session. It must neither commit nor roll back; whatever it raises rolls back.
         attempts: how many at most, 1 or more.
         timeout: seconds after which no further attempt begins; None is the configured default, `math.inf` never, 0 means
             one attempt.
@@ -109,7 +110,7 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         CommitOutcomeUnknownError: the connection was lost during COMMIT, so that it may have happened; or, of a session on
             several databases, one refused its COMMIT after others.
         TransactionStateError: inside another transaction of `run_transaction` on the same database; or the sessionmaker is
-            bound to a Connection whose transaction is open and would be rolled back.
+            bound to a Connection whose transaction is open and would be rolled back; or its engine is in autocommit.
         TypeError: no session factory, or `fn` is a generator function or of the other world.
         ValueError: `attempts` is below 1.
         Exception: the last attempt's error, or the first one that another attempt cannot cure.
