@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-TABLES = {"lease", "gate", "checkpoint", "audit", "slot", "schema_version"}
+TABLES = {"lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"}
 TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL)"
 
 
@@ -409,7 +409,7 @@ def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: Place, admin: psycop
     admin.execute(sql.SQL("CREATE TABLE {}.books (book int)").format(sql.Identifier(here.schema or "")))
     for _ in range(2):
         schema.add_fence(engine, f"{here.schema}.books", resource="{book}")
-        found = admin.execute("SELECT oid, tgname FROM pg_trigger WHERE tgname ~ '^p{40}'").fetchall()
+        found = admin.execute("SELECT oid, tgname FROM pg_trigger WHERE tgname ~ '^p{40}fence'").fetchall()
     assert {name for _, name in found} == {"p" * 40 + "fence", "p" * 40 + "fence_truncate"}
     engine.dispose()
 

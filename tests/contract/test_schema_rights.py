@@ -55,6 +55,13 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
         WRITERS | {"checkpoint": ("SELECT", "INSERT", "UPDATE")},
         ("SELECT {save_checkpoint_v1}('a', 1, '{{}}')",),
     ),
+    "idempotency keys": (
+        {"idempotency_key": ("SELECT", "INSERT", "UPDATE")},
+        (
+            "SELECT {claim_key_v1}('s', 'k', NULL, 60, 0)",
+            "SELECT {finish_key_v1}('s', 'k', 'done', '1')",
+        ),
+    ),
     "evict": (
         {"lease": ("SELECT", "UPDATE"), "gate": ("SELECT", "INSERT", "UPDATE"), "audit": ("INSERT",)},
         ("SELECT * FROM {evict_lease_v1}('a', 'me', 'because', NULL)",),

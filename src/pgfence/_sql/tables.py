@@ -12,14 +12,16 @@ from sqlalchemy import (
     DateTime,
     Double,
     Identity,
+    Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
     Uuid,
     text,
 )
-from sqlalchemy.schema import CreateTable
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pgfence._sql.storage import VERSION, Place, function_texts, quoted
 from pgfence.errors import SchemaError
@@ -37,12 +39,15 @@ _PLAIN: Mapping[str, Any] = {"no_parameters": True, "stream_results": False, "yi
 OWN = "pgfence"
 """In the `info` of our tables: the prefix of their names, for migrations that compare a MetaData with the database."""
 
+_WITH_KEYS = 2
+"""The version since which there are idempotency keys."""
+
 _HALF_FULL = ("lease", "gate", "slot")
 """Their rows are updated again and again: room on the same page keeps those updates out of the index."""
 
 
-def define(metadata: MetaData, place: Place) -> tuple[Table, ...]:
-    """Add our tables to a MetaData and return them; those that it has already are taken as they are."""
+def define(metadata: MetaData, place: Place, version: int = VERSION) -> tuple[Table, ...]:
+    """Add our tables of a version to a MetaData and return them; those that it has already are taken as they are."""
     schema = metadata.schema if place.schema is None else place.schema
 
     def table(name: str, *parts: Any) -> Table:
@@ -52,7 +57,7 @@ def define(metadata: MetaData, place: Place) -> tuple[Table, ...]:
             return known
         return Table(called, metadata, *parts, schema=schema, info={OWN: place.prefix})
 
-    return (
+    first = (
         table("lease", *_lease(place)),
         table("gate", *_gate(place)),
         table("checkpoint", *_checkpoint()),
@@ -60,6 +65,7 @@ def define(metadata: MetaData, place: Place) -> tuple[Table, ...]:
         table("audit", *_audit()),
         table("schema_version", *_schema_version()),
     )
+    return first if version < _WITH_KEYS else (*first, table("idempotency_key", *_idempotency_key(place)))
 
 
 def _at(name: str, **options: Any) -> Column[Any]:
@@ -145,19 +151,59 @@ def _schema_version() -> tuple[Any, ...]:
     )
 
 
+def _idempotency_key(place: Place) -> tuple[Any, ...]:
+    return (
+        Column("scope", Text, primary_key=True),
+        Column("key", Text, primary_key=True),
+        Column("fingerprint", LargeBinary),
+        Column("status", Text, nullable=False),
+        Column("attempt", Integer, nullable=False, server_default=text("1")),
+        _json("step"),
+        _at("locked_until"),
+        _json("result"),
+        Column("http_status", Integer),
+        _json("http_headers"),
+        Column("http_body", LargeBinary),
+        _at("created_at", nullable=False),
+        _at("expires_at", nullable=False),
+        Index(place.prefix + "idempotency_key_expiry", "expires_at"),
+    )
+
+
 @cache
-def creation(place: Place) -> tuple[str, ...]:
-    """Return the statements that make what is missing of tables and functions, in order. Run twice they change nothing."""
+def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
+    """Return the statements that make what is missing of tables and functions up to a version, in order.
+
+    Run twice they change nothing, and an older version becomes this one.
+    """
     dialect = _dialect()
-    made = [str(CreateTable(table, if_not_exists=True).compile(dialect=dialect)) for table in define(MetaData(), place)]
+    tables = define(MetaData(), place, version)
+    made: list[Any] = [CreateTable(table, if_not_exists=True) for table in tables]
+    made += [CreateIndex(index, if_not_exists=True) for table in tables for index in table.indexes]
     schema = [] if place.schema is None else [f"CREATE SCHEMA IF NOT EXISTS {quoted(place.schema)}"]
     return (
         *schema,
-        *(statement.strip() for statement in made),
+        *(str(statement.compile(dialect=dialect)).strip() for statement in made),
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
-        *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place)),
-        f"INSERT INTO {place.name('schema_version')} (version) VALUES ({VERSION}) ON CONFLICT DO NOTHING",
+        *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place, version)),
+        *(() if version < _WITH_KEYS else (_trigger(place),)),
+        f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
+
+
+def _trigger(place: Place) -> str:
+    """Return what keeps a transaction from committing while a key that it claimed has no result."""
+    return (
+        f"DO $pgfence$ BEGIN CREATE CONSTRAINT TRIGGER {_trigger_name(place)} AFTER INSERT OR UPDATE ON"
+        f" {place.name('idempotency_key')} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
+        " WHEN (NEW.status = 'in_progress' AND NEW.locked_until IS NULL)"
+        f" EXECUTE FUNCTION {place.name('check_key_v1')}();"
+        " EXCEPTION WHEN duplicate_object THEN NULL; END $pgfence$"
+    )
+
+
+def _trigger_name(place: Place) -> str:
+    return quoted(place.prefix + "unfinished_key")
 
 
 def script(place: Place) -> str:
@@ -168,15 +214,28 @@ def script(place: Place) -> str:
 def removal(place: Place) -> tuple[str, ...]:
     """Return the statements that drop functions and tables, in order."""
     return (
+        f"DROP TRIGGER IF EXISTS {_trigger_name(place)} ON {place.name('idempotency_key')}",
         *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place)),
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in _columns()),
     )
 
 
+def lowering(place: Place, version: int) -> tuple[str, ...]:
+    """Return the statements that drop what came after a version, with what is in it, in order."""
+    tables = [name for name in _columns() if name not in _columns(version)]
+    return (
+        *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
+        *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place, version)),
+        f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
+        f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
+    )
+
+
 @cache
-def functions(place: Place) -> tuple[str, ...]:
-    """Return the quoted names of our functions."""
-    return tuple(body.removeprefix("CREATE FUNCTION ").partition("(")[0] for body in function_texts(place))
+def functions(place: Place, above: int = 0) -> tuple[str, ...]:
+    """Return the quoted names of our functions; with `above` only of those that came after that version."""
+    texts = function_texts(place, VERSION, above)
+    return tuple(body.removeprefix("CREATE FUNCTION ").partition("(")[0] for body in texts)
 
 
 def _dialect() -> Any:
@@ -187,12 +246,12 @@ def _dialect() -> Any:
 
 
 @cache
-def _columns() -> dict[str, dict[str, str]]:
+def _columns(version: int = VERSION) -> dict[str, dict[str, str]]:
     """Return what we made: each column with its type as the server writes it, by table without the prefix."""
     dialect = _dialect()
     return {
         table.name: {column.name: column.type.compile(dialect).lower() for column in table.columns}
-        for table in define(MetaData(), Place(prefix=""))
+        for table in define(MetaData(), Place(prefix=""), version)
     }
 
 
@@ -203,11 +262,14 @@ def literal(value: str) -> str:
 
 
 @cache
-def checking(place: Place) -> str:
-    """Return the statement that asks whether all is there. Its one row is for `judged`; an error of it for `translated`."""
+def checking(place: Place, version: int = 1) -> str:
+    """Return the statement that asks whether all of a version is there.
+
+    Its one row is for `judged`; an error of it for `translated`. Without a version, what leases need.
+    """
     wanted = ", ".join(
         f"({literal(table)}, {literal(place.name(table))}, {literal(column)}, {literal(kind)})"
-        for table, columns in _columns().items()
+        for table, columns in _columns(version).items()
         for column, kind in columns.items()
     )
     return (
@@ -221,7 +283,7 @@ def checking(place: Place) -> str:
     )
 
 
-def judged(row: Sequence[Any], place: Place) -> SchemaError | None:
+def judged(row: Sequence[Any], place: Place, version: int = 1) -> SchemaError | None:
     """Return what the answer to `checking` says against using this place; None if nothing does."""
     found, wrong = row
     if wrong is not None:
@@ -230,27 +292,27 @@ def judged(row: Sequence[Any], place: Place) -> SchemaError | None:
             f"pgfence's tables are not as they were made: {wrong}{naive}. Put that right by hand, or drop the tables"
             f" while nobody uses them and run `{place.command}`",
             found=found,
-            needed=VERSION,
+            needed=version,
             command=place.command,
         )
-    if found is None or found < VERSION:
+    if found is None or found < version:
         return SchemaError(
-            f"pgfence's tables have version {found or 0} and this release needs {VERSION}: run `{place.command}`, or"
+            f"pgfence's tables have version {found or 0} and this release needs {version}: run `{place.command}`, or"
             " pgfence.schema.create_all(engine)",
             found=found,
-            needed=VERSION,
+            needed=version,
             command=place.command,
         )
     return None
 
 
 def verify(connection: Connection, place: Place) -> SchemaError | None:
-    """Ask the server whether tables and version are those that this release needs. One round trip.
+    """Ask the server whether tables and version are those that this release makes. One round trip.
 
     Raises:
         sqlalchemy.exc.DBAPIError: it could not be read at all; see `storage.translated`.
     """
-    return judged(plainly(connection, checking(place)).one(), place)
+    return judged(plainly(connection, checking(place, VERSION)).one(), place, VERSION)
 
 
 def installed(connection: Connection, place: Place) -> bool:
@@ -287,7 +349,7 @@ def settled(connection: Connection, place: Place) -> Place:
 
 
 def create(connection: Connection, place: Place) -> None:
-    """Make what is missing. Whoever calls it at the same time waits until this transaction ends."""
+    """Make what is missing, or raise an older version. Whoever calls it at the same time waits until this transaction ends."""
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     if installed(connection, place):
         return

@@ -1,0 +1,94 @@
+-- Idempotency keys in the caller's own transaction.
+--
+-- Two transaction locks stand before the row: one for scope and key, one for these with the fingerprint. The second is taken
+-- first, so that whoever finds it taken waits for an equal request, and whoever finds only the other one taken learns at once
+-- that the request in progress is another one. A refusal gives both back.
+
+CREATE FUNCTION @claim_key_v1@(p_scope text, p_key text, p_fingerprint bytea, p_keep double precision, p_wait double precision)
+RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    r @idempotency_key@;
+    place bigint := pg_catalog.pg_typeof(r)::oid::bigint;
+    named bigint := pg_catalog.hashtextextended(p_scope || pg_catalog.chr(31) || p_key, place);
+    equal bigint := pg_catalog.hashtextextended(COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named);
+    began timestamptz := pg_catalog.clock_timestamp();
+    outcome text;
+    remaining double precision := p_wait;
+BEGIN
+    FOR tries IN 1..1000 LOOP
+        -- Each look is a statement of its own: under READ COMMITTED it sees what was committed during the wait.
+        SELECT * INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key;
+        IF FOUND AND r.status = 'in_progress' AND r.locked_until IS NULL THEN
+            RETURN 'own';
+        ELSIF FOUND AND r.expires_at > pg_catalog.clock_timestamp() THEN
+            RETURN CASE WHEN r.fingerprint IS DISTINCT FROM p_fingerprint THEN 'reused'
+                WHEN r.status IN ('done', 'failed') THEN pg_catalog.concat(r.status, ' ', r.result::text)
+                ELSE 'busy' END;
+        END IF;
+        BEGIN
+            outcome := 'busy';
+            IF pg_catalog.pg_try_advisory_xact_lock(equal) THEN
+                IF NOT pg_catalog.pg_try_advisory_xact_lock(named) THEN
+                    RAISE EXCEPTION USING ERRCODE = 'PF009';
+                END IF;
+                INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, created_at, expires_at)
+                VALUES (p_scope, p_key, p_fingerprint, 'in_progress', pg_catalog.clock_timestamp(),
+                    pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
+                ON CONFLICT (scope, key) DO UPDATE SET
+                    fingerprint = excluded.fingerprint, status = excluded.status, attempt = 1, step = NULL,
+                    locked_until = NULL, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
+                    created_at = excluded.created_at, expires_at = excluded.expires_at
+                    WHERE k.expires_at <= pg_catalog.clock_timestamp()
+                RETURNING 'fresh' INTO outcome;
+            END IF;
+        EXCEPTION
+            WHEN SQLSTATE 'PF009' THEN
+                RETURN 'reused';
+            WHEN serialization_failure THEN
+                RETURN 'snapshot';
+        END;
+        IF outcome = 'fresh' THEN
+            RETURN outcome;
+        END IF;
+        -- NULL: the row came between the look and the locks. Look again.
+        IF outcome = 'busy' THEN
+            remaining := p_wait - EXTRACT(epoch FROM pg_catalog.clock_timestamp() - began);
+            IF remaining <= 0 THEN
+                RETURN 'busy';
+            END IF;
+            BEGIN
+                PERFORM pg_catalog.set_config('lock_timeout', CASE WHEN remaining > 2000000 THEN '0'
+                    ELSE GREATEST(1, (remaining * 1000)::bigint)::text END, true);
+                PERFORM pg_catalog.pg_advisory_xact_lock_shared(equal);
+                -- What was waited for is given back, and so is the setting: all who waited go on at once.
+                RAISE EXCEPTION USING ERRCODE = 'PF009';
+            EXCEPTION
+                WHEN SQLSTATE 'PF009' THEN NULL;
+                WHEN lock_not_available THEN
+                    RETURN 'busy';
+                WHEN deadlock_detected THEN
+                    RETURN 'deadlock';
+            END;
+        END IF;
+    END LOOP;
+    RETURN 'busy';
+END $$;
+
+CREATE FUNCTION @finish_key_v1@(p_scope text, p_key text, p_status text, p_result text) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    UPDATE @idempotency_key@ AS k SET status = p_status, result = p_result::jsonb
+    WHERE k.scope = p_scope AND k.key = p_key AND k.status = 'in_progress' AND k.locked_until IS NULL;
+    RETURN FOUND;
+END $$;
+
+-- At the end of the transaction: what a key was claimed for has to have a result, or nothing of it is committed.
+CREATE FUNCTION @check_key_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM @idempotency_key@ AS k WHERE k.scope = NEW.scope AND k.key = NEW.key
+        AND k.status = 'in_progress' AND k.locked_until IS NULL) THEN
+        RAISE EXCEPTION 'what the idempotency key % of scope % was claimed for has no result: this transaction must be rolled back',
+            pg_catalog.quote_literal(NEW.key), pg_catalog.quote_literal(NEW.scope) USING ERRCODE = 'PF004';
+    END IF;
+    RETURN NULL;
+END $$;
