@@ -80,11 +80,16 @@ def _save(place: Place, style: Style) -> str:
 
 
 def translate(connection: Connection) -> None:
-    """Have refusals of the fence raised as our errors, whoever's statement on this engine met them."""
+    """Have refusals of the fence raised as our errors, whoever's statement on this engine met them.
+
+    Raises:
+        UnsupportedServerError: the dialect is not PostgreSQL's, or its driver is none that pgfence knows.
+    """
     dialect = vars(connection.dialect)
     if _TRANSLATING not in dialect:
-        dialect[_TRANSLATING] = True
+        style_of(connection.dialect)
         event.listen(connection.engine, "handle_error", _told)
+        dialect[_TRANSLATING] = True
 
 
 def _told(context: ExceptionContext) -> BaseException | None:
@@ -101,14 +106,14 @@ def poison(connection: Connection, error: StaleFencingTokenError) -> None:
     root = connection.get_transaction()
     if root is None:
         return
-    if _STALE not in vars(connection):
+    if not hasattr(connection, _STALE):
         event.listen(connection, "commit", _refuse)
         event.listen(connection, "prepare_twophase", _refuse)
-    vars(connection)[_STALE] = weakref.ref(root), error
+    setattr(connection, _STALE, (weakref.ref(root), error))
 
 
 def _refuse(connection: Connection, *_: Any) -> None:
-    root, error = vars(connection)[_STALE]
+    root, error = getattr(connection, _STALE)
     if connection.get_transaction() is root():
         # SQLAlchemy drops its transaction when a commit is refused here, and its rollback() would then send nothing: the
         # server's transaction would go on, and the next commit would be one of the refused writes as well.

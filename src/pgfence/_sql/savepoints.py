@@ -121,10 +121,11 @@ class Record:
 def _read_along(connection: Connection) -> None:
     dialect = vars(connection.dialect)
     if _READING not in dialect:
-        dialect[_READING] = True
         event.listen(connection.engine, "do_execute", _read)
         event.listen(connection.engine, "do_executemany", _read)
         event.listen(connection.engine, "do_execute_no_params", _read_bare)
+        # Last: whoever finds it here need not wait for anything. To listen twice is to listen once.
+        dialect[_READING] = True
 
 
 def _read(_cursor: Any, statement: str, _parameters: Any, context: Any) -> None:

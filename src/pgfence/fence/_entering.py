@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, event, table, update
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql import gates, server
+from pgfence._sql import gates
 from pgfence._sql import transaction as sql
 from pgfence._sql.storage import place_of, translated
 from pgfence.blocks import AsyncBlock, Block, kinds
@@ -18,7 +18,7 @@ from pgfence.errors import StaleFencingTokenError, TransactionStateError
 from pgfence.keys import shown, stored
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from sqlalchemy.orm import Session, scoped_session
@@ -135,8 +135,13 @@ def _enter(connection: Connection, tokens: Mapping[str, int], *, fresh: bool, un
             " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
             " lease.begin(...); or pass after_reads=True if nothing was read yet that a write will rest on"
         )
-    wait = config_of(connection).default_timeout
-    _send(connection, lambda: gates.enter(connection, place_of(connection), record, missing, wait))
+    place, wait = place_of(connection), config_of(connection).default_timeout
+    try:
+        gates.enter(connection, place, record, missing, wait)
+    except DBAPIError as error:
+        if told := translated(error, place):
+            raise told from error
+        raise
     record.first = record.first or first
 
 
@@ -155,7 +160,13 @@ def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str,
     """
     connection, fresh, _ = _transaction(work)
     record, _ = _record(connection, {name: token}, fresh=fresh)
-    _send(connection, lambda: gates.save_checkpoint(connection, place_of(connection), record, name, token, data))
+    place = place_of(connection)
+    try:
+        gates.save_checkpoint(connection, place, record, name, token, data)
+    except DBAPIError as error:
+        if told := translated(error, place):
+            raise told from error
+        raise
 
 
 def entered(work: Session | scoped_session[Any] | Connection) -> Mapping[str, int]:
@@ -208,7 +219,6 @@ def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Conn
 
 def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[Gates, bool]:
     """Return what the transaction has entered, and whether the next statement counts as its first."""
-    server.style_of(connection.dialect)
     gates.translate(connection)
     state = sql.driver_state(connection)
     if state.autocommit:
@@ -228,15 +238,6 @@ def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -
     if state.idle:
         record.forget()
     return record, fresh or state.idle
-
-
-def _send(connection: Connection, send: Callable[[], None]) -> None:
-    try:
-        send()
-    except DBAPIError as error:
-        if told := translated(error, place_of(connection)):
-            raise told from error
-        raise
 
 
 def _told(tokens: Mapping[str, int]) -> str:
