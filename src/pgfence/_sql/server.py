@@ -146,7 +146,16 @@ def put_back(connection: Connection, facts: Facts) -> None:
 
     The idle timeouts stay off: they would end the session that holds the lock.
     """
-    values = {name: facts.settings[name].replace("'", "''") for name in _THEIRS if name in facts.settings}
+    _put_back(connection, facts, _THEIRS)
+
+
+def restore(connection: Connection, facts: Facts) -> None:
+    """Put back everything that `read_facts` has set, on a connection that goes on to be somebody's."""
+    _put_back(connection, facts, tuple(_OURS))
+
+
+def _put_back(connection: Connection, facts: Facts, names: Sequence[str]) -> None:
+    values = {name: facts.settings[name].replace("'", "''") for name in names if name in facts.settings}
     asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())
     if asked:
         connection.exec_driver_sql(f"SELECT {asked}")

@@ -1,0 +1,129 @@
+"""Whether a migration needs the lock, and the lock around it."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from sqlalchemy import Connection
+
+from pgfence._sql import server
+from pgfence.blocks import Block
+from pgfence.config import config_of
+from pgfence.errors import TransactionStateError
+from pgfence.keys import LockKey
+from pgfence.migrations import _command
+from pgfence.migrations._session import SessionLock
+from pgfence.timing import seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from pgfence.timing import Seconds
+
+log = logging.getLogger("pgfence.migrations")
+
+NAMESPACE = "pgfence migrations"
+
+
+def migration_lock(
+    connection: Connection,
+    *,
+    timeout: Seconds | None = None,
+    key: LockKey | None = None,
+    unsupported: Literal["skip", "raise"] = "skip",
+) -> AbstractContextManager[None, None]:
+    """Let one process migrate at a time; the others wait, and find nothing to do.
+
+    ::
+
+        with connectable.connect() as connection:
+            with migration_lock(connection, timeout=600):
+                context.configure(connection=connection, target_metadata=metadata)
+                with context.begin_transaction():
+                    context.run_migrations()
+
+    Promised: the lock is held by the session that migrates, from before the version is read until the block ends, whatever
+    commits in between; so it is safe with `transaction_per_migration`, `autocommit_block()` and CREATE INDEX CONCURRENTLY.
+    While it waits the connection is in autocommit and holds no snapshot, and it is handed over without a transaction. No
+    revision is recorded once the lock is gone. If the process dies the server frees the lock, at the latest a second after
+    (on Linux), also in the middle of a statement. `alembic current`, `check` and others that only look take no lock; nor does
+    an upgrade of a database that is at its newest revision already.
+
+    Not promised: order among those who wait. Processes that migrate without it, and other version tables under other keys.
+
+    Args:
+        connection: the one that migrates, outside a transaction. In Alembic's async template the lock belongs into the
+            function that `run_sync` calls.
+        timeout: seconds to wait; None is the configured default (30), `math.inf` for ever.
+        key: instead of one made of the version table's schema and name, which are read from the ini file (`version_table`,
+            `version_table_schema`): the key that older releases of the project use, or one for several version tables. With
+            a key the lock is always taken, also if the default version table is at the newest revision.
+        unsupported: on another database than PostgreSQL: log it and do nothing, or raise.
+
+    Raises:
+        LockTimeoutError: somebody else migrates; it says who, and what they are doing.
+        LockLostError: in the block, before a revision is recorded: the session that held the lock is gone, or gave it away.
+        TransactionStateError: the connection is in a transaction, on entering or on leaving.
+        PoolerError, StandbyError: session locks are not safe on this server.
+        UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
+        UnreachableError: the server went away.
+        TypeError, ValueError: an argument cannot be used.
+    """
+    if not isinstance(connection, Connection):
+        raise TypeError(
+            f"migration_lock() takes the Connection that migrates, not {type(connection).__name__}: an engine's connect(), or"
+            " inside the function that run_sync calls"
+        )
+    if key is not None and not isinstance(key, LockKey):
+        raise TypeError(f"key must be a LockKey, e.g. LockKey.raw(1346918401), not {type(key).__name__}")
+    if unsupported not in ("skip", "raise"):
+        raise ValueError(f"unsupported must be 'skip' or 'raise', not {unsupported!r}")
+    limit = None if timeout is None else seconds(timeout)
+    return Block(_locked(connection, limit, key, unsupported))
+
+
+@contextmanager
+def _locked(connection: Connection, limit: float | None, key: LockKey | None, unsupported: str) -> Iterator[None]:
+    if connection.dialect.name != "postgresql" and unsupported == "skip":
+        log.info("no migration lock: %s has no session locks that pgfence knows", connection.dialect.name)
+        yield
+        return
+    server.style_of(connection.dialect)
+    if _command.only_looks():
+        yield
+        return
+    if connection.in_transaction():
+        raise TransactionStateError(
+            "the migration lock must be taken before anything else on this connection, which is in a transaction: it would"
+            " keep a snapshot, and what Alembic commits would not be committed. Enter migration_lock() right after connect()"
+        )
+    _command.expect_one_head()
+    lock = SessionLock(connection, key or _default_key())
+    if key is None and lock.ask(_command.at_head):
+        with lock.watching(_refuse_to_write):
+            yield
+        return
+    lock.acquire(config_of(connection).default_timeout if limit is None else limit)
+    try:
+        with lock.watching(lock.expect_held):
+            yield
+    except BaseException:
+        lock.abandon()
+        raise
+    lock.release()
+
+
+def _default_key() -> LockKey:
+    table = _command.version_table()
+    return LockKey.of(f"{table.schema}.{table.name}" if table.schema else table.name, namespace=NAMESPACE)
+
+
+def _refuse_to_write() -> None:
+    raise TransactionStateError(
+        "the version table was at the newest revision when the migration lock was entered, so none was taken, and now another"
+        " revision is to be recorded. Run the command again; where there are several version tables, or env.py alone knows"
+        " the name of it, pass migration_lock(connection, key=LockKey.of(...))"
+    )

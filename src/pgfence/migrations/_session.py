@@ -1,0 +1,256 @@
+"""A session lock on the very connection that migrates.
+
+Of the ways to wait that were tried beside CREATE INDEX CONCURRENTLY, only polling in autocommit neither hung nor deadlocked:
+a session that waits in the server, or that is idle in a transaction, keeps a snapshot which the index build waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import event
+
+from pgfence._runtime.opening import judge, strange_backend, through, unreachable
+from pgfence._sql import activity, migration, server
+from pgfence._sql.advisory import LockSql
+from pgfence.config import config_of
+from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError
+from pgfence.migrations import _command
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Connection
+
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey
+
+T = TypeVar("T")
+
+log = logging.getLogger("pgfence.migrations")
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 0.3
+TELL_EVERY = 10.0
+
+
+class SessionLock:
+    """One lock, on somebody's connection, which is handed back as it was."""
+
+    def __init__(self, connection: Connection, key: LockKey) -> None:
+        self._connection = connection
+        self._key = key
+        self._sql = LockSql((key,), server.style_of(connection.dialect))
+        self._dbapi_connection: Any = connection.connection.dbapi_connection
+        self._driver: Any = connection.connection.driver_connection
+        self._facts: server.Facts
+
+    def ask(self, question: Callable[[Connection], T]) -> T:
+        """Ask the server in autocommit."""
+        with self._in_autocommit() as own:
+            return question(own)
+
+    @contextmanager
+    def _in_autocommit(self) -> Iterator[Connection]:
+        """Yield another Connection on the same session, in autocommit; the caller's never notices."""
+        engine, dbapi_connection = self._connection.engine, self._dbapi_connection
+        before = dbapi_connection.autocommit
+        try:
+            dbapi_connection.autocommit = True
+            with through(engine, dbapi_connection) as own:
+                yield own
+        except Exception as error:
+            if told := unreachable(engine, error, "Nothing is known about the migration lock"):
+                raise told from error
+            raise
+        finally:
+            with suppress(Exception):  # a connection that broke has no mode, and its own error says more
+                dbapi_connection.autocommit = before
+
+    # ------------------------------------------------------------ acquire
+
+    def acquire(self, limit: float) -> None:
+        """Wait until this session has it.
+
+        Args:
+            limit: seconds.
+
+        Raises:
+            LockTimeoutError: somebody else had it all the time.
+            PoolerError, StandbyError, UnsupportedServerError: it would be worth nothing on this server.
+            UnreachableError: the server went away.
+        """
+        try:
+            busy = self.ask(lambda own: self._acquire(own, limit))
+        except PoolerError as error:
+            self._connection.invalidate()
+            raise PoolerError(
+                f"{error}. For migrations alone: give env.py a URL that leads past the pooler, as MIGRATION_URL is in the"
+                " env.py that pgfence init makes",
+                mode=error.mode,
+            ) from error
+        except BaseException:
+            # Torn in the middle of a statement: the lock may be there.
+            self._connection.invalidate()
+            raise
+        if busy is not None:
+            raise busy
+
+    def _acquire(self, own: Connection, limit: float) -> LockTimeoutError | None:
+        facts = server.read_facts(own, -1, set_up=False)
+        judge(self._connection.engine, facts, self._driver, config_of(self._connection).pooler)
+        self._facts = server.read_facts(own, facts.backend_pid, set_up=True)
+        server.put_back(own, self._facts)
+        migration.check_client(own)
+        if self._wait(own, limit):
+            return None
+        busy = self._timed_out(own, limit)
+        server.restore(own, self._facts)
+        return busy
+
+    def _wait(self, own: Connection, limit: float) -> bool:
+        began = clock()
+        told = began
+        while not self._try(own):
+            now = clock()
+            if now - began >= limit:
+                return False
+            if told == began or now - told >= TELL_EVERY:
+                told = now
+                log.info(
+                    "waiting for the migration lock %s since %.0f s: %s", self._name, now - began, self._holders(own)[1]
+                )
+            time.sleep(min(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE), limit - (now - began)))
+        if told > began:
+            log.info("the migration lock %s is ours after %.1f s", self._name, clock() - began)
+        return True
+
+    def _try(self, own: Connection) -> bool:
+        asked = self._facts.backend_pid, *self._sql.unlock_args
+        granted: bool | None = own.exec_driver_sql(self._sql.try_text, asked).scalar_one()
+        if granted is None:
+            raise strange_backend()
+        return granted
+
+    def _holders(self, own: Connection) -> tuple[list[Holder], str]:
+        found = activity.holders(own, (self._key,))
+        doing = migration.doing(own, [each.backend_pid for each in found if each.backend_pid])
+        told = [f"{each}: {doing.get(each.backend_pid or 0, migration.UNSEEN)}" for each in found]
+        return found, "; ".join(told) or "held by nobody at this moment"
+
+    def _timed_out(self, own: Connection, limit: float) -> LockTimeoutError:
+        found, told = self._holders(own)
+        return LockTimeoutError(
+            f"no migration lock {self._name} within {limit:g} s: {told}. Wait longer (timeout=); or, if the process behind that"
+            " backend is gone, end it with pg_terminate_backend()",
+            names=[self._key.label],
+            keys=[self._key],
+            timeout=limit,
+            holders=found,
+        )
+
+    @property
+    def _name(self) -> str:
+        return f"{self._key.label!r} ({self._key.value})"
+
+    # ------------------------------------------------------------ hold
+
+    @contextmanager
+    def watching(self, before_a_revision: Callable[[], None]) -> Iterator[None]:
+        """Look at each statement of the block: does it go to the same session; and before a revision is recorded."""
+
+        def statement(_: Connection, clause: Any, *__: Any) -> None:
+            if _command.writes_version(clause):
+                before_a_revision()
+
+        def cursor(*_: Any) -> None:
+            if not self._same():
+                raise self._lost()
+
+        event.listen(self._connection, "before_execute", statement)
+        event.listen(self._connection, "before_cursor_execute", cursor)
+        try:
+            yield
+        finally:
+            event.remove(self._connection, "before_execute", statement)
+            event.remove(self._connection, "before_cursor_execute", cursor)
+
+    def expect_held(self) -> None:
+        """Raise unless this session still has it. One round trip, in the caller's transaction."""
+        if not migration.mine(self._connection, self._key):
+            raise self._lost()
+
+    def _same(self) -> bool:
+        # SQLAlchemy reconnects after a lost connection without a word.
+        connection = self._connection
+        return not (connection.closed or connection.invalidated) and (
+            connection.connection.dbapi_connection is self._dbapi_connection
+        )
+
+    def _lost(self) -> LockLostError:
+        return LockLostError(
+            f"the migration lock {self._name} is lost: the session that held it has ended, or was told to unlock everything"
+            " (pg_advisory_unlock_all, DISCARD ALL). What was not committed until then is not recorded",
+            names=[self._key.label],
+            reason="killed",
+        )
+
+    # ------------------------------------------------------------ release
+
+    def release(self) -> None:
+        """Give it back, or close the connection if that cannot be proven.
+
+        Raises:
+            LockLostError: it was gone before.
+            TransactionStateError: a transaction is open that has written something, which is rolled back.
+        """
+        try:
+            if not self._same():
+                raise self._lost()
+            written = self._roll_back()
+            if not self.ask(self._unlock):
+                raise self._lost()
+        except BaseException:
+            self._close()
+            raise
+        if written:
+            raise TransactionStateError(
+                "the migration lock's block ended inside a transaction, which was rolled back with what it had written. Run"
+                " migrations in `with context.begin_transaction():`, and commit what else is done in the block"
+            )
+
+    def _roll_back(self) -> bool:
+        """End the caller's transaction; say whether something is lost with it."""
+        connection = self._connection
+        if not connection.in_transaction():
+            return False
+        written = not self._dbapi_connection.autocommit and migration.has_written(connection)
+        connection.rollback()
+        return written
+
+    def _unlock(self, own: Connection) -> bool:
+        held: bool = own.exec_driver_sql(self._sql.unlock_text, self._sql.unlock_args).scalar_one()
+        server.restore(own, self._facts)
+        return held
+
+    def abandon(self) -> None:
+        """Give it back after a migration that failed, or close the connection. Why it failed says more than we could."""
+        try:
+            if self._same():
+                self._connection.rollback()
+                if self.ask(self._unlock):
+                    return
+        except Exception:
+            log.debug("the migration lock could not be given back: its session is closed", exc_info=True)
+        self._close()
+
+    def _close(self) -> None:
+        """End the session, for the lock would stay on it."""
+        with suppress(Exception):
+            self._dbapi_connection.close()
+        if not (self._connection.closed or self._connection.invalidated):
+            self._connection.invalidate()

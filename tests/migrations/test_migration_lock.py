@@ -1,0 +1,308 @@
+"""The migration lock by itself: who has it, what is left on the connection, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+from pgfence import LockKey
+from pgfence.errors import LockLostError, LockTimeoutError, TransactionStateError, UnsupportedServerError
+from pgfence.migrations import migration_lock
+from support.waiting import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.worlds import World
+
+SETTINGS = text(
+    "SELECT string_agg(name || '=' || setting, ' ' ORDER BY name) FROM pg_settings"
+    " WHERE name ~ 'timeout|keepalive|check_interval|^default_transaction|^transaction_isolation'"
+)
+HELD = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid = %s"
+
+
+async def on(world: World, work: Callable[[Connection], Any], **options: Any) -> Any:
+    """Call a function with a new Connection of the world's driver, as env.py does."""
+    engine = world.engine(**options)
+
+    def here() -> Any:
+        with engine.connect() as connection:
+            return work(connection)
+
+    async def there() -> Any:
+        async with engine.connect() as connection:
+            return await connection.run_sync(work)
+
+    return await world.call(world.pick(here, there))
+
+
+def pid_of(connection: Connection) -> int:
+    pid: int = connection.scalar(text("SELECT pg_backend_pid()"))  # type: ignore[assignment]
+    connection.rollback()
+    return pid
+
+
+def locks(admin: psycopg.Connection[Any], pid: int) -> int:
+    return admin.execute(HELD, [pid]).fetchone()[0]  # type: ignore[index]
+
+
+def state(admin: psycopg.Connection[Any], pid: int) -> Any:
+    row = admin.execute("SELECT state, backend_xmin FROM pg_stat_activity WHERE pid = %s", [pid])
+    return row.fetchone()
+
+
+@pytest.fixture
+def key(name: str) -> LockKey:
+    return LockKey.of(name)
+
+
+async def test_it_is_held_across_commits_and_the_connection_comes_back_as_it_was(
+    world: World, admin: psycopg.Connection[Any], key: LockKey
+) -> None:
+    """C051: transactions come and go inside; no transaction is open at first; afterwards nothing is held or set otherwise."""
+
+    def work(connection: Connection) -> None:
+        pid, before = pid_of(connection), connection.scalar(SETTINGS)
+        connection.rollback()
+        with migration_lock(connection, key=key):
+            assert not connection.in_transaction()
+            assert state(admin, pid) == ("idle", None)
+            for _ in range(2):
+                with connection.begin():
+                    connection.execute(text("CREATE TEMPORARY TABLE IF NOT EXISTS t (x int)"))
+                assert locks(admin, pid) == 1
+        assert locks(admin, pid) == 0
+        assert not connection.in_transaction()
+        assert connection.scalar(SETTINGS) == before
+        assert connection.scalar(text("SELECT count(*) FROM t")) == 0
+
+    await on(world, work, isolation_level="REPEATABLE READ")
+
+
+async def test_it_is_given_back_after_a_migration_that_failed(
+    world: World, admin: psycopg.Connection[Any], key: LockKey
+) -> None:
+    """Its own error is what is raised, its transaction is rolled back, and the connection can be used."""
+
+    def work(connection: Connection) -> None:
+        pid = pid_of(connection)
+        with pytest.raises(Exception, match="no_such_table"):
+            with migration_lock(connection, key=key), connection.begin():
+                connection.execute(text("CREATE TEMPORARY TABLE t (x int)"))
+                connection.execute(text("SELECT * FROM no_such_table"))
+        assert locks(admin, pid) == 0
+        assert connection.scalar(text("SELECT to_regclass('pg_temp.t')")) is None
+
+    await on(world, work)
+
+
+async def test_a_timeout_names_the_session_and_its_statement_and_harms_nothing(
+    world: World, dsn: str, admin: psycopg.Connection[Any], key: LockKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    """C040: pid, application name and query of who migrates, in the error and in the log; the connection is as it was."""
+    caplog.set_level(logging.INFO, "pgfence.migrations")
+
+    def work(connection: Connection) -> None:
+        before = connection.scalar(SETTINGS)
+        connection.rollback()
+        with psycopg.connect(dsn, autocommit=True, application_name="the-other-pod") as other:
+            other.execute("SELECT pg_advisory_lock(%s)", [key.value])
+            other.execute("SELECT 'building'")
+            with pytest.raises(LockTimeoutError) as caught:
+                migration_lock(connection, key=key, timeout=0.3).__enter__()
+            pid = other.info.backend_pid
+        assert [holder.backend_pid for holder in caught.value.holders] == [pid]
+        for said in (str(caught.value), caplog.text):
+            assert "the-other-pod" in said
+            assert str(pid) in said
+            assert "SELECT 'building'" in said
+        assert connection.scalar(SETTINGS) == before
+        assert locks(admin, pid_of(connection)) == 0
+
+    await on(world, work)
+
+
+async def test_a_transaction_on_entering_is_refused(world: World, key: LockKey) -> None:
+    """C050: Alembic would take it for somebody else's, commit nothing, and refuse autocommit_block()."""
+
+    def work(connection: Connection) -> None:
+        connection.execute(text("SELECT 1"))
+        with pytest.raises(TransactionStateError, match="right after connect"):
+            migration_lock(connection, key=key).__enter__()
+
+    await on(world, work)
+
+
+async def test_a_write_that_nobody_committed_is_told_and_a_read_is_not(
+    world: World, admin: psycopg.Connection[Any], key: LockKey
+) -> None:
+    """Otherwise all DDL would be lost without a word; the lock is given back all the same."""
+
+    def work(connection: Connection) -> None:
+        pid = pid_of(connection)
+        with migration_lock(connection, key=key):
+            connection.execute(text("SELECT 1"))
+        with pytest.raises(TransactionStateError, match="rolled back"), migration_lock(connection, key=key):
+            connection.execute(text("CREATE TABLE pg_temp.t (x int)"))
+        assert locks(admin, pid) == 0
+        assert not connection.in_transaction()
+
+    await on(world, work)
+
+
+async def test_a_connection_in_autocommit_needs_no_commit(world: World, key: LockKey) -> None:
+    """With isolation_level AUTOCOMMIT nothing is open at the end, and the mode stays."""
+
+    def work(connection: Connection) -> None:
+        with migration_lock(connection, key=key):
+            connection.execute(text("CREATE TEMPORARY TABLE t (x int)"))
+        connection.rollback()
+        assert connection.scalar(text("SELECT count(*) FROM t")) == 0
+
+    await on(world, work, isolation_level="AUTOCOMMIT")
+
+
+async def test_a_lock_that_was_unlocked_inside_is_told(world: World, key: LockKey) -> None:
+    """pg_advisory_unlock_all and DISCARD ALL take it away; the block does not end as if all had been well."""
+
+    def work(connection: Connection) -> None:
+        with pytest.raises(LockLostError, match="unlock everything"), migration_lock(connection, key=key):
+            with connection.begin():
+                connection.execute(text("SELECT pg_advisory_unlock_all()"))
+
+    await on(world, work)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_no_statement_goes_to_another_session_after_the_first_has_ended(
+    world: World, admin: psycopg.Connection[Any], key: LockKey
+) -> None:
+    """SQLAlchemy would reconnect silently and migrate on without the lock."""
+
+    def work(connection: Connection) -> None:
+        pid = pid_of(connection)
+        with pytest.raises(LockLostError), migration_lock(connection, key=key):
+            admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+            with pytest.raises(DBAPIError):
+                connection.execute(text("SELECT 1"))
+            with suppress(Exception):
+                connection.rollback()
+            connection.execute(text("SELECT 1"))
+
+    await on(world, work)
+
+
+async def test_a_waiter_holds_back_no_concurrent_index(
+    world: World, admin: psycopg.Connection[Any], key: LockKey, name: str
+) -> None:
+    """C049, C052: beside a waiter, and under REPEATABLE READ, the index is built; the waiter never idles in a transaction."""
+    table = f"t_{key.value}"
+    there = "SELECT state FROM pg_stat_activity WHERE application_name = %s AND query LIKE '%%advisory%%'"
+    seen: set[str] = set()
+    held = threading.Event()
+
+    def holder(connection: Connection) -> None:
+        with migration_lock(connection, key=key):
+            with connection.begin():
+                connection.execute(text(f'CREATE TABLE "{table}" AS SELECT g AS x FROM generate_series(1, 1000) AS g'))
+            held.set()
+            blocking(lambda: admin.execute(there, [table]).fetchone())
+            connection.execution_options(isolation_level="AUTOCOMMIT")
+            for number in range(3):
+                connection.execute(text(f'CREATE INDEX CONCURRENTLY "{table}_{number}" ON "{table}" (x)'))
+                seen.update(row[0] for row in admin.execute(there, [table]))
+
+    def waiter(connection: Connection) -> None:
+        assert held.wait(10)
+        with migration_lock(connection, key=key, timeout=20):
+            valid = text("SELECT count(*) FROM pg_index WHERE indisvalid AND indrelid = CAST(:name AS regclass)")
+            assert connection.scalar(valid, {"name": f'"{table}"'}) == 3
+
+    arguments = (
+        {"server_settings": {"application_name": table}} if world.name == "asyncpg" else {"application_name": table}
+    )
+    try:
+        await asyncio.gather(
+            asyncio.to_thread(_run, world, holder), asyncio.to_thread(_run, world, waiter, connect_args=arguments)
+        )
+    finally:
+        admin.execute(f'DROP TABLE IF EXISTS "{table}"'.encode())
+    assert seen
+    assert "idle in transaction" not in seen
+
+
+def _run(world: World, work: Callable[[Connection], Any], **options: Any) -> None:
+    """In a thread of its own, with a loop of its own where the driver wants one."""
+    if not world.is_async:
+        engine = create_engine(world.url, isolation_level="REPEATABLE READ", **options)
+        with engine.connect() as connection:
+            work(connection)
+        engine.dispose()
+        return
+
+    async def there() -> None:
+        from sqlalchemy.ext.asyncio import create_async_engine
+
+        engine = create_async_engine(world.url, isolation_level="REPEATABLE READ", **options)
+        async with engine.connect() as connection:
+            await connection.run_sync(work)
+        await engine.dispose()
+
+    asyncio.run(there())
+
+
+def test_the_default_keys_of_two_schemas_are_two_locks(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C030: version tables in two schemas migrate side by side, one of them only once at a time."""
+    from pgfence.migrations import _command
+
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+
+    def table(schema: str) -> None:
+        monkeypatch.setattr(_command, "version_table", lambda: _command.VersionTable("alembic_version", schema))
+
+    with engine.connect() as one, engine.connect() as two:
+        table("tenant_a")
+        with migration_lock(one, timeout=0):
+            with pytest.raises(LockTimeoutError, match=r"tenant_a\.alembic_version"):
+                migration_lock(two, timeout=0).__enter__()
+            table("tenant_b")
+            with migration_lock(two, timeout=0):
+                pass
+    engine.dispose()
+
+
+def test_another_database_is_skipped_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """On SQLite, in tests, it says so in the log and does nothing, unless it is asked to raise."""
+    caplog.set_level(logging.INFO, "pgfence.migrations")
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        with migration_lock(connection):
+            assert not connection.in_transaction()
+        assert "no migration lock: sqlite" in caplog.text
+        with pytest.raises(UnsupportedServerError):
+            migration_lock(connection, unsupported="raise").__enter__()
+    engine.dispose()
+
+
+def test_what_is_no_connection_and_no_key_is_a_type_error() -> None:
+    """An engine, a name instead of a key, a word that it does not know, an impossible time."""
+    engine = create_engine("sqlite://")
+    with pytest.raises(TypeError, match="takes the Connection"):
+        migration_lock(engine)  # type: ignore[arg-type]
+    with engine.connect() as connection:
+        with pytest.raises(TypeError, match="must be a LockKey"):
+            migration_lock(connection, key="migrations")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="'skip' or 'raise'"):
+            migration_lock(connection, unsupported="ignore")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="0 or more"):
+            migration_lock(connection, timeout=-1)
+    engine.dispose()
