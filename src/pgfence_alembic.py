@@ -33,7 +33,7 @@ class Directives:
 
     @classmethod
     def create_pgfence(
-        cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_", version: int = 1
+        cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_", version: int | None = None
     ) -> None:
         """Make pgfence's tables and functions, where they are not there yet; part of the transaction of the migration.
 
@@ -41,13 +41,14 @@ class Directives:
             operations: `op` itself.
             schema: made if it is missing; None takes the first of the search path.
             prefix: of the names of tables and functions.
-            version: of tables and functions, so that the migration does the same with a later release.
+            version: of tables and functions, so that the migration does the same with a later release; None: the newest.
 
         Raises:
             ValueError: this release knows no such version, the schema is empty or the prefix too long.
             SchemaError: this role may not make them, or what is there is not as pgfence made it.
         """
-        operations.invoke(_operations().CreatePgfence(schema, prefix, version))
+        ours = _operations()
+        operations.invoke(ours.CreatePgfence(schema, prefix, ours.VERSION if version is None else version))
 
     @classmethod
     def drop_pgfence(cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_") -> None:
@@ -68,6 +69,8 @@ class Directives:
         cls, operations: Operations, from_: int, to: int, *, schema: str | None = None, prefix: str = "pgfence_"
     ) -> None:
         """Bring pgfence's tables and functions from one version to another, in either direction.
+
+        On the way down what the newer version has added is dropped with all that is in it.
 
         Args:
             operations: `op` itself.
@@ -141,6 +144,65 @@ class Directives:
         """
         made = _operations().DropFence(table, schema=schema, pgfence_schema=pgfence_schema, prefix=prefix)
         operations.invoke(made)
+
+    @classmethod
+    def add_version_trigger(
+        cls,
+        operations: Operations,
+        table: str,
+        *,
+        column: str = "version",
+        schema: str | None = None,
+        pgfence_schema: str | None = None,
+        prefix: str = "pgfence_",
+    ) -> None:
+        """Let the server count the version of each row of a table, whoever updates it.
+
+        As `pgfence.schema.add_version_trigger`, with what `configure` says written out. None of pgfence's tables is needed.
+
+        Args:
+            operations: `op` itself.
+            table: its name.
+            column: that holds the version.
+            schema: of the table.
+            pgfence_schema: where the trigger's function is made.
+            prefix: of its name.
+
+        Raises:
+            ValueError: there is no such table or column, the column holds no integers, or the table has a trigger of
+                somebody else's with that name.
+            SchemaError: the column takes NULL, or this role may not make function or trigger.
+        """
+        options = {"column": column, "schema": schema, "pgfence_schema": pgfence_schema, "prefix": prefix}
+        operations.invoke(_operations().AddVersionTrigger(table, **options))
+
+    @classmethod
+    def drop_version_trigger(
+        cls,
+        operations: Operations,
+        table: str,
+        *,
+        column: str = "version",
+        schema: str | None = None,
+        pgfence_schema: str | None = None,
+        prefix: str = "pgfence_",
+    ) -> None:
+        """Take the version trigger off a table; none there is no error. Its function stays: other tables may use it.
+
+        Args:
+            operations: `op` itself.
+            table: its name.
+            column: that held the version.
+            schema: of the table.
+            pgfence_schema: where the trigger's function is.
+            prefix: of its name.
+
+        Raises:
+            ValueError: there is no such table, or its trigger of that name is somebody else's.
+            SchemaError: this role does not own the table.
+        """
+        options = {"column": column, "schema": schema, "pgfence_schema": pgfence_schema, "prefix": prefix}
+        operations.invoke(_operations().DropVersionTrigger(table, **options))
 
     @classmethod
     def create_index_safely(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pgfence._sql import tables, versions
 from pgfence._sql.fences import COMMENT, Target, foreign, kind_query, triggers
 from pgfence._sql.storage import Place, quoted
 from pgfence._sql.tables import literal, plainly
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from sqlalchemy import Connection
+
+_COLUMN = re.compile(r'NEW\."((?:[^"]|"")+)" :=')
+"""In the body of the function that counts."""
 
 _MARK = "\0"
 """Where the name of a partition goes; no name can hold it."""
@@ -39,6 +46,52 @@ def standing(connection: Connection, place: Place) -> list[Standing]:
     ]
 
 
+class Counting(NamedTuple):
+    """A version trigger that a table has."""
+
+    schema: str
+    table: str
+    column: str
+
+
+def counting(connection: Connection, place: Place) -> list[Counting]:
+    """Return the version triggers of one installation, in the order of their tables."""
+    found = plainly(
+        connection,
+        "SELECT n.nspname, c.relname, p.prosrc FROM pg_catalog.pg_trigger AS t"
+        " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS f ON f.oid = p.pronamespace"
+        " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        f" WHERE t.tgname = {literal(versions.trigger_name(place))} AND t.tgparentid = 0"
+        f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')})"
+        f" AND f.nspname = {literal(place.schema or '')} ORDER BY 1, 2",
+    )
+    columns = ((row, _COLUMN.search(row.prosrc)) for row in found)
+    return [Counting(row.nspname, row.relname, name[1].replace('""', '"')) for row, name in columns if name]
+
+
+def version(connection: Connection, place: Place) -> int:
+    """Return the version of the tables; 0 where there are none, or no functions."""
+    there = plainly(
+        connection,
+        f"SELECT pg_catalog.to_regclass({literal(place.name('schema_version'))}) IS NOT NULL"
+        f" AND pg_catalog.to_regproc({literal(place.name('enter_gate_v1'))}) IS NOT NULL",
+    ).scalar_one()
+    if not there:
+        return 0
+    found = plainly(connection, f"SELECT pg_catalog.max(v.version) FROM {place.name('schema_version')} AS v").scalar()
+    return found or 0
+
+
+def move(connection: Connection, place: Place, statements: Iterable[str], version: int) -> None:
+    """Execute what makes a version or goes back to it. Whoever does so at the same time waits for this transaction."""
+    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({tables._LOCK.value})")
+    for statement in statements:
+        plainly(connection, statement)
+    answer = plainly(connection, tables.checking(place, version)).one()
+    if (error := tables.judged(answer, place, version)) is not None:
+        raise error
+
+
 def installations(connection: Connection) -> set[Place]:
     """Return where this database has functions of ours, whatever their prefix."""
     found = plainly(
@@ -61,6 +114,26 @@ def held(connection: Connection, place: Place) -> list[str]:
     return list(found.scalars())
 
 
+def adding_version(place: Place, target: Target, column: str) -> list[str]:
+    """Return statements that do what `versions.add` does and ask nothing beforehand."""
+    return [_not_theirs(place, target), *versions.creation(place, target.quoted, column)]
+
+
+def removing_version(place: Place, target: Target) -> list[str]:
+    """Return statements that do what `versions.drop` does, likewise."""
+    return [_not_theirs(place, target), versions.removal(place, target.quoted)]
+
+
+def _not_theirs(place: Place, target: Target) -> str:
+    query = (
+        "SELECT FROM pg_catalog.pg_trigger AS t JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
+        f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
+        f" AND t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)})"
+        f" AND NOT pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')})"
+    )
+    return _block(f"BEGIN\n{_refusing(query, target)}END")
+
+
 def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
     """Return a statement that does what `fences.add` does, and puts its questions to the server when it runs."""
     whole, one = triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
@@ -72,7 +145,7 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
     whole_comment = f"COMMENT ON TRIGGER {quoted(place.prefix + 'fence')} ON {target.quoted} IS {comment};"
     return _block(
         "DECLARE\n    part text;\n"
-        f"BEGIN\n{_refusing(place, target)}{columns}{_removal(place, target)}"
+        f"BEGIN\n{_refusing(foreign(place, target), target)}{columns}{_removal(place, target)}"
         f"    IF {'' if one else 'true OR '}(SELECT {kinds} AS i WHERE i.inhrelid = c.oid)"
         f" FROM pg_catalog.pg_class AS c WHERE c.oid = {literal(target.quoted)}::pg_catalog.regclass) THEN\n"
         f"        {first.creation()};\n"
@@ -89,7 +162,9 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
 
 def removing(place: Place, target: Target) -> str:
     """Return a statement that does what `fences.drop` does, likewise."""
-    return _block(f"DECLARE\n    part text;\nBEGIN\n{_refusing(place, target)}{_removal(place, target)}END")
+    return _block(
+        f"DECLARE\n    part text;\nBEGIN\n{_refusing(foreign(place, target), target)}{_removal(place, target)}END"
+    )
 
 
 def _removal(place: Place, target: Target) -> str:
@@ -100,9 +175,9 @@ def _removal(place: Place, target: Target) -> str:
     )
 
 
-def _refusing(place: Place, target: Target) -> str:
+def _refusing(query: str, target: Target) -> str:
     return (
-        f"    IF EXISTS ({foreign(place, target)}) THEN\n"
+        f"    IF EXISTS ({query}) THEN\n"
         f"        RAISE EXCEPTION '% has a trigger of this name that is none of pgfence''s', {literal(str(target))};\n"
         "    END IF;\n"
     )

@@ -11,17 +11,19 @@ from alembic.operations import Operations
 from alembic.operations.ops import CreateIndexOp, DropIndexOp
 
 from pgfence import schema
-from pgfence._sql import fences, migrating
+from pgfence._sql import fences, migrating, versions
 from pgfence._sql import tables as texts
 from pgfence._sql.fences import Target
 from pgfence._sql.storage import VERSION, Place
 from pgfence.alembic_plugin.operations import (
     AddFence,
+    AddVersionTrigger,
     CreateIndexSafely,
     CreatePgfence,
     DropFence,
     DropIndexSafely,
     DropPgfence,
+    DropVersionTrigger,
     UpgradePgfence,
 )
 from pgfence.errors import SchemaError
@@ -55,7 +57,7 @@ def _write(operations: Operations, script: Iterable[str]) -> None:
 
 @Operations.implementation_for(CreatePgfence)
 def _create(operations: Operations, operation: CreatePgfence) -> None:
-    _perform(operations, operation.place, texts.create, texts.creation(operation.place))
+    _move(operations, operation.place, operation.version)
 
 
 @Operations.implementation_for(DropPgfence)
@@ -75,7 +77,17 @@ def _drop(operations: Operations, operation: DropPgfence) -> None:
 
 @Operations.implementation_for(UpgradePgfence)
 def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
-    _perform(operations, operation.place, texts.create, texts.creation(operation.place))
+    _move(operations, operation.place, operation.to, down=operation.to < operation.from_)
+
+
+def _move(operations: Operations, place: Place, version: int, *, down: bool = False) -> None:
+    statements = texts.lowering if down else texts.creation
+    _perform(
+        operations,
+        place,
+        lambda connection, settled: migrating.move(connection, settled, statements(settled, version), version),
+        statements(place, version),
+    )
 
 
 @Operations.implementation_for(AddFence)
@@ -97,6 +109,28 @@ def _drop_fence(operations: Operations, operation: DropFence) -> None:
         operation.place,
         lambda connection, place: fences.drop(connection, place, target),
         [migrating.removing(operation.place, target)],
+    )
+
+
+@Operations.implementation_for(AddVersionTrigger)
+def _add_version_trigger(operations: Operations, operation: AddVersionTrigger) -> None:
+    target, column = operation.target, operation.column
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: versions.add(connection, place, target, column),
+        migrating.adding_version(operation.place, target, column),
+    )
+
+
+@Operations.implementation_for(DropVersionTrigger)
+def _drop_version_trigger(operations: Operations, operation: DropVersionTrigger) -> None:
+    target = operation.target
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: versions.drop(connection, place, target),
+        migrating.removing_version(operation.place, target),
     )
 
 

@@ -10,12 +10,15 @@ from sqlalchemy.types import TypeDecorator
 
 from pgfence._sql.storage import Place
 from pgfence._sql.tables import OWN
-from pgfence.fence._rows import MODEL, View, constant, resource_of
+from pgfence.fence._rows import MODEL, View, constant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from sqlalchemy import Column, Table
+
+COUNTED = "pgfence_version"
+"""In the `info` of a version column; in that of a table, the column's name or None."""
 
 _MARK = "\0"
 """Around the name of a column in what a resource function returns; no resource may hold it."""
@@ -42,18 +45,31 @@ def fence_of(table: Table) -> str | None:
     return None
 
 
+def version_of(table: Table) -> str | None:
+    """Return the column that a trigger shall count in; None if the table has no such trigger."""
+    if COUNTED in table.info:
+        told: str | None = table.info[COUNTED]
+        return told
+    for column in table.columns:
+        if COUNTED in column.info and column.server_onupdate is not None and not column.system:
+            return column.name
+    return None
+
+
 def _resource(model: Any) -> str:
     if constant(model):
         return _literally(model.__fence_resource__)
     columns = inspect(model).column_attrs
     try:
-        text = resource_of(model, View(model, lambda name: _Symbol(columns[name].columns[0])))
+        text = model.__fence_resource__(View(model, lambda name: _Symbol(columns[name].columns[0])))
+        if not isinstance(text, str | _Symbol):
+            raise TypeError(f"it must return a str, not {type(text).__name__}")
     except Exception as error:
         raise CommandError(
             f"{model.__name__}.__fence_resource__ cannot be read off for a trigger: {error}. Say it in its __table_args__:"
             f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or None there for a table without a trigger'
         ) from error
-    return _template(text.split(_MARK))
+    return _template(str(text).split(_MARK))
 
 
 def _template(pieces: Iterable[str]) -> str:

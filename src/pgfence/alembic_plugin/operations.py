@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PREFIX = Place().prefix
+VERSION_COLUMN = "version"
 
 
 class PlaceOperation(MigrateOperation):
@@ -113,6 +114,11 @@ class AddFence(TableOperation):
         self.resource = resource
         self.namespace = namespace
 
+    @property
+    def definition(self) -> Any:
+        """What two fences of one table may differ in."""
+        return self.parts
+
     def reverse(self) -> DropFence:
         """Return what undoes it."""
         return DropFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
@@ -149,6 +155,43 @@ class DropFence(TableOperation):
         return "drop_fence", self.target.schema, self.target.name, self.resource
 
 
+class AddVersionTrigger(TableOperation):
+    """Let the server count the version of each row of a table."""
+
+    def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
+        super().__init__(table, **options)
+        self.column = column
+
+    @property
+    def definition(self) -> Any:
+        """What two triggers of one table may differ in."""
+        return self.column
+
+    def reverse(self) -> DropVersionTrigger:
+        """Return what undoes it."""
+        return DropVersionTrigger(self.target.name, column=self.column, **self.options)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "add_version_trigger", self.target.schema, self.target.name, self.column
+
+
+class DropVersionTrigger(TableOperation):
+    """Take the trigger off a table."""
+
+    def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
+        super().__init__(table, **options)
+        self.column = column
+
+    def reverse(self) -> AddVersionTrigger:
+        """Return what undoes it."""
+        return AddVersionTrigger(self.target.name, column=self.column, **self.options)
+
+    def to_diff_tuple(self) -> tuple[Any, ...]:
+        """Return how `alembic check` names it."""
+        return "drop_version_trigger", self.target.schema, self.target.name
+
+
 class CreateIndexSafely(CreateIndexOp):
     """Build an index beside running writers; what an interrupted build left behind is dropped first."""
 
@@ -168,3 +211,15 @@ class DropIndexSafely(DropIndexOp):
     def __init__(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
         options |= {"postgresql_concurrently": True, "if_exists": True}
         super().__init__(index_name, table_name, **options)
+
+    def reverse(self) -> CreateIndexOp:
+        """Return what undoes it.
+
+        Raises:
+            ValueError: it does not know what the index was like.
+        """
+        if self._reverse is None:
+            raise ValueError(
+                f"drop_index_safely({self.index_name!r}) cannot be reversed: it does not say of what columns"
+            )
+        return self._reverse

@@ -9,12 +9,15 @@ from alembic.operations.ops import CreateIndexOp, DropIndexOp
 
 from pgfence.alembic_plugin.operations import (
     PREFIX,
+    VERSION_COLUMN,
     AddFence,
+    AddVersionTrigger,
     CreateIndexSafely,
     CreatePgfence,
     DropFence,
     DropIndexSafely,
     DropPgfence,
+    DropVersionTrigger,
     TableOperation,
     UpgradePgfence,
 )
@@ -52,6 +55,16 @@ def _drop_fence(context: AutogenContext, operation: DropFence) -> str:
     return _on_table(context, "drop_fence", operation, [])
 
 
+@renderers.dispatch_for(AddVersionTrigger)
+def _add_version_trigger(context: AutogenContext, operation: AddVersionTrigger) -> str:
+    return _on_table(context, "add_version_trigger", operation, _column(operation.column))
+
+
+@renderers.dispatch_for(DropVersionTrigger)
+def _drop_version_trigger(context: AutogenContext, operation: DropVersionTrigger) -> str:
+    return _on_table(context, "drop_version_trigger", operation, _column(operation.column))
+
+
 @renderers.dispatch_for(CreateIndexSafely)
 def _create_index(context: AutogenContext, operation: CreateIndexSafely) -> str:
     whole = renderers.dispatch(CreateIndexOp)(context, operation)
@@ -80,6 +93,10 @@ def _on_table(context: AutogenContext, name: str, operation: TableOperation, arg
         *_named(schema=target.schema, pgfence_schema=place.schema),
         *([] if place.prefix == PREFIX else _named(prefix=place.prefix)),
     )
+
+
+def _column(column: str) -> list[str]:
+    return [] if column == VERSION_COLUMN else _named(column=column)
 
 
 def _place(place: Place) -> list[str]:

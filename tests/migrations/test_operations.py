@@ -1,0 +1,498 @@
+"""What stands in a migration: operations on the connection of a migration, as a script, reversed, and written down."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from alembic.autogenerate import render_op_text
+from alembic.autogenerate.api import AutogenContext
+from alembic.operations import Operations
+from alembic.runtime.migration import MigrationContext
+from psycopg import sql
+from sqlalchemy import Connection, MetaData, create_engine, text
+
+from pgfence import schema
+from pgfence._sql.storage import VERSION, Place
+from pgfence._sql.tables import installed
+from pgfence.alembic_plugin import implementations, operations, renderers
+from pgfence.errors import SchemaError, TransactionStateError
+from pgfence.lease import Lease
+from support.revisions import Project
+from support.servers import database
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from sqlalchemy import Engine
+
+    from support.worlds import World
+
+assert implementations
+assert renderers
+
+NO_TOKEN = "PF002"
+COLUMNS = "book int NOT NULL, branch text NOT NULL, amount int NOT NULL DEFAULT 0, PRIMARY KEY (book, amount)"
+
+
+async def perform(world: World, work: Callable[[Any], Any]) -> Any:
+    """Hand `op` to some work, in one transaction on the driver of a world."""
+
+    def body(connection: Connection) -> Any:
+        return work(Operations(MigrationContext.configure(connection)))
+
+    engine = world.engine()
+    if world.is_async:
+        async with engine.begin() as connection:
+            return await connection.run_sync(body)
+
+    def sync() -> Any:
+        with engine.begin() as connection:
+            return body(connection)
+
+    return await world.call(sync)
+
+
+@pytest.fixture
+def place(admin: psycopg.Connection[Any]) -> Iterator[str]:
+    """A schema, whose name has to be quoted, with a table "Entry" in it."""
+    name = f"Own {secrets.token_hex(4)}"
+    admin.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
+    admin.execute(sql.SQL(f'CREATE TABLE {{}}."Entry" ({COLUMNS})').format(sql.Identifier(name)))
+    yield name
+    admin.execute("SET client_min_messages = warning")
+    admin.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[Engine]:
+    """An engine on a database of its own."""
+    with database(dsn, "migrations") as own:
+        made = create_engine(own.replace("postgresql://", "postgresql+psycopg://", 1))
+        yield made
+        made.dispose()
+
+
+def names(admin: psycopg.Connection[Any], place: str) -> set[str]:
+    """Return the tables, functions and triggers of a schema."""
+    found = admin.execute(
+        "SELECT relname FROM pg_class WHERE relnamespace = %(in)s::regnamespace AND relkind IN ('r', 'p')"
+        " UNION ALL SELECT proname FROM pg_proc WHERE pronamespace = %(in)s::regnamespace"
+        " UNION ALL SELECT tgname FROM pg_trigger JOIN pg_class c ON c.oid = tgrelid"
+        " WHERE c.relnamespace = %(in)s::regnamespace",
+        {"in": f'"{place}"'},
+    )
+    return {name for (name,) in found}
+
+
+def write(admin: psycopg.Connection[Any], place: str) -> None:
+    """Write to the table as somebody who knows of no fence."""
+    entry = sql.Identifier(place, "Entry")
+    admin.execute(sql.SQL("INSERT INTO {} VALUES (%s, 'x')").format(entry), [secrets.randbelow(2**30)])
+
+
+# ------------------------------------------------------------ on a connection
+
+
+async def test_an_installation_comes_and_goes_with_its_fence(
+    world: World, place: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Tables, functions and a fence are made on the migration's own connection, and nothing of them stays."""
+    at: dict[str, Any] = {"schema": place, "pgfence_schema": place, "prefix": "a_"}
+
+    def up(op: Any) -> None:
+        op.create_pgfence(schema=place, prefix="a_", version=VERSION)
+        op.add_fence("Entry", resource="close:{book}", **at)
+
+    await perform(world, up)
+    with pytest.raises(psycopg.errors.DatabaseError) as refused:
+        write(admin, place)
+    assert refused.value.sqlstate == NO_TOKEN
+    await perform(world, lambda op: op.drop_fence("Entry", **at))
+    write(admin, place)
+    await perform(world, lambda op: op.drop_pgfence(schema=place, prefix="a_"))
+    assert names(admin, place) == {"Entry"}
+
+
+async def test_everything_may_be_repeated(world: World, place: str, admin: psycopg.Connection[Any]) -> None:
+    """A migration that is replayed changes nothing, and rows and their tokens stay as they are."""
+
+    def up(op: Any) -> None:
+        op.create_pgfence(schema=place)
+        op.add_fence("Entry", resource="books", schema=place, pgfence_schema=place)
+        op.upgrade_pgfence(VERSION, VERSION, schema=place)
+
+    await perform(world, up)
+    admin.execute(sql.SQL("SELECT {}('x', 7)").format(sql.Identifier(place, "pgfence_enter_gate_v1")))
+    before = names(admin, place)
+    await perform(world, up)
+    assert names(admin, place) == before
+    gate = sql.Identifier(place, "pgfence_gate")
+    assert admin.execute(sql.SQL("SELECT token FROM {}").format(gate)).fetchall() == [(7,)]
+    await perform(world, lambda op: op.drop_fence("Entry", schema=place, pgfence_schema=place))
+    await perform(world, lambda op: op.drop_fence("Entry", schema=place, pgfence_schema=place))
+
+
+async def test_two_prefixes_fence_one_table_independently(
+    world: World, place: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Each installation has triggers of its own, and dropping those of one leaves the other's."""
+
+    def up(op: Any) -> None:
+        for prefix in ("a_", "b_"):
+            op.create_pgfence(schema=place, prefix=prefix)
+            op.add_fence("Entry", resource="books", schema=place, pgfence_schema=place, prefix=prefix)
+
+    await perform(world, up)
+    await perform(world, lambda op: op.drop_fence("Entry", schema=place, pgfence_schema=place, prefix="a_"))
+    await perform(world, lambda op: op.drop_pgfence(schema=place, prefix="a_"))
+    assert {name for name in names(admin, place) if name.startswith("a_")} == set()
+    with pytest.raises(psycopg.errors.DatabaseError, match="brought no token"):
+        write(admin, place)
+
+
+@pytest.mark.parametrize(
+    ("directive", "error", "message"),
+    [
+        (lambda op, at: op.add_fence("Nowhere", resource="r", schema=at, pgfence_schema=at), ValueError, "no table"),
+        (lambda op, at: op.add_fence("Entry", resource="{page}", schema=at, pgfence_schema=at), ValueError, "'page'"),
+        (lambda op, at: op.add_fence("Entry", resource="{a.b}", schema=at, pgfence_schema=at), ValueError, "braces"),
+        (lambda op, at: op.add_fence("Entry", resource="r", schema=at, prefix="no_"), SchemaError, "--prefix no_"),
+        (lambda op, at: op.create_pgfence(schema=at, version=99), ValueError, "version 99"),
+        (lambda op, at: op.upgrade_pgfence(0, 1, schema=at), ValueError, "version 0"),
+        (lambda op, at: op.create_pgfence(schema=""), ValueError, "schema must not be empty"),
+        (lambda op, at: op.add_fence(MetaData, resource="r"), TypeError, "named by a str"),
+    ],
+)
+async def test_what_cannot_be_done_is_told_and_nothing_is_half_done(
+    place: str, admin: psycopg.Connection[Any], dsn: str, directive: Any, error: type[Exception], message: str
+) -> None:
+    """A missing table or column, an unreadable resource or an unknown version end the migration with all it has done."""
+    engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://", 1))
+    with pytest.raises(error, match=message), engine.begin() as connection:
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.create_pgfence(schema=place)
+        directive(op, place)
+    engine.dispose()
+    assert names(admin, place) == {"Entry"}
+
+
+def trigger_of_somebody_else(admin: psycopg.Connection[Any], place: str) -> None:
+    entry = sql.Identifier(place, "Entry")
+    admin.execute(
+        sql.SQL(
+            "CREATE TRIGGER pgfence_fence BEFORE UPDATE ON {} FOR EACH ROW"
+            " EXECUTE FUNCTION suppress_redundant_updates_trigger()"
+        ).format(entry)
+    )
+
+
+@pytest.mark.parametrize("directive", ["add_fence", "drop_fence"])
+async def test_a_trigger_of_somebody_else_with_our_name_stays(
+    place: str, admin: psycopg.Connection[Any], engine: Engine, tmp_path: Path, dsn: str, directive: str
+) -> None:
+    """Neither the operation nor its script replaces or drops a trigger that another program made under the fence's name."""
+    trigger_of_somebody_else(admin, place)
+    options = {"resource": "r"} if directive == "add_fence" else {}
+    own = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://", 1))
+    with pytest.raises(ValueError, match="none of pgfence's"), own.begin() as connection:
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.create_pgfence(schema=place)
+        getattr(op, directive)("Entry", schema=place, pgfence_schema=place, **options)
+    own.dispose()
+    script = script_of(engine, tmp_path, f"op.{directive}('Entry', schema={place!r}, **{options!r})")
+    with pytest.raises(psycopg.errors.RaiseException, match="none of pgfence's"):
+        admin.execute(script)
+    admin.execute("ROLLBACK")
+    assert names(admin, place) == {"Entry", "pgfence_fence"}
+
+
+async def test_tables_are_not_dropped_while_somebody_counts_on_them(
+    world: World, place: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A downgrade past a fenced table, or past a lease that is held, is refused with what to do first."""
+
+    def up(op: Any) -> None:
+        op.create_pgfence(schema=place)
+        op.add_fence("Entry", resource="books", schema=place, pgfence_schema=place)
+
+    await perform(world, up)
+    with pytest.raises(SchemaError, match=r"fence still stands around .*Entry"):
+        await perform(world, lambda op: op.drop_pgfence(schema=place))
+    await perform(world, lambda op: op.drop_fence("Entry", schema=place, pgfence_schema=place))
+    lease = sql.Identifier(place, "pgfence_lease")
+    admin.execute(
+        sql.SQL(
+            "INSERT INTO {} (name, token, ttl, acquired_at, renewed_at, expires_at, free_at)"
+            " SELECT 'close', 1, 60, now(), now(), now() + '60 s', now() + '60 s'"
+        ).format(lease)
+    )
+    with pytest.raises(SchemaError, match="the lease 'close' is held"):
+        await perform(world, lambda op: op.drop_pgfence(schema=place))
+    assert "pgfence_lease" in names(admin, place)
+    admin.execute(sql.SQL("UPDATE {} SET expires_at = now() - interval '1 s'").format(lease))
+    await perform(world, lambda op: op.drop_pgfence(schema=place))
+    assert names(admin, place) == {"Entry"}
+
+
+def test_tables_want_a_transaction(engine: Engine) -> None:
+    """In an autocommit block they could be left half made, which is refused."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        op: Any = Operations(MigrationContext.configure(connection))
+        with pytest.raises(TransactionStateError, match="autocommit"):
+            op.create_pgfence()
+
+
+def test_another_database_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """On SQLite, where many run their tests, tables and fences are skipped, and an index is an ordinary one."""
+    caplog.set_level("INFO")
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        connection.execute(text("CREATE TABLE entry (book int)"))
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.create_pgfence()
+        op.add_fence("entry", resource="{book}")
+        op.create_index_safely("ix_entry_book", "entry", ["book"])
+        assert connection.execute(text("SELECT count(*) FROM sqlite_master")).scalar_one() == 2
+        op.drop_index_safely("ix_entry_book", "entry")
+        assert connection.execute(text("SELECT count(*) FROM sqlite_master")).scalar_one() == 1
+    engine.dispose()
+    assert "skipped on sqlite" in caplog.text
+
+
+# ------------------------------------------------------------ as a script
+
+
+def script_of(engine: Engine, folder: Path, *directives: str) -> str:
+    """Return what `alembic upgrade --sql` prints of some directives, without what it says of its own table."""
+    project = Project(folder / secrets.token_hex(4), engine, MetaData(), version_table=f"v_{secrets.token_hex(4)}")
+    project.write("; ".join(directives))
+    whole = project.sql()
+    body = whole.partition("-- Running upgrade")[2].partition("\n")[2]
+    return "BEGIN;\n" + body.partition("INSERT INTO v_")[0] + "COMMIT;"
+
+
+KINDS = {
+    "plain": f'CREATE TABLE "T %" ({COLUMNS})',
+    "partitioned": f'CREATE TABLE "T %" ({COLUMNS}) PARTITION BY RANGE (book);'
+    ' CREATE TABLE "T low" PARTITION OF "T %" FOR VALUES FROM (0) TO (10)',
+    "inherited": f'CREATE TABLE "T %" ({COLUMNS}); CREATE TABLE "T low" () INHERITS ("T %")',
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("resource", ["it's 100 % {{x}} $pgfence$ \\", "close:{book}:{branch}"])
+def test_a_script_makes_the_same_triggers(engine: Engine, tmp_path: Path, dsn: str, kind: str, resource: str) -> None:
+    """What `--sql` prints, run by psql, leaves exactly the triggers that the operation makes, and takes them away."""
+    add = f"op.add_fence('T %', resource={resource!r})"
+    create, drop = "op.create_pgfence()", "op.drop_fence('T %')"
+    left = []
+    with engine.begin() as connection:
+        own = connection.connection.dbapi_connection
+        assert isinstance(own, psycopg.Connection)
+        own.execute(KINDS[kind])
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.create_pgfence()
+        op.add_fence("T %", resource=resource)
+        left.append(triggers(own))
+        op.drop_fence("T %")
+        assert triggers(own) == []
+        op.drop_pgfence()
+    with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
+        psql.execute(script_of(engine, tmp_path, create, add, add))
+        left.append(triggers(psql))
+        psql.execute(script_of(engine, tmp_path, drop, "op.drop_pgfence()"))
+        assert triggers(psql) == []
+    assert left[0] == left[1] != []
+
+
+def triggers(connection: psycopg.Connection[Any]) -> list[Any]:
+    return connection.execute(
+        "SELECT pg_get_triggerdef(oid), obj_description(oid, 'pg_trigger') FROM pg_trigger"
+        " WHERE NOT tgisinternal AND tgname LIKE 'pgfence_fence%' ORDER BY tgrelid::regclass::text, tgname"
+    ).fetchall()
+
+
+def test_a_script_of_a_resource_without_its_column_stops(engine: Engine, tmp_path: Path) -> None:
+    """Run against a table that lacks the column, or whose column has no one spelling, the script ends with nothing made."""
+    with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
+        psql.execute(f"CREATE TABLE entry ({COLUMNS}, at timestamptz)")
+        for column in ("page", "at"):
+            script = script_of(engine, tmp_path, f"op.create_pgfence(); op.add_fence('entry', resource='{{{column}}}')")
+            with pytest.raises(psycopg.errors.RaiseException, match=f"needs a column {column} of entry"):
+                psql.execute(script)
+            psql.execute("ROLLBACK")
+        assert triggers(psql) == []
+
+
+# ------------------------------------------------------------ indexes
+
+
+@pytest.mark.parametrize("per_migration", [True, False])
+def test_an_index_is_built_over_what_an_interrupted_build_left(
+    engine: Engine, tmp_path: Path, per_migration: bool
+) -> None:
+    """An INVALID index, which IF NOT EXISTS would take for a good one, is dropped and built again; a good one stays."""
+    project = Project(tmp_path / "alembic", engine, MetaData(), transaction_per_migration=per_migration)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("CREATE TABLE entry (book int, branch text)"))
+        connection.execute(text("INSERT INTO entry VALUES (1, 'a'), (1, 'b')"))
+        with pytest.raises(Exception, match="duplicate"):
+            connection.execute(text('CREATE UNIQUE INDEX CONCURRENTLY "IX" ON entry (book)'))
+        assert indexes(engine) == [("IX", False)]
+        connection.execute(text("DELETE FROM entry WHERE branch = 'b'"))
+    project.write("op.create_index_safely('IX', 'entry', ['book'], unique=True)", "op.drop_index_safely('IX', 'entry')")
+    project.upgrade()
+    assert indexes(engine) == [("IX", True)]
+    project.write("op.create_index_safely('IX', 'entry', ['book'], unique=True)")
+    project.upgrade()
+    assert indexes(engine) == [("IX", True)]
+    project.downgrade()
+    assert indexes(engine) == []
+
+
+def indexes(engine: Engine) -> list[tuple[str, bool]]:
+    asked = "SELECT indexrelid::regclass::text, indisvalid FROM pg_index WHERE indrelid = 'entry'::regclass ORDER BY 1"
+    with engine.connect() as connection:
+        return [(name.strip('"'), valid) for name, valid in connection.execute(text(asked))]
+
+
+@pytest.mark.parametrize(
+    "other", ["op.create_index('ix', 'entry', ['branch'])", "op.create_index('ix', 'entry', ['book'], unique=True)"]
+)
+def test_another_index_of_that_name_is_not_taken_for_ours(engine: Engine, tmp_path: Path, other: str) -> None:
+    """An index of other columns, or one that is unique where ours is not, ends the migration with both named."""
+    project = Project(tmp_path / "alembic", engine, MetaData())
+    project.write(f"op.execute('CREATE TABLE entry (book int, branch text)'); {other}")
+    project.upgrade()
+    project.write("op.create_index_safely('ix', 'entry', ['book'])")
+    with pytest.raises(ValueError, match="there is an index ix already"):
+        project.upgrade()
+
+
+def test_an_index_may_stand_in_an_autocommit_block(engine: Engine, tmp_path: Path) -> None:
+    """Several of them may share one block, of expressions too."""
+    project = Project(tmp_path / "alembic", engine, MetaData())
+    project.write("op.execute('CREATE TABLE entry (book int, branch text)')")
+    project.write(
+        "with op.get_context().autocommit_block():\n"
+        "        op.create_index_safely('ix_1', 'entry', ['book'])\n"
+        "        op.create_index_safely('ix_2', 'entry', [sa.text('lower(branch)')])"
+    )
+    project.upgrade()
+    assert indexes(engine) == [("ix_1", True), ("ix_2", True)]
+
+
+def test_a_script_builds_the_index_outside_of_a_transaction(engine: Engine, tmp_path: Path) -> None:
+    """`--sql` ends the transaction, clears what is left of a build, and builds with CONCURRENTLY."""
+    script = script_of(engine, tmp_path, "op.create_index_safely('ix', 'entry', ['book'])")
+    steps = [
+        script.rindex(step) for step in ("DO $pgfence$", "DROP INDEX", "CONCURRENTLY IF NOT EXISTS ix", "BEGIN;\n\n")
+    ]
+    assert [script.index("COMMIT;"), *steps] == sorted([script.index("COMMIT;"), *steps])
+
+
+# ------------------------------------------------------------ written down, and reversed
+
+
+def written(operation: Any) -> str:
+    context = MigrationContext.configure(dialect_name="postgresql", opts={"alembic_module_prefix": "op."})
+    return render_op_text(AutogenContext(context, autogenerate=False), operation)
+
+
+EVERYTHING = [
+    (operations.CreatePgfence(version=1), "op.create_pgfence(version=1)", "op.drop_pgfence()"),
+    (
+        operations.DropPgfence("locks", "a_", 1),
+        "op.drop_pgfence(schema='locks', prefix='a_')",
+        "op.create_pgfence(schema='locks', prefix='a_', version=1)",
+    ),
+    (operations.UpgradePgfence(1, 1, prefix="a_"), "op.upgrade_pgfence(1, 1, prefix='a_')", None),
+    (
+        operations.AddFence("T", resource="it's {x}", namespace="n", schema="s", pgfence_schema="p", prefix="a_"),
+        "op.add_fence('T', resource=\"it's {x}\", namespace='n', schema='s', pgfence_schema='p', prefix='a_')",
+        "op.drop_fence('T', schema='s', pgfence_schema='p', prefix='a_')",
+    ),
+    (
+        operations.AddVersionTrigger("t", schema="s"),
+        "op.add_version_trigger('t', schema='s')",
+        "op.drop_version_trigger('t', schema='s')",
+    ),
+    (
+        operations.DropVersionTrigger("t", column="C 1", prefix="a_"),
+        "op.drop_version_trigger('t', column='C 1', prefix='a_')",
+        "op.add_version_trigger('t', column='C 1', prefix='a_')",
+    ),
+    (operations.DropFence("t", resource="r"), "op.drop_fence('t')", "op.add_fence('t', resource='r')"),
+    (
+        operations.CreateIndexSafely("ix", "t", ["a"], schema="s", unique=True),
+        "op.create_index_safely('ix', 't', ['a'], unique=True, schema='s')",
+        "op.drop_index_safely('ix', table_name='t', schema='s')",
+    ),
+]
+
+
+@pytest.mark.parametrize(("operation", "script", "back"), EVERYTHING, ids=lambda value: type(value).__name__)
+def test_an_operation_is_written_as_it_is_called(operation: Any, script: str, back: str | None) -> None:
+    """Each is written into a script with what it needs and no more, and its reverse likewise; no database is asked."""
+    assert written(operation) == script
+    assert written(operation.reverse()) == (back or script)
+    assert written(operation.reverse().reverse()) == script
+    assert operation.to_diff_tuple()
+    assert operation.reverse().to_diff_tuple()
+
+
+@pytest.mark.parametrize("operation", [operations.DropFence("t"), operations.DropIndexSafely("ix", "t")])
+def test_what_does_not_say_what_was_there_cannot_be_reversed(operation: Any) -> None:
+    """To reverse the drop of a fence or an index, somebody has to say what it was like."""
+    with pytest.raises(ValueError, match="reversed"):
+        operation.reverse()
+
+
+# ------------------------------------------------------------ versions of the tables
+
+
+@pytest.mark.parametrize("earlier", range(1, VERSION))
+def test_tables_of_an_earlier_version_come_to_the_newest_and_back(engine: Engine, tmp_path: Path, earlier: int) -> None:
+    """A lease held across the way up and down stays held, with its token; what the newer version brought goes with it."""
+    at = f"from_, to = {earlier}, {VERSION}; "
+    project = Project(tmp_path / "alembic", engine, MetaData())
+    project.write(f"op.create_pgfence(version={earlier})", "op.drop_pgfence()")
+    project.write(f"{at}op.upgrade_pgfence(from_, to)", f"{at}op.upgrade_pgfence(to, from_)")
+    project.upgrade("+1")
+    with engine.connect() as connection:
+        assert versions_of(connection) == {earlier}
+    lease = Lease(engine, "across", ttl=60)
+    with lease.hold() as held:
+        project.upgrade()
+        with engine.connect() as connection:
+            assert max(versions_of(connection)) == VERSION
+        held.renew()
+        assert schema.create_all(engine) is None
+        project.downgrade("-1")
+        with engine.connect() as connection:
+            assert versions_of(connection) == {earlier}
+        held.renew()
+        token = held.token
+        with pytest.raises(SchemaError, match="the lease 'across' is held"):
+            project.downgrade()
+    with lease.hold() as held:
+        assert held.token > token
+    project.downgrade()
+
+
+def versions_of(connection: Connection) -> set[int]:
+    return set(connection.execute(text("SELECT version FROM pgfence_schema_version")).scalars())
+
+
+def test_an_old_migration_is_content_with_newer_tables(engine: Engine) -> None:
+    """Replayed where the newest tables are, the operation of an older version leaves them as they are."""
+    with engine.begin() as connection:
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.create_pgfence()
+        op.create_pgfence(version=1)
+        assert max(versions_of(connection)) == VERSION
+        assert installed(connection, Place())

@@ -1,0 +1,93 @@
+"""Alembic loads the entry point in every command, half imported, in programs that may not use pgfence: nothing may break."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import pgfence_alembic
+
+DIRECTIVES = [name for name in vars(pgfence_alembic.Directives) if not name.startswith("_")]
+FIRST = (
+    "alembic",
+    "alembic.autogenerate",
+    "alembic.autogenerate.render",
+    "alembic.command",
+    "alembic.config",
+    "alembic.context",
+    "alembic.ddl",
+    "alembic.op",
+    "alembic.operations",
+    "alembic.runtime.migration",
+    "alembic.runtime.plugins",
+    "alembic.script",
+    "alembic.util",
+    "pgfence.alembic_plugin.comparison",
+    "pgfence_alembic",
+)
+# Seconds of processor time that the entry point may take of a command of Alembic's.
+LIMIT = 0.005
+
+
+def python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("module", FIRST)
+def test_the_directives_are_there_whatever_is_imported_first(module: str) -> None:
+    """Alembic's modules import each other in another order each time, and the plugin is complete after all of them."""
+    program = (
+        f"import importlib, json; importlib.import_module({module!r}); import alembic.op; import alembic.runtime.plugins as p;"
+        f"from pgfence.alembic_plugin import comparison, implementations, renderers;"
+        f"print(json.dumps([sorted(p._all_plugins), [name for name in {DIRECTIVES!r} if hasattr(alembic.op, name)]]))"
+    )
+    plugins, directives = json.loads(python(program))
+    assert "pgfence" in plugins
+    assert directives == DIRECTIVES
+
+
+def test_a_command_of_alembic_loads_no_more_than_the_entry_point() -> None:
+    """With the plugin installed `import alembic` takes less than 5 ms more, and does not import pgfence."""
+    program = """
+import sys, time, sqlalchemy
+start = time.process_time()
+import pgfence_alembic
+spent = time.process_time() - start
+register = pgfence_alembic._register
+def timed(plugin):
+    global spent
+    start = time.process_time()
+    register(plugin)
+    spent += time.process_time() - start
+pgfence_alembic._register = timed
+import alembic
+assert hasattr(alembic.op, "add_fence")
+print(spent, "pgfence" in sys.modules)
+"""
+    runs = [python(program).split() for _ in range(3)]
+    assert {loaded for _, loaded in runs} == {"False"}
+    assert min(float(spent) for spent, _ in runs) < LIMIT
+
+
+def test_a_failure_of_the_entry_point_is_logged_and_alembic_goes_on() -> None:
+    """Whatever fails in the registration, `alembic` works, and the log says that the operations are missing."""
+    told = python(
+        "import pgfence_alembic; pgfence_alembic._register = None; import alembic.op;"
+        "assert hasattr(alembic.op, 'create_table') and not hasattr(alembic.op, 'create_pgfence')"
+    )
+    assert "pgfence's operations are not there" in told
+
+
+def test_an_older_alembic_is_told_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    """Before 1.20.1 Alembic iterates over what an entry point loads: it finds nothing there, and says why."""
+    with caplog.at_level(logging.WARNING):
+        assert list(pgfence_alembic) == []  # type: ignore[call-overload]
+    assert "need Alembic 1.20.1 or newer" in caplog.text
