@@ -10,6 +10,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError, UnboundExecutionError
 
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import Place, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import CommitOutcomeUnknownError, TransactionStateError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 NUMBER = "pgfence_attempt"
 """Where `session.info` keeps the number of the attempt."""
 
-TRANSACTION_ABORTED = "25P02"
+_ABORTED = "25P02"
+_FENCE = "PF"
 
 _ATTRIBUTE = "_pgfence_attempt"
 _PING = "SELECT 1"
@@ -66,10 +68,7 @@ class Attempt:
         session.flush()
         for connection, error in self._met.items():
             if not (session.is_active and _answers(connection)):
-                error.add_note(
-                    "it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed"
-                )
-                raise error from error.__cause__
+                raise _swallowed(error)
         self._ending = True
 
     def over(self) -> None:
@@ -86,7 +85,7 @@ class Attempt:
         if unanswered(error):
             why = "the connection was lost during COMMIT"
         elif len(self._connections) > 1 and not self._session.twophase:
-            why = "the COMMIT of one database failed, and those before it are committed"
+            why = "the COMMIT of one database failed, and another one may be committed"
         else:
             return None
         return CommitOutcomeUnknownError(
@@ -115,7 +114,7 @@ class Attempt:
 
     def note(self, connection: Connection, error: BaseException) -> None:
         """Keep the last error that a connection met, for it may be swallowed; one that only tells of an earlier does not count."""
-        if sqlstate(error) != TRANSACTION_ABORTED:
+        if sqlstate(error) != _ABORTED:
             self._met[connection] = error
 
 
@@ -133,6 +132,15 @@ def _begun(session: Session, _transaction: SessionTransaction, connection: Conne
         attempt.use(connection)
 
 
+def _swallowed(error: BaseException) -> BaseException:
+    """Return what to raise for an error that the function caught: the fence's refusals as those of pgfence."""
+    ours = (sqlstate(error) or "").startswith(_FENCE)
+    found = (translated(error, Place()) if ours else None) or error
+    found.add_note("it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed")
+    found.__cause__ = error.__cause__ if found is error else error
+    return found
+
+
 def _answers(connection: Connection) -> bool:
     """Ask whether the transaction goes on, for one after an error that may have been inside a savepoint."""
     try:
@@ -143,9 +151,11 @@ def _answers(connection: Connection) -> bool:
 
 
 def _note(context: ExceptionContext) -> None:
-    attempt: Attempt | None = None if context.connection is None else vars(context.connection).get(_ATTRIBUTE)
-    if attempt is not None and context.connection is not None:
-        attempt.note(context.connection, context.sqlalchemy_exception or context.original_exception)
+    connection = context.connection
+    attempt: Attempt | None = None if connection is None else vars(connection).get(_ATTRIBUTE)
+    if attempt is None or connection is None:
+        return
+    attempt.note(connection, context.sqlalchemy_exception or context.original_exception)
 
 
 def bind_of(session: Session) -> Any:

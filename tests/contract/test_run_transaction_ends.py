@@ -1,0 +1,259 @@
+"""How an attempt of `run_transaction` ends: what was swallowed, several databases, a cancel, the wrong kind of place."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, InvalidRequestError
+from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm.exc import StaleDataError
+
+from pgfence.errors import (
+    CommitOutcomeUnknownError,
+    StaleFencingTokenError,
+    TransactionStateError,
+    UnsupportedServerError,
+)
+from pgfence.fence import fence
+from pgfence.lease import AsyncLease, Lease
+from pgfence.retrying import run_transaction
+from support.retrying import Row, transact
+from support.transactions import factory
+from support.worlds import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+    from sqlalchemy.orm import Session
+
+
+@pytest.fixture
+def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
+    """A table with two counters at 0."""
+    made = Row(admin, rows=2)
+    yield made
+    made.drop()
+
+
+async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: World, row: Row) -> None:
+    """After an error PostgreSQL answers COMMIT with a ROLLBACK and no error: what the function caught is raised."""
+
+    def work(session: Session) -> str:
+        row.add_one(session)
+        session.flush()
+        for wrong in ("SELECT 1 / 0", "SELECT 7"):
+            try:
+                session.execute(text(wrong))
+            except DBAPIError:
+                continue
+        return "all is well"
+
+    with pytest.raises(DBAPIError, match="division by zero") as caught:
+        await transact(world, world.engine(), work)
+    assert "it was caught" in caught.value.__notes__[0]
+    assert row.n() == 0
+
+
+async def test_a_conflict_that_was_swallowed_is_tried_again(world: World, row: Row) -> None:
+    """A serialization failure that the function caught has still undone its transaction: it runs again."""
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        session.execute(select(row.cls.n)).all()
+        if len(calls) == 1:
+            row.overtake()
+        try:
+            session.execute(text(f"UPDATE {row.table} SET n = n + 1 WHERE id = 1"))
+        except DBAPIError:
+            return
+
+    await transact(world, world.engine(isolation_level="REPEATABLE READ"), work)
+    assert len(calls) == 2
+    assert row.n() == 101
+
+
+async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Row) -> None:
+    """A flush that fails has rolled back: what it failed by is raised, and one that another attempt cures is done again."""
+    calls: list[int] = []
+
+    def twice(session: Session) -> None:
+        session.add(row.cls(id=1, n=0))
+        try:
+            session.flush()
+        except DBAPIError:
+            return
+
+    def overtaken(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        if len(calls) == 1:
+            row.overtake()
+        try:
+            session.flush()
+        except DBAPIError:
+            return
+
+    engine = world.engine(isolation_level="REPEATABLE READ")
+    with pytest.raises(IntegrityError) as caught:
+        await transact(world, engine, twice)
+    assert "it was caught" in caught.value.__notes__[0]
+    assert caught.value.__cause__ is caught.value.orig
+    await transact(world, engine, overtaken)
+    assert len(calls) == 2
+    assert row.n() == 101
+
+
+async def test_a_lost_connection_that_was_swallowed_is_raised(
+    world: World, row: Row, admin: psycopg.Connection[Any]
+) -> None:
+    """Whoever goes on without a connection has nothing that could be committed."""
+
+    def work(session: Session) -> None:
+        row.add_one(session)
+        session.flush()
+        admin.execute("SELECT pg_terminate_backend(%s, 2000)", (session.scalar(text("SELECT pg_backend_pid()")),))
+        try:
+            session.execute(text("SELECT 1"))
+        except DBAPIError:
+            return
+
+    with pytest.raises(DBAPIError) as caught:
+        await transact(world, world.engine(), work)
+    assert caught.value.connection_invalidated
+    assert not isinstance(caught.value, CommitOutcomeUnknownError)
+    assert row.n() == 0
+
+
+@pytest.mark.usefixtures("tables")
+async def test_a_stale_token_that_was_swallowed_is_raised(world: World, name: str) -> None:
+    """A refusal of the fence stays one, and is not tried again: this holder has been overtaken."""
+    engine = world.engine()
+    tokens: list[int] = []
+    calls: list[int] = []
+    for _ in range(2):
+        held = await world.call(world.pick(Lease, AsyncLease)(engine, name, ttl=30).acquire)
+        tokens.append(held.token)
+        await world.call(held.release)
+    await transact(world, engine, lambda session: fence(session, name, tokens[1]))
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        try:
+            fence(session, name, tokens[0])
+        except StaleFencingTokenError:
+            return
+
+    with pytest.raises(StaleFencingTokenError) as caught:
+        await transact(world, engine, work)
+    assert caught.value.newest == tokens[1]
+    assert calls == [1]
+
+
+async def test_an_error_inside_a_savepoint_is_the_functions_own_affair(world: World, row: Row) -> None:
+    """What a savepoint has undone keeps nothing from being committed."""
+
+    def work(session: Session) -> None:
+        row.add_one(session)
+        try:
+            with session.begin_nested():
+                session.execute(text("SELECT 1 / 0"))
+        except DBAPIError:
+            pass
+
+    await transact(world, world.engine(), work)
+    assert row.n() == 1
+
+
+async def test_work_after_a_commit_of_its_own_is_refused(world: World, row: Row) -> None:
+    """A function that commits and goes on would be done twice in part: it is stopped, and not tried again."""
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        session.commit()
+        row.add_one(session)
+
+    with pytest.raises(InvalidRequestError, match="context manager"):
+        await transact(world, world.engine(), work)
+    assert calls == [1]
+    assert row.n() == 1
+
+
+@pytest.mark.filterwarnings("ignore:transaction already deassociated:sqlalchemy.exc.SAWarning")
+async def test_two_databases_in_one_session_are_never_done_again_after_one_commit(
+    world: World, row: Row, admin: psycopg.Connection[Any]
+) -> None:
+    """The second COMMIT is refused with 40001 when the first is done: who tried again would write the first one twice."""
+    other = Row(admin)
+    for mine, first in ((row, other), (other, row)):
+        admin.execute(
+            f"CREATE FUNCTION {mine.table}_second() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+            f" IF (SELECT n FROM {first.table} WHERE id = 1) > 0 THEN RAISE 'no' USING ERRCODE = '40001'; END IF;"
+            f" RETURN NULL; END $$; CREATE CONSTRAINT TRIGGER second AFTER UPDATE ON {mine.table}"
+            f" DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION {mine.table}_second()"
+        )
+    made = factory(world, world.engine(), binds={other.cls: world.engine()})
+    calls: list[int] = []
+
+    def work(session: Session) -> None:
+        calls.append(1)
+        row.add_one(session)
+        other.add_one(session)
+
+    with pytest.raises(CommitOutcomeUnknownError, match="COMMIT of one database"):
+        await transact(world, made, work)
+    assert calls == [1]
+    assert row.n() + other.n() == 1
+    other.drop()
+
+
+async def test_a_cancelled_task_leaves_its_connection_whole(dsn: str, row: Row) -> None:
+    """Cancelled in the work or in the pause, the task ends, and nothing of the transaction is left."""
+    world = World("psycopg_async", dsn)
+    made = factory(world, world.engine(pool_size=1, max_overflow=0))
+    reached = asyncio.Event()
+
+    async def work(session: Any) -> None:
+        await session.run_sync(row.add_one)
+        await session.flush()
+        reached.set()
+        await asyncio.Event().wait()
+
+    async def always(_session: Any) -> None:
+        reached.set()
+        raise StaleDataError("x")
+
+    for body in (work, always):
+        reached.clear()
+        task = asyncio.create_task(run_transaction(made, body, attempts=10**6))
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert await transact(world, made, row.add_one) == 1
+    await world.close()
+
+
+async def test_autocommit_is_refused_before_anything_is_sent(world: World, row: Row) -> None:
+    """Where each statement commits by itself, another attempt would do it twice."""
+
+    def work(session: Session) -> None:
+        session.execute(text(f"UPDATE {row.table} SET n = n + 1"))
+
+    with pytest.raises(TransactionStateError, match="autocommit"):
+        await transact(world, world.engine(isolation_level="AUTOCOMMIT"), work)
+    assert row.n() == 0
+
+
+def test_another_kind_of_server_is_refused() -> None:
+    """The rules are PostgreSQL's: SQLite is told so when the session begins there."""
+    engine = create_engine("sqlite://")
+    with pytest.raises(UnsupportedServerError):
+        run_transaction(sessionmaker(engine), lambda session: session.execute(text("SELECT 1")))
+    engine.dispose()
