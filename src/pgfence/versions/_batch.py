@@ -138,11 +138,17 @@ def flushing(session: Session) -> Iterator[None]:
 
     Raises:
         VersionConflictError: rows are not at the version they were read at. Nothing was sent.
+        PgfenceError: they are, and were not written.
     """
     batch = Batch(session)
     before = _NOW.set(batch)
     try:
         yield
+    except StaleDataError as error:
+        tables = {table.description for mapper in {state.mapper for state in batch.locked} for table in mapper.tables}
+        if any(f"table '{table}' expected" in str(error) for table in tables):
+            raise not_written(str(error)) from error
+        raise
     finally:
         batch.emitting = False
         _NOW.reset(before)
@@ -170,6 +176,12 @@ def _after_flush(session: Session, _context: Any) -> None:
         return
     batch.emitting = False
     _confirm(batch)
+
+
+def compared(state: State) -> bool:
+    """Whether the present flush has locked a row, and found it at the version it was read at."""
+    batch = _emitting()
+    return batch is not None and state in batch.locked
 
 
 def _batched(targets: Iterable[Any]) -> list[State]:

@@ -12,6 +12,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError
 from pgfence._sql.fences import Target
 from pgfence._sql.versions import backfill
 from pgfence.errors import SchemaError
+from pgfence.versions._batch import compared
 from pgfence.versions._conflicts import journal_of
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column, version_in
 
@@ -41,6 +42,10 @@ def _before_insert(mapper: Mapper[Any], connection: Connection, state: State) ->
 
 
 def _before_update(mapper: Mapper[Any], connection: Connection, state: State) -> None:
+    if compared(state):
+        if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
+            touch(state.obj())
+        return
     target, session = state.obj(), _session(state)
     if not session.is_modified(target, include_collections=False):
         return
@@ -53,7 +58,8 @@ def _before_update(mapper: Mapper[Any], connection: Connection, state: State) ->
 
 
 def _before_delete(mapper: Mapper[Any], connection: Connection, state: State) -> None:
-    _note(mapper, connection, state)
+    if not compared(state):
+        _note(mapper, connection, state)
 
 
 def _note(mapper: Mapper[Any], connection: Connection, state: State) -> Any:

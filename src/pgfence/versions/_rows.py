@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import ARRAY, and_, bindparam, cast, column, func, select
@@ -28,19 +29,28 @@ def versions_of(
         keys: their primary keys.
         lock: options of a row lock, which is taken in the order of the keys; None: the rows are not locked.
     """
+    query, names = _query(mapper, None if lock is None else tuple(lock.items()))
+    values = {name: [key[place] for key in keys] for place, name in enumerate(names)}
+    found = dict(iter(connection.execute(query, values)))
+    return [found.get(place) for place in range(1, len(keys) + 1)]
+
+
+@lru_cache(maxsize=1000)
+def _query(mapper: Mapper[Any], lock: tuple[tuple[str, bool], ...] | None) -> tuple[Any, list[str]]:
+    """Return a SELECT of versions, and the names of its parameters: an array for each column of the key."""
     version = version_column(mapper)
     props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
     columns = [next(each for each in prop.columns if each.table is version.table) for prop in props]
-    arrays = [_array([key[i] for key in keys], each.type) for i, each in enumerate(columns)]
-    names = [column(f"key_{i}", each.type) for i, each in enumerate(columns)]
+    names = [f"key_{place}" for place in range(len(columns))]
+    arrays = [_array(name, each.type) for name, each in zip(names, columns, strict=True)]
+    given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
     # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
-    wanted = func.unnest(*arrays).table_valued(*names, with_ordinality="place").render_derived("wanted")
-    same = and_(*[each == wanted.c[name.key] for each, name in zip(columns, names, strict=True)])
+    wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
+    same = and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)])
     query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)
     if lock is not None:
-        query = query.order_by(*columns).with_for_update(of=version.table, **lock)
-    found = dict(iter(connection.execute(query)))
-    return [found.get(place) for place in range(1, len(keys) + 1)]
+        query = query.order_by(*columns).with_for_update(of=version.table, **dict(lock))
+    return query, names
 
 
 def lock(
@@ -67,5 +77,5 @@ def lock(
     return found, [keys[place] for place in missing if found[place] is not None]
 
 
-def _array(values: list[Any], kind: Any) -> Any:
-    return cast(bindparam(None, values, ARRAY(kind)), ARRAY(kind))
+def _array(name: str, kind: Any) -> Any:
+    return cast(bindparam(name, type_=ARRAY(kind)), ARRAY(kind))

@@ -194,7 +194,7 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     keys = [tuple(row.get(name) for name in names) for row in rows]
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
-    _compare(state.session, mapper, keys, [row[ATTRIBUTE] for row in rows])
+    _compare(state, mapper, keys, [row[ATTRIBUTE] for row in rows])
     try:
         result = state.invoke_statement()
     except StaleDataError as error:
@@ -207,11 +207,11 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     return result
 
 
-def _compare(session: Session, mapper: Mapper[Any], keys: list[Key], expected: list[Any]) -> None:
+def _compare(state: ORMExecuteState, mapper: Mapper[Any], keys: list[Key], expected: list[Any]) -> None:
     """Lock the rows, so that a conflict is known by its rows and before the first is written."""
-    if session.autoflush:
-        session.flush()
-    found, barred = lock(session.connection(bind_arguments={"mapper": mapper}), mapper, keys)
+    if state.session.autoflush:
+        state.session.flush()
+    found, barred = lock(state.session.connection(bind_arguments=dict(state.bind_arguments)), mapper, keys)
     rows = zip(keys, expected, found, strict=True)
     if conflicts := [VersionConflict(mapper.class_, *row) for row in rows if row[1] != row[2]]:
         raise conflict(conflicts)
