@@ -278,11 +278,11 @@ def _operations() -> Any:
     return operations
 
 
-def _compare(context: AutogenContext, ops: UpgradeOps, schemas: set[str | None]) -> PriorityDispatchResult:
+def _compare(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None]) -> PriorityDispatchResult:
     _operations()
     from pgfence.alembic_plugin.comparison import compare
 
-    return compare(context, ops, schemas)
+    return compare(context, ops)
 
 
 def _remind(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None]) -> PriorityDispatchResult:

@@ -246,10 +246,14 @@ def test_tables_in_other_schemas_and_partitions_are_compared(engine: Engine, tmp
 
 def test_a_schema_that_is_not_compared_is_left_alone(engine: Engine, tmp_path: Path) -> None:
     """Fences in schemas, or on tables, that env.py leaves out are neither dropped nor made."""
-    rows(engine, "CREATE SCHEMA other; CREATE TABLE other.t (book text); CREATE TABLE out (book text)")
+    rows(
+        engine,
+        "CREATE SCHEMA other; CREATE TABLE other.t (book text); CREATE TABLE out (book text); CREATE TABLE skipped (book text)",
+    )
     schema.create_all(engine)
     schema.add_fence(engine, "other.t", resource="{book}")
     schema.add_fence(engine, "out", resource="{book}")
+    schema.add_fence(engine, "skipped", resource="by hand")
     metadata = models(entry=by_book, skipped=by_book)
     project = Project(
         tmp_path / "alembic",
@@ -263,7 +267,8 @@ def test_a_schema_that_is_not_compared_is_left_alone(engine: Engine, tmp_path: P
     assert "create_pgfence" not in script
     project.upgrade()
     assert differences(project) == []
-    assert set(fences(engine)) == {"t", "out", "entry"}
+    assert set(fences(engine)) == {"t", "out", "entry", "skipped"}
+    assert fences(engine)["skipped"] == "'by hand'"
 
 
 def test_two_prefixes_do_not_see_each_other(engine: Engine, tmp_path: Path) -> None:

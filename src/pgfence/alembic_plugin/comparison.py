@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Guards: TypeAlias = dict[tuple[str, Key], Guard]
 
 
-def compare(context: AutogenContext, ops: UpgradeOps, schemas: set[str | None]) -> PriorityDispatchResult:
+def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     """Add what is missing and drop what nobody asks for; our own tables are neither made nor dropped one by one.
 
     Guards go at the front and come at the end: they are taken off before their table is dropped, so that the reversed
@@ -39,9 +39,7 @@ def compare(context: AutogenContext, ops: UpgradeOps, schemas: set[str | None]) 
     home = _home(_place(context, place_of(connection)), own)
     wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
     standing = {
-        _named(context, guard): guard
-        for guard in _standing(connection, home)
-        if _concerns(context, guard, ops, schemas)
+        _named(context, guard): guard for guard in _standing(connection, home) if _concerns(context, guard, ops)
     }
     everywhere = own | {home} | {_place(context, place) for place in migrating.installations(connection)}
     _without_ours(context, ops, everywhere)
@@ -120,15 +118,13 @@ def _standing(connection: Connection, home: Place) -> Iterator[Guard]:
         )
 
 
-def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps, schemas: set[str | None]) -> bool:
+def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
     """Return whether a table is one that the models have, or that this migration drops; others are nobody's business.
 
     The guard says the default schema as None from then on.
     """
     key = _key(context, guard.target.schema, guard.target.name)
     guard.target = type(guard.target)(key[1], key[0])
-    if key[0] not in schemas:
-        return False
     for table in context.sorted_tables:
         if _key(context, table.schema, table.name) == key:
             return context.run_object_filters(table, table.name, "table", False, None)
