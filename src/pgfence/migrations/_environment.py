@@ -1,0 +1,37 @@
+"""A new migration environment, from one of our templates, by Alembic itself."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, ClassVar
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def names() -> list[str]:
+    """Return the names of the templates."""
+    return sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_dir())
+
+
+def make(directory: Path, template: str, ini: Path) -> None:
+    """Make an environment, and the ini file beside it unless it is there.
+
+    Raises:
+        ModuleNotFoundError: Alembic is not installed.
+        FileExistsError: the directory is there, and something in it, or it is a file.
+    """
+    from alembic import command
+    from alembic.config import Config
+
+    class Ours(Config):
+        messaging_opts: ClassVar[Any] = {"quiet": True}
+
+        def get_template_directory(self) -> str:
+            return str(TEMPLATES)
+
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(directory)
+    with redirect_stdout(io.StringIO()):  # it names each file, whatever messaging_opts say
+        command.init(Ours(ini), str(directory), template=template)

@@ -1,0 +1,40 @@
+# Migrations. The database is that of MIGRATION_URL, or of sqlalchemy.url below: no password belongs into this file.
+
+[alembic]
+script_location = ${script_location}
+prepend_sys_path = .
+path_separator = os
+sqlalchemy.url = postgresql+asyncpg://
+
+[loggers]
+keys = root,alembic,pgfence
+
+[handlers]
+keys = console
+
+[formatters]
+keys = plain
+
+[logger_root]
+level = WARNING
+handlers = console
+qualname =
+
+[logger_alembic]
+level = INFO
+handlers =
+qualname = alembic
+
+[logger_pgfence]
+level = INFO
+handlers =
+qualname = pgfence
+
+[handler_console]
+class = StreamHandler
+args = (sys.stderr,)
+level = NOTSET
+formatter = plain
+
+[formatter_plain]
+format = %(levelname)-5.5s [%(name)s] %(message)s

@@ -1,0 +1,160 @@
+"""Several pods migrate one database at the same moment, and some are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from support.pods import Project
+from support.servers import database
+from support.waiting import blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FULL = bool(os.environ.get("PGFENCE_TEST_FAULTS"))
+ROUNDS = 20 if FULL else 1
+KILLS = 20 if FULL else 2
+PODS = 5
+LOCK = "with migration_lock(connection, timeout=LOCK_WAIT):"
+TOGETHER = ('"transaction_per_migration": True', '"transaction_per_migration": False')
+MIGRATING = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^SELECT pg_sleep'"
+
+pytestmark = pytest.mark.timeout(600 if FULL else 120)
+
+
+@pytest.fixture
+def own(dsn: str) -> Iterator[str]:
+    """A database of the test's own."""
+    with database(dsn, "pods") as other:
+        yield other
+
+
+@pytest.mark.parametrize("changed", [(), (TOGETHER,)], ids=["transaction per migration", "one transaction"])
+@pytest.mark.parametrize(("template", "driver"), [("sync", "psycopg"), ("async", "asyncpg")])
+def test_pods_that_migrate_at_once_all_succeed(
+    tmp_path: Path, own: str, template: str, driver: str, changed: tuple[tuple[str, str], ...]
+) -> None:
+    """C048, C049, C050: all exit with 0, each revision is applied once, and the index that was built concurrently is valid."""
+    project = Project(tmp_path, template, driver, own, changed=changed)
+    for _ in range(ROUNDS):
+        began = time.monotonic()
+        assert [pod.said for pod in project.round(PODS) if pod.code] == []
+        assert time.monotonic() - began < 15
+        project.expect_head()
+        project.clear()
+
+
+def test_without_the_lock_pods_fail(tmp_path: Path, own: str) -> None:
+    """C048: the control: the same pods in the same environment, with the lock taken out."""
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[(LOCK, "if connection:")])
+    failed = 0
+    for _ in range(20 if FULL else 3):
+        failed += any(pod.code for pod in project.round(PODS))
+        project.clear()
+        if failed and not FULL:
+            return
+    assert failed >= 18
+
+
+def test_after_a_kill_the_next_pod_ends_at_head(tmp_path: Path, own: str) -> None:
+    """C056: SIGKILL at any moment, also in the middle of a statement: no manual step is needed."""
+    project = Project(tmp_path, "sync", "psycopg", own)
+    for number in range(KILLS):
+        killed = project.start(PAUSE="60")
+        if number:
+            time.sleep(random.uniform(0.3, 2.0))
+        else:
+            blocking(lambda: project.query(MIGRATING), 15)
+        killed.kill()
+        killed.communicate()
+        blocking(lambda: not project.query(MIGRATING), 5)
+        began = time.monotonic()
+        after = project.run()
+        assert after.code == 0, after.said
+        assert time.monotonic() - began < 10
+        project.expect_head()
+        project.clear()
+
+
+def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Path, own: str) -> None:
+    """C040, C056: pid and statement of who migrates at this moment; nothing is changed."""
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0.5")])
+    first = project.start(PAUSE="60")
+    try:
+        [(pid,)] = blocking(lambda: project.query(MIGRATING), 15)
+        second = project.run()
+    finally:
+        first.kill()
+        first.communicate()
+    assert second.code == 75
+    assert f"backend {pid}" in second.said
+    assert "pg_sleep(60)" in second.said
+    assert "Traceback" not in second.said
+
+
+def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> None:
+    """C054: `current` and `check` on an empty database while somebody else has the lock."""
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
+    with psycopg.connect(own, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
+        assert project.run("current").code == 0
+        checked = project.run("check")
+        assert "Target database is not up to date" in checked.said or "No new upgrade" in checked.said
+        assert project.query("SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace") == []
+        assert project.run("upgrade", "head").code == 75
+
+
+def test_a_database_at_head_is_not_locked(tmp_path: Path, own: str) -> None:
+    """A pod that has nothing to do does not wait for one that migrates; `downgrade` does."""
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
+    assert project.run().code == 0
+    with psycopg.connect(own, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
+        assert project.run().code == 0
+        assert project.run("downgrade", "-1").code == 75
+
+
+def test_two_heads_are_refused_before_anything_is_locked(tmp_path: Path, own: str) -> None:
+    """C055: while somebody else has the lock, too; the version table is not made."""
+    project = Project(tmp_path, "sync", "psycopg", own)
+    versions = tmp_path / "migrations" / "versions"
+    fork = (
+        (versions / "003.py")
+        .read_text(encoding="utf-8")
+        .replace("revision, down_revision = '003'", "revision, down_revision = '004'")
+    )
+    (versions / "004.py").write_text(fork, encoding="utf-8")
+    with psycopg.connect(own, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
+        refused = project.run()
+    assert refused.code not in (0, 75)
+    assert "Multiple head revisions" in refused.said
+    assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
+
+
+def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str) -> None:
+    """Three schemas, three pods: each tenant gets each revision once, whoever comes first."""
+    project = Project(tmp_path, "multitenant", "psycopg", own)
+    tenants = ["tenant_a", "tenant_b", 'tenant_"C']
+    with psycopg.connect(own, autocommit=True) as connection:
+        for tenant in tenants:
+            connection.execute(psycopg.sql.SQL("CREATE SCHEMA {}").format(psycopg.sql.Identifier(tenant)))
+    assert [pod.said for pod in project.round(3) if pod.code] == []
+    for tenant in tenants:
+        quoted = psycopg.sql.Identifier(tenant).as_string()
+        assert project.query(f"SELECT count(*) FROM {quoted}.applied") == [(3,)]
+        assert project.query(f"SELECT version_num FROM {quoted}.alembic_version") == [("003",)]
+    assert project.query("SELECT to_regclass('public.alembic_version')") == [(None,)]
+
+
+def _default_key() -> int:
+    from pgfence.migrations._lock import _default_key as default
+
+    return default().value
