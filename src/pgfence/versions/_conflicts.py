@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from pgfence.errors import PgfenceError, VersionConflict, VersionConflictError
+from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
 from pgfence.versions._mapping import ATTRIBUTE, version_column
 from pgfence.versions._rows import versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from sqlalchemy.orm import InstanceState, Mapper, Session, SessionTransaction
 
@@ -26,7 +25,8 @@ _SHOWN = 5
 class Written(NamedTuple):
     """A row that a flush was about to write. Without a key: one that it was about to add.
 
-    Without a connection: one that a statement may have written, by its criteria.
+    Without a connection: one that a statement may have written, by its criteria. Where the connection is shared with its
+    caller, `seen` is the version just before the write.
     """
 
     state: State
@@ -34,6 +34,8 @@ class Written(NamedTuple):
     version: Any = None
     connection: Any = None
     mapper: Any = None
+    shared: bool = False
+    seen: Any = None
 
 
 class Journal:
@@ -55,7 +57,13 @@ class Journal:
     def note(self, connection: Connection, mapper: Mapper[Any], state: State, version: Any) -> None:
         """Note a row that is about to be changed or deleted."""
         assert state.key is not None
-        self._written.append(Written(state, tuple(state.key[1]), version, connection, mapper))
+        written = Written(state, tuple(state.key[1]), version, connection, mapper)
+        session = state.session
+        if session is not None and isinstance(session.bind or session.get_bind(mapper), Connection):
+            # The rollback takes back what others have written through the same connection, so it would be too late to look.
+            (seen,) = versions_of(connection, mapper, [tuple(state.key[1])])
+            written = written._replace(shared=True, seen=seen)
+        self._written.append(written)
 
     def stated(self, states: Iterable[State]) -> None:
         """Note instances whose rows a statement may write."""
@@ -140,6 +148,17 @@ def not_written(what: str) -> PgfenceError:
     )
 
 
+def not_counted(mapper: Mapper[Any], version: Any) -> SchemaError:
+    """Return the error for rows that were written, and whose version a trigger should have raised."""
+    table: Any = version_column(mapper).table
+    command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
+    return SchemaError(
+        f"a row of {table.fullname} was updated and its version stayed {version}: no trigger has counted. Nothing of this"
+        f" flush is kept: {command}",
+        command=command,
+    )
+
+
 def _told(item: VersionConflict) -> str:
     key = ", ".join(map(repr, item.pk))
     now = "is gone, or hidden from this role" if item.found is None else f"is at {item.found}"
@@ -147,29 +166,21 @@ def _told(item: VersionConflict) -> str:
 
 
 def _conflicts(rows: list[Written]) -> list[VersionConflict]:
+    found = {each.state: each.seen for each in rows if each.shared}
     groups: dict[tuple[Connection, Mapper[Any]], list[Written]] = {}
     for each in rows:
-        groups.setdefault((each.connection, each.mapper), []).append(each)
-    items: dict[State, VersionConflict] = {}
+        if not each.shared:
+            groups.setdefault((each.connection, each.mapper), []).append(each)
     for (connection, mapper), some in groups.items():
-        with _looking(connection) as looking:
-            found = versions_of(looking, mapper, [each.key or () for each in some])
-        for each, version in zip(some, found, strict=True):
-            if version is None or version != each.version:
-                items[each.state] = VersionConflict(mapper.class_, each.key or (), each.version, version)
-    return [items[each.state] for each in rows if each.state in items]
-
-
-@contextmanager
-def _looking(connection: Connection) -> Iterator[Connection]:
-    """Yield a connection that may look at rows after the rollback, and leave the session's as it was."""
-    if connection.in_transaction():
-        with connection.begin_nested():
-            yield connection
-        return
-    # Not the caller's own: inside its block `with connection.begin()` it takes no statement after the rollback.
-    own = Connection(connection.engine, connection=connection.connection)
-    try:
-        yield own
-    finally:
-        own.rollback()
+        # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
+        transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
+        try:
+            now = versions_of(connection, mapper, [each.key or () for each in some])
+        finally:
+            transaction.rollback()
+        found |= {each.state: version for each, version in zip(some, now, strict=True)}
+    return [
+        VersionConflict(each.mapper.class_, each.key or (), each.version, found[each.state])
+        for each in rows
+        if found[each.state] is None or found[each.state] != each.version
+    ]

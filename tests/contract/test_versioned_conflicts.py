@@ -1,0 +1,470 @@
+"""Conflicts of a `VersionedSession`: which rows the error lists, where it is raised, and what is usable after it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import ForeignKey, create_engine, select, text, update
+from sqlalchemy.exc import PendingRollbackError
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, sessionmaker
+from sqlalchemy.orm.exc import StaleDataError
+
+from pgfence.errors import PgfenceError, VersionConflict, VersionConflictError, VersionRequiredError
+from pgfence.versions import Versioned, VersionedSession
+from support.versioned_models import meddle, pages, stored
+from support.versioned_rows import made, on_session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+
+    from support.worlds import World
+
+MODES = ("client", "uuid", "server")
+
+
+def versions(admin: psycopg.Connection[Any], cls: Any) -> dict[int, Any]:
+    return {row[0]: row[2] for row in stored(admin, cls)}
+
+
+# ------------------------------------------------------------ where it is raised, and what it lists
+
+
+@pytest.mark.parametrize("act", ["flush", "autoflush", "commit", "savepoint"])
+async def test_wherever_a_flush_happens_the_conflict_names_the_row(
+    world: World, admin: psycopg.Connection[Any], act: str
+) -> None:
+    """By flush(), by the autoflush of a query, by commit() and by the end of a savepoint: class, key, expected, found."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        session.get_one(cls, 1).title = "ours"
+        meddle(admin, cls, 1)
+        if act == "flush":
+            session.flush()
+        elif act == "autoflush":
+            session.scalars(select(cls)).all()
+        elif act == "commit":
+            session.commit()
+        else:
+            with session.begin_nested():
+                session.get_one(cls, 2).title = "ours"
+
+    with pytest.raises(VersionConflictError, match=r"Page 1 was read at version 1 and is at 2") as refused:
+        await on_session(world, engine, work)
+    error = refused.value
+    assert error.items == (VersionConflict(cls, (1,), 1, 2),)
+    assert (error.retryable, error.http_status) == (True, 409)
+    assert isinstance(error.__cause__, StaleDataError)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("check", ["row", "batch"])
+async def test_exactly_the_rows_that_others_have_written_are_listed(
+    world: World, admin: psycopg.Connection[Any], mode: str, check: str
+) -> None:
+    """Five rows in one flush, one changed elsewhere, one deleted elsewhere, one deleted here: two conflicts, one without found."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode=mode)
+    before = versions(admin, cls)
+
+    def work(session: Session) -> None:
+        *changed, last = session.scalars(select(cls).order_by(cls.id))
+        for page in changed:
+            page.title = "ours"
+        session.delete(last)
+        meddle(admin, cls, 2)
+        admin.execute(f"DELETE FROM {cls.__tablename__} WHERE id = 4".encode())
+        session.commit()
+
+    with pytest.raises(VersionConflictError, match="Page 4 was read at version .* and is gone") as refused:
+        await on_session(world, engine, work, conflict_check=check)
+    found = versions(admin, cls)[2]
+    assert set(refused.value.items) == {(cls, (2,), before[2], found), (cls, (4,), before[4], None)}
+    assert [row[1] for row in stored(admin, cls)] == ["", "theirs", "", ""]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_rows_written_before_in_the_same_transaction_are_not_listed(
+    world: World, admin: psycopg.Connection[Any], mode: str
+) -> None:
+    """What an earlier flush or statement of the transaction has changed or added is no conflict when all is rolled back."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode=mode)
+    before = versions(admin, cls)
+
+    def work(session: Session) -> None:
+        first, second, third = (session.get_one(cls, number) for number in (1, 2, 3))
+        first.title = "once"
+        new = cls(id=9)
+        session.add(new)
+        session.flush()
+        session.execute(update(cls).where(cls.id == 3).values(title="stated"))
+        meddle(admin, cls, 2)
+        for page in (first, second, third, new):
+            page.title = "ours"
+        session.commit()
+
+    with pytest.raises(VersionConflictError) as refused:
+        await on_session(world, engine, work)
+    assert refused.value.items == ((cls, (2,), before[2], versions(admin, cls)[2]),)
+
+
+async def test_a_row_that_was_deleted_and_made_again_is_a_conflict_by_uuid(
+    world: World, admin: psycopg.Connection[Any]
+) -> None:
+    """A number starts again at 1 and would match; a random version does not."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode="uuid")
+
+    def work(session: Session) -> None:
+        session.get_one(cls, 1).title = "ours"
+        again = f"DELETE FROM {cls.__tablename__} WHERE id = 1"
+        admin.execute(again.encode())
+        admin.execute(f"INSERT INTO {cls.__tablename__} VALUES (1, 'theirs', gen_random_uuid())".encode())
+        session.commit()
+
+    with pytest.raises(VersionConflictError):
+        await on_session(world, engine, work)
+
+
+async def test_an_expired_instance_whose_row_is_gone_is_a_conflict(
+    world: World, admin: psycopg.Connection[Any]
+) -> None:
+    """Nobody knows any more at which version it was read; found is None."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        page = session.get_one(cls, 1)
+        session.commit()
+        page.title = "ours"
+        admin.execute(f"DELETE FROM {cls.__tablename__} WHERE id = 1".encode())
+        session.commit()
+
+    with pytest.raises(VersionConflictError) as refused:
+        await on_session(world, engine, work)
+    assert refused.value.items == ((cls, (1,), None, None),)
+
+
+async def test_a_stale_row_of_another_class_stays_sqlalchemys_error(
+    world: World, admin: psycopg.Connection[Any]
+) -> None:
+    """A StaleDataError about a class without versions is left as it is."""
+    engine = world.engine()
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Note(Base):
+        __tablename__ = f"note_{secrets.token_hex(6)}"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    await made(world, engine, Note)
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        session.add(Note(id=1))
+        session.commit()
+        note, page = session.get_one(Note, 1), session.get_one(cls, 1)
+        note.title = page.title = "ours"
+        admin.execute(f"DELETE FROM {Note.__tablename__}".encode())
+        session.commit()
+
+    with pytest.raises(StaleDataError):
+        await on_session(world, engine, work)
+
+
+# ------------------------------------------------------------ after it
+
+
+async def test_after_a_conflict_the_session_reads_what_is_there(world: World, admin: psycopg.Connection[Any]) -> None:
+    """C069: until rollback() it refuses work; after it the instances are read again, and a second attempt passes."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        page = session.get_one(cls, 1)
+        page.title = "ours"
+        meddle(admin, cls, 1)
+        with pytest.raises(VersionConflictError):
+            session.commit()
+        with pytest.raises(PendingRollbackError):
+            session.get_one(cls, 2)
+        session.rollback()
+        assert (page.title, page.version) == ("theirs", 2)
+        page.title = "ours"
+        session.commit()
+
+    await on_session(world, engine, work)
+    assert stored(admin, cls)[0] == (1, "ours", 3)
+
+
+async def test_a_conflict_in_a_savepoint_leaves_what_was_before_it_usable(
+    world: World, admin: psycopg.Connection[Any]
+) -> None:
+    """What was written before the savepoint is committed, the conflict lists one row, and its instance is read again."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        session.get_one(cls, 1).title = "before"
+        page = session.get_one(cls, 2)
+        meddle(admin, cls, 2)
+        with pytest.raises(VersionConflictError) as refused, session.begin_nested():
+            session.get_one(cls, 3).title = "inside"
+            session.flush()
+            page.title = "ours"
+            session.get_one(cls, 3).title = "inside again"
+            session.get_one(cls, 1).title = "inside, too"
+            session.flush()
+        assert refused.value.items == ((cls, (2,), 1, 2),)
+        assert (page.title, page.version) == ("theirs", 2)
+        session.get_one(cls, 4).title = "after"
+        session.commit()
+
+    await on_session(world, engine, work)
+    assert [row[1:] for row in stored(admin, cls)] == [("before", 2), ("theirs", 2), ("", 1), ("after", 2), ("", 1)]
+
+
+async def test_the_look_at_the_rows_holds_nothing(world: World, admin: psycopg.Connection[Any]) -> None:
+    """After the conflict, before rollback(), the session's connection is in no transaction and others may write the row."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        pid = session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        session.get_one(cls, 1).title = "ours"
+        meddle(admin, cls, 1)
+        with pytest.raises(VersionConflictError):
+            session.flush()
+        state = admin.execute("SELECT state FROM pg_stat_activity WHERE pid = %s", [pid]).fetchone()
+        assert state == ("idle",)
+        meddle(admin, cls, 1)
+
+    await on_session(world, engine, work)
+
+
+async def test_in_repeatable_read_postgresql_refuses_by_itself(world: World, admin: psycopg.Connection[Any]) -> None:
+    """There a conflict is SQLSTATE 40001, which `run_transaction` knows as well."""
+    engine = world.engine(isolation_level="REPEATABLE READ")
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        session.get_one(cls, 1).title = "ours"
+        meddle(admin, cls, 1)
+        session.commit()
+
+    with pytest.raises(Exception, match="could not serialize"):
+        await on_session(world, engine, work)
+
+
+# ------------------------------------------------------------ sessions on a Connection
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[Any]:
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    yield engine
+    engine.dispose()
+
+
+class Base(DeclarativeBase):
+    """Of one class for the tests below."""
+
+
+class Card(Versioned, Base):
+    """A class whose rows live in one test's transaction."""
+
+    __tablename__ = f"card_{secrets.token_hex(6)}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(default="")
+
+
+@pytest.mark.parametrize("mode", ["create_savepoint", "conditional_savepoint", "rollback_only"])
+@pytest.mark.parametrize("check", ["row", "batch"])
+def test_two_sessions_on_one_connection_are_in_conflict_as_elsewhere(engine: Any, mode: Any, check: Any) -> None:
+    """A fixture that rolls all back at its end: rows that nobody else sees, and a rollback that takes the other's write back."""
+    with engine.connect() as connection:
+        outer = connection.begin()
+        Base.metadata.create_all(connection)
+        one, other = (VersionedSession(connection, join_transaction_mode=mode, conflict_check=check) for _ in range(2))
+        one.add_all([Card(id=1), Card(id=2)])
+        one.commit()
+        first, second = one.get_one(Card, 1), one.get_one(Card, 2)
+        other.get_one(Card, 1).title = "theirs"
+        other.commit()
+        first.title = second.title = "ours"
+        with pytest.raises(VersionConflictError) as refused:
+            one.commit()
+        assert refused.value.items == ((Card, (1,), 1, 2),)
+        one.rollback()
+        assert outer.is_active is (mode == "create_savepoint")
+        if outer.is_active:
+            one.get_one(Card, 1).title = "ours"
+            one.commit()
+            assert connection.execute(select(Card.title).where(Card.id == 1)).scalar_one() == "ours"
+        one.close()
+        other.close()
+
+
+# ------------------------------------------------------------ rows that are kept from being written
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("act", ["UPDATE", "DELETE"])
+async def test_a_trigger_that_swallows_a_row_is_no_conflict(
+    world: World, admin: psycopg.Connection[Any], mode: str, act: str
+) -> None:
+    """C068: a BEFORE trigger that returns NULL: the error says so, is not retryable, and is no VersionConflictError."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode=mode)
+    swallow = f"swallow_{secrets.token_hex(6)}"
+    admin.execute(f"CREATE FUNCTION {swallow}() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'".encode())
+    trigger = f"CREATE TRIGGER a BEFORE {act} ON {cls.__tablename__} FOR EACH ROW WHEN (OLD.id = 2)"
+    admin.execute(f"{trigger} EXECUTE FUNCTION {swallow}()".encode())
+
+    def work(session: Session) -> None:
+        for page in session.scalars(select(cls)).all():
+            if act == "DELETE":
+                session.delete(page)
+            else:
+                page.title = "ours"
+        session.commit()
+
+    with pytest.raises(PgfenceError, match="trigger that returns NULL") as refused:
+        await on_session(world, engine, work)
+    assert not isinstance(refused.value, VersionConflictError)
+    assert not refused.value.retryable
+    assert len(stored(admin, cls)) == 5
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+async def test_a_row_level_security_policy_is_no_conflict(
+    world: World, admin: psycopg.Connection[Any], hidden: bool
+) -> None:
+    """C068: a policy against writing is told from a conflict; a row that it hides altogether cannot be told from a deleted one."""
+    engine, role = world.engine(), f"reader_{secrets.token_hex(6)}"
+    cls = await pages(world, engine)
+    table = cls.__tablename__
+    admin.execute(f"CREATE ROLE {role}".encode())
+    admin.execute(f"GRANT SELECT, UPDATE ON {table} TO {role}".encode())
+    admin.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY".encode())
+    admin.execute(f"CREATE POLICY a ON {table} FOR SELECT USING (title <> 'theirs')".encode())
+    admin.execute(f"CREATE POLICY b ON {table} FOR UPDATE USING (id <> 1)".encode())
+
+    def work(session: Session) -> None:
+        session.connection().execute(text(f"SET ROLE {role}"))
+        session.commit()
+        page = session.get_one(cls, 1)
+        if hidden:
+            meddle(admin, cls, 1)
+        page.title = "ours"
+        try:
+            session.commit()
+        finally:
+            session.rollback()
+            session.connection().execute(text("RESET ROLE"))
+            session.commit()
+
+    with pytest.raises(PgfenceError) as refused:
+        await on_session(world, engine, work)
+    admin.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
+    if hidden:
+        assert isinstance(refused.value, VersionConflictError)
+        assert "gone, or hidden from this role" in str(refused.value)
+    else:
+        assert "row-level security" in str(refused.value)
+        assert not isinstance(refused.value, VersionConflictError)
+
+
+# ------------------------------------------------------------ merge
+
+
+async def test_merge_without_a_version_overwrites_nothing(world: World, admin: psycopg.Connection[Any]) -> None:
+    """C072: an instance made from a form has no version; where there is a row it is refused, where there is none it is added."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+
+    def work(session: Session) -> None:
+        with pytest.raises(VersionRequiredError, match="load_for_version"):
+            session.merge(cls(id=1, title="mine"))
+        session.merge(cls(id=9, title="new"))
+        session.commit()
+
+    await on_session(world, engine, work)
+    assert [row for row in stored(admin, cls) if row[1]] == [(9, "new", 1)]
+
+
+async def test_merge_of_what_was_read_before_compares_the_version(world: World, admin: psycopg.Connection[Any]) -> None:
+    """A detached instance may overwrite the version it was read at, no other one, and no row that is gone comes back by it."""
+    engine = world.engine()
+    cls = await pages(world, engine)
+    kept = [await on_session(world, engine, lambda session, n=n: session.get_one(cls, n)) for n in (1, 2, 3)]
+    meddle(admin, cls, 2)
+    admin.execute(f"DELETE FROM {cls.__tablename__} WHERE id = 3".encode())
+
+    def work(session: Session) -> None:
+        kept[0].title = "mine"
+        session.merge(kept[0])
+        session.commit()
+        for page, found in ((kept[1], 2), (kept[2], None)):
+            with pytest.raises(VersionConflictError) as refused:
+                session.merge(page)
+            assert refused.value.items == ((cls, (page.id,), 1, found),)
+            assert not refused.value.retryable
+
+    await on_session(world, engine, work)
+    assert stored(admin, cls)[:2] == [(1, "mine", 2), (2, "theirs", 2)]
+
+
+async def test_merge_looks_at_what_it_takes_along(world: World) -> None:
+    """A related instance without a version is refused as well."""
+    engine = world.engine()
+
+    class Family(DeclarativeBase):
+        pass
+
+    name = f"order_{secrets.token_hex(6)}"
+
+    class Order(Versioned, Family):
+        __tablename__ = name
+        id: Mapped[int] = mapped_column(primary_key=True)
+        before_id: Mapped[int | None] = mapped_column(ForeignKey(f"{name}.id"))
+        before: Mapped[Any] = relationship("Order", remote_side="Order.id")
+
+    await made(world, engine, Order)
+
+    def work(session: Session) -> None:
+        session.add(Order(id=1))
+        session.commit()
+        with pytest.raises(VersionRequiredError, match="Order 1 has no version"):
+            session.merge(Order(id=2, before=Order(id=1)))
+
+    await on_session(world, engine, work)
+
+
+async def test_merge_refuses_an_xmin_from_elsewhere(world: World) -> None:
+    """C071: the version of an instance that has left its session would miss what the same transaction wrote after it."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode="xmin")
+    page = await on_session(world, engine, lambda session: session.get_one(cls, 1))
+
+    def work(session: Session) -> None:
+        with pytest.raises(VersionRequiredError, match="in the session that read it only"):
+            session.merge(page)
+
+    await on_session(world, engine, work)
+
+
+def test_unknown_options_are_refused(engine: Any) -> None:
+    """A misspelled policy is an error where the session is made."""
+    with pytest.raises(ValueError, match="bulk must be one of"):
+        VersionedSession(engine, bulk="bumps")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="conflict_check must be one of"):
+        sessionmaker(engine, class_=VersionedSession, conflict_check="rows")()
