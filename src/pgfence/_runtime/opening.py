@@ -161,8 +161,10 @@ def from_driver(error: BaseException) -> bool:
 
 def listened(engine: Engine) -> bool:
     """Say whether anybody wants to see our statements: hooks, tracing, echo."""
+    if engine._should_log_info():
+        return True
     dispatch = engine.dispatch
-    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute or engine._should_log_info())
+    return engine._has_events and bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
 
 
 def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:
