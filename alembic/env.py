@@ -1,0 +1,88 @@
+"""Run migrations: one process at a time, however many start them.
+
+The database is that of MIGRATION_URL, or sqlalchemy.url of the ini file; it must be reached without a pooler in
+transaction mode. Exit code 75: somebody else has been migrating for longer than LOCK_WAIT.
+"""
+# ruff: noqa: ANN001, ANN202, D103, I002, T201
+
+import os
+import sys
+import time
+from logging.config import fileConfig
+
+from alembic import context
+from sqlalchemy import Connection, MetaData, create_engine, event, pool
+from sqlalchemy.exc import OperationalError
+
+from pgfence import LockTimeoutError, schema
+from pgfence.migrations import migration_lock
+
+target_metadata = MetaData()
+schema.tables(target_metadata)
+
+LOCK_WAIT = 600  # seconds for whoever migrates at this moment
+DDL_WAIT = "5s"  # for a table that others use: they all wait behind a statement that waits
+DDL_ATTEMPTS = 5
+EX_TEMPFAIL = 75
+
+OPTIONS = {
+    "target_metadata": target_metadata,
+    "transaction_per_migration": True,
+    "autogenerate_plugins": ["alembic.autogenerate.*", "pgfence"],
+}
+
+config = context.config
+if config.config_file_name is not None:
+    fileConfig(config.config_file_name, disable_existing_loggers=False)
+
+
+def url() -> str:
+    return os.environ.get("MIGRATION_URL") or config.get_main_option("sqlalchemy.url") or ""
+
+
+def migrate(connection: Connection) -> None:
+    with migration_lock(connection, timeout=LOCK_WAIT):
+        context.configure(connection=connection, **OPTIONS)
+        with context.begin_transaction():
+            context.run_migrations()
+
+
+def waited_in_vain(error: OperationalError) -> bool:
+    return (getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)) == "55P03"
+
+
+def online() -> None:
+    engine = create_engine(url(), poolclass=pool.NullPool)
+
+    @event.listens_for(engine, "connect")
+    def set_lock_timeout(dbapi_connection, _record):
+        if engine.dialect.name == "postgresql":
+            with dbapi_connection.cursor() as cursor:
+                cursor.execute(f"SET lock_timeout = '{DDL_WAIT}'")
+            dbapi_connection.commit()
+
+    for attempt in range(1, DDL_ATTEMPTS + 1):
+        try:
+            with engine.connect() as connection:
+                migrate(connection)
+            return
+        except OperationalError as error:
+            # What is committed stays, and the next attempt goes on after it.
+            if not waited_in_vain(error) or attempt == DDL_ATTEMPTS:
+                raise
+            time.sleep(attempt)
+
+
+def offline() -> None:
+    context.configure(url=url(), literal_binds=True, dialect_opts={"paramstyle": "named"}, **OPTIONS)
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+try:
+    offline() if context.is_offline_mode() else online()
+except LockTimeoutError as busy:
+    if config.cmd_opts is None:  # not from the command line: an application that upgrades itself handles it
+        raise
+    print(busy, file=sys.stderr)
+    sys.exit(EX_TEMPFAIL)

@@ -1,0 +1,95 @@
+"""The project's own environment: made from the template, and what its revisions install."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence import Lease
+from pgfence.migrations import _environment
+from support.servers import database
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OURS = Path(__file__).parents[2] / "alembic"
+
+
+@pytest.fixture
+def own(dsn: str) -> Iterator[str]:
+    """A database of the test's own."""
+    with database(dsn, "own") as other:
+        yield other
+
+
+def alembic(own: str, *words: str) -> str:
+    """Run Alembic on our environment, and return what it says."""
+    command = [
+        sys.executable,
+        "-c",
+        "from alembic.config import main; main(prog='alembic')",
+        "-c",
+        str(OURS / "alembic.ini"),
+    ]
+    url = f"postgresql+psycopg://{own.split('://', 1)[1]}"
+    done = subprocess.run(
+        [*command, *words],
+        env=os.environ | {"MIGRATION_URL": url},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def objects(own: str) -> set[str]:
+    """Return the tables and functions of the database, without Alembic's."""
+    query = (
+        "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relkind = 'r'"
+        " UNION ALL SELECT proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace"
+    )
+    with psycopg.connect(own) as connection:
+        return {row[0] for row in connection.execute(query)} - {"alembic_version"}
+
+
+def test_it_differs_from_the_template_in_its_metadata_alone() -> None:
+    """What is tested with it is what `pgfence init` makes."""
+    template = (_environment.TEMPLATES / "sync" / "env.py").read_text(encoding="utf-8").splitlines()
+    ours = (OURS / "env.py").read_text(encoding="utf-8").splitlines()
+    added = [line for line in difflib.ndiff(template, ours) if line.startswith("+ ")]
+    assert added == [
+        "+ # ruff: noqa: ANN001, ANN202, D103, I002, T201",
+        "+ from sqlalchemy import Connection, MetaData, create_engine, event, pool",
+        "+ from pgfence import LockTimeoutError, schema",
+        "+ target_metadata = MetaData()",
+        "+ schema.tables(target_metadata)",
+    ]
+
+
+def test_its_revisions_install_what_is_needed_and_leave_nothing(own: str) -> None:
+    """Up, quiet in `check`, leases work; down to nothing; and up again by a script without a server."""
+    alembic(own, "upgrade", "head")
+    installed = objects(own)
+    assert "No new upgrade operations detected" in alembic(own, "check")
+    engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
+    with Lease(engine, "nightly", ttl=30).hold() as lease:
+        assert lease.token == 1
+    engine.dispose()
+    alembic(own, "downgrade", "base")
+    assert objects(own) == set()
+    script = alembic(own, "upgrade", "head", "--sql")
+    with psycopg.connect(own, autocommit=True) as connection:
+        connection.execute("DROP TABLE alembic_version")
+        connection.execute("\n".join(line for line in script.splitlines() if not line.startswith("INFO")).encode())
+    assert objects(own) == installed
