@@ -20,7 +20,7 @@ from pgfence._sql.tables import installed
 from pgfence.alembic_plugin import implementations, operations, renderers
 from pgfence.errors import SchemaError, TransactionStateError
 from pgfence.lease import Lease
-from support.revisions import Project
+from support.revisions import Project, on_connection
 from support.servers import database
 
 if TYPE_CHECKING:
@@ -42,18 +42,11 @@ async def perform(world: World, work: Callable[[Any], Any]) -> Any:
     """Hand `op` to some work, in one transaction on the driver of a world."""
 
     def body(connection: Connection) -> Any:
-        return work(Operations(MigrationContext.configure(connection)))
+        answer = work(Operations(MigrationContext.configure(connection)))
+        connection.commit()
+        return answer
 
-    engine = world.engine()
-    if world.is_async:
-        async with engine.begin() as connection:
-            return await connection.run_sync(body)
-
-    def sync() -> Any:
-        with engine.begin() as connection:
-            return body(connection)
-
-    return await world.call(sync)
+    return await on_connection(world, world.engine(), body)
 
 
 @pytest.fixture
@@ -358,6 +351,27 @@ def indexes(engine: Engine) -> list[tuple[str, bool]]:
     asked = "SELECT indexrelid::regclass::text, indisvalid FROM pg_index WHERE indrelid = 'entry'::regclass ORDER BY 1"
     with engine.connect() as connection:
         return [(name.strip('"'), valid) for name, valid in connection.execute(text(asked))]
+
+
+async def test_an_index_is_built_on_every_driver(world: World, place: str, admin: psycopg.Connection[Any]) -> None:
+    """The block outside of a transaction works on async drivers under run_sync; repeated, the index stays as it is."""
+
+    def up(op: Any) -> None:
+        with op.get_context().begin_transaction(_per_migration=True):
+            for _ in range(2):
+                op.create_index_safely("IX", "Entry", ["branch", "book"], schema=place)
+
+    await perform(world, up)
+    made = "SELECT indexdef FROM pg_indexes WHERE schemaname = %s AND indexname = 'IX'"
+    [(definition,)] = admin.execute(made, [place]).fetchall()
+    assert definition.endswith("(branch, book)")
+
+    def down(op: Any) -> None:
+        with op.get_context().begin_transaction(_per_migration=True):
+            op.drop_index_safely("IX", "Entry", schema=place)
+
+    await perform(world, down)
+    assert admin.execute(made, [place]).fetchall() == []
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,14 @@ import pgfence_alembic
 DIRECTIVES = [name for name in vars(pgfence_alembic.Directives) if not name.startswith("_")]
 FIRST = (
     "alembic",
-    "alembic.autogenerate",
     "alembic.autogenerate.render",
     "alembic.command",
     "alembic.config",
     "alembic.context",
-    "alembic.ddl",
     "alembic.op",
     "alembic.operations",
     "alembic.runtime.migration",
     "alembic.runtime.plugins",
-    "alembic.script",
     "alembic.util",
     "pgfence.alembic_plugin.comparison",
     "pgfence_alembic",

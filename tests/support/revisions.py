@@ -10,7 +10,11 @@ from alembic import command
 from alembic.config import Config
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine, MetaData
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine, MetaData
+
+    from support.worlds import World
 
 ENV = """
 from alembic import context
@@ -104,3 +108,16 @@ class Project:
         down = ":base" in what
         (command.downgrade if down else command.upgrade)(self._config, what, sql=True)
         return self.out.getvalue()[start:]
+
+
+async def on_connection(world: World, engine: Any, work: Callable[[Connection], Any]) -> Any:
+    """Hand a Connection, or the sync side of an AsyncConnection, to some work; what is not committed there is rolled back."""
+    if world.is_async:
+        async with engine.connect() as connection:
+            return await connection.run_sync(work)
+
+    def body() -> Any:
+        with engine.connect() as connection:
+            return work(connection)
+
+    return await world.call(body)

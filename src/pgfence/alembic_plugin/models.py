@@ -10,7 +10,7 @@ from sqlalchemy.types import TypeDecorator
 
 from pgfence._sql.storage import Place
 from pgfence._sql.tables import OWN
-from pgfence.fence._rows import MODEL, View, constant
+from pgfence.fence._rows import MODEL, View, column_of, constant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,9 +59,16 @@ def version_of(table: Table) -> str | None:
 def _resource(model: Any) -> str:
     if constant(model):
         return _literally(model.__fence_resource__)
-    columns = inspect(model).column_attrs
+    attributes = inspect(model).column_attrs
+
+    def look(name: str) -> _Symbol:
+        for column in attributes[name].columns:
+            if column.table is column_of(inspect(model)).table:
+                return _Symbol(column)
+        raise TypeError(f"the column of {name} is in another table")
+
     try:
-        text = model.__fence_resource__(View(model, lambda name: _Symbol(columns[name].columns[0])))
+        text = model.__fence_resource__(View(model, look))
         if not isinstance(text, str | _Symbol):
             raise TypeError(f"it must return a str, not {type(text).__name__}")
     except Exception as error:
