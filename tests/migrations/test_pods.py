@@ -111,6 +111,29 @@ def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> N
         assert project.run("upgrade", "head").code == 75
 
 
+def test_a_check_of_nothing_makes_no_version_table(tmp_path: Path, own: str) -> None:
+    """C054: where there is no revision yet, either; Alembic itself would make it."""
+    metadata = ("target_metadata = None", "from sqlalchemy import MetaData; target_metadata = MetaData()")
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[metadata])
+    for script in (tmp_path / "migrations" / "versions").iterdir():
+        script.unlink()
+    checked = project.run("check")
+    assert checked.code == 0, checked.said
+    assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
+
+
+def test_no_revision_is_recorded_once_the_lock_is_gone(tmp_path: Path, own: str) -> None:
+    """A revision that unlocks everything on its way is rolled back, and the one before stays recorded."""
+    project = Project(tmp_path, "sync", "psycopg", own)
+    lost = project.run(PAUSE="0), pg_advisory_unlock_all(")
+    assert lost.code not in (0, 75)
+    assert "is lost" in lost.said
+    assert project.query("SELECT version_num FROM alembic_version") == [("002",)]
+    assert project.query("SELECT count(*) FROM applied") == [(2,)]
+    assert project.run().code == 0
+    project.expect_head()
+
+
 def test_a_database_at_head_is_not_locked(tmp_path: Path, own: str) -> None:
     """A pod that has nothing to do does not wait for one that migrates; `downgrade` does."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
