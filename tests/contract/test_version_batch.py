@@ -11,7 +11,8 @@ from sqlalchemy import ForeignKey, event, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from pgfence.errors import TransactionStateError, VersionConflictError
+from pgfence import schema
+from pgfence.errors import SchemaError, TransactionStateError, VersionConflictError
 from pgfence.versions import Versioned, VersionedSession
 from support.versioned_rows import KINDS, beside, joined, made, on_session, page, read, statements, versions
 from support.worlds import NAMES
@@ -48,6 +49,7 @@ async def test_rows_go_out_together(world: World, kind: str) -> None:
         changes = [(text.split()[0], many) for text, many in sent if not text.startswith("SELECT")]
         assert [change for change in changes if change[0] != "INSERT"] == [("UPDATE", True), ("DELETE", True)]
         looks = [text for text, _ in sent if text.startswith("SELECT")]
+        assert "ORDER BY" in looks[0].partition(" FOR ")[0]
         assert [" FOR " in text for text in looks] == [True] + [False] * (len(looks) - 1)
         assert len(looks) <= 3
         assert {row.id: row.version for row in rows[:3]} == {
@@ -315,6 +317,22 @@ async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> N
         await beside(world, engine, stale, **BATCH)
 
 
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_a_table_without_its_trigger_is_told(world: World) -> None:
+    """Mode "server" where no trigger counts: the error says so and how to add it, and nothing is kept."""
+    engine = world.engine()
+    cls = await page(world, engine, "server")
+    await world.call(schema.drop_version_trigger, engine, cls)
+
+    def work(session: Session) -> None:
+        for row in session.scalars(select(cls)):
+            row.views = 1
+        session.commit()
+
+    with pytest.raises(SchemaError, match="add_version_trigger"):
+        await in_batch(world, engine, work)
+
+
 async def test_keys_of_every_kind_are_found(world: World) -> None:
     """Composite keys of text, numbers and UUIDs are locked, compared and confirmed like one number, and may be changed."""
 
@@ -454,22 +472,23 @@ async def test_a_flush_that_fails_leaves_nothing_behind(world: World) -> None:
     cls = await page(world, engine)
 
     def work(session: Session) -> None:
-        row = session.get_one(cls, 1)
-        row.views = 1
+        writer = session.info["writer"]
+        stale = writer.get_one(cls, 3)
+        session.get_one(cls, 3).views = 2
+        session.commit()
+        session.get_one(cls, 1).views = 1
         session.add(cls(id=2))
         with pytest.raises(IntegrityError):
             session.flush()
-        session.rollback()
-        writer = session.info["writer"]
-        stale = writer.get_one(cls, 3)
-        row.views = 2
-        session.get_one(cls, 3).views = 2
-        session.commit()
         stale.views = 3
         with pytest.raises(VersionConflictError):
             writer.commit()
+        session.rollback()
+        session.get_one(cls, 1).views = 2
+        session.commit()
 
     await beside(world, engine, work, **BATCH)
+    assert await read(world, engine, cls) == {1: 2, 2: 1, 3: 2, 4: 1, 5: 1}
 
 
 async def test_rows_are_locked_in_one_order(world: World) -> None:

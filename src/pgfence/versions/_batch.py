@@ -20,7 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import memoized_property
 
 from pgfence.errors import TransactionStateError, VersionConflict
-from pgfence.versions._conflicts import conflict, not_written
+from pgfence.versions._conflicts import conflict, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_column
 from pgfence.versions._rows import Key, lock, versions_of
 
@@ -89,7 +89,8 @@ class VersionedMapper(Mapper[_O]):
 
     @property
     def version_id_col(self) -> ColumnElement[Any] | None:
-        return None if _emitting() and self.batches else self.__dict__["version_id_col"]
+        batch = _NOW.get()
+        return None if batch is not None and batch.emitting and self.batches else self.__dict__["version_id_col"]
 
     @version_id_col.setter
     def version_id_col(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -113,14 +114,19 @@ class VersionedMapper(Mapper[_O]):
     def confirm_deleted_rows(self, given: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.__dict__["confirm_deleted_rows"] = given
 
+    # What Mapper keeps of the version once it was asked for, so that it is not asked while there is none.
+
     @property
     def _version_id_prop(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Not memoized as in Mapper: what it is depends on the flush.
-        return super()._version_id_prop
+        return None if self.version_id_col is None else self._kept[0]
 
     @property
     def _version_id_has_server_side_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return super()._version_id_has_server_side_value
+        return self.version_id_col is not None and self._kept[1]
+
+    @memoized_property
+    def _kept(self) -> tuple[Any, bool]:
+        return super()._version_id_prop, super()._version_id_has_server_side_value
 
     def _memo(self, key: Any, callable_: Callable[[], Any]) -> Any:
         # An UPDATE without the version must not be taken from here by a flush that relies on it.
@@ -191,7 +197,8 @@ def _batched(targets: Iterable[Any]) -> list[State]:
         for mapper in {state.mapper for state in states}
         if isinstance(mapper, VersionedMapper) and mapper.batches
     }
-    return [state for state in states if state.mapper in kinds]
+    # One without a version cannot be compared, and is refused when its turn comes.
+    return [state for state in states if state.mapper in kinds and state.dict.get(ATTRIBUTE, kinds) is not None]
 
 
 def _changes(session: Session, state: State) -> bool:
@@ -286,6 +293,8 @@ def _confirm(batch: Batch) -> None:
             continue
         keys = [tuple(mapper.primary_key_from_instance(state.obj())) for state in some]
         for state, version in zip(some, versions_of(where, mapper, keys), strict=True):
+            if version == batch.locked[state] and not mapper.version_id_generator:
+                raise not_counted(mapper, version)
             if version is None or version == batch.locked[state]:
                 unwritten.append(state)
             else:

@@ -13,7 +13,7 @@ from pgfence._sql.fences import Target
 from pgfence._sql.versions import backfill
 from pgfence.errors import SchemaError
 from pgfence.versions._batch import compared
-from pgfence.versions._conflicts import journal_of
+from pgfence.versions._conflicts import journal_of, not_counted
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column, version_in
 
 if TYPE_CHECKING:
@@ -84,13 +84,7 @@ def _after_update(mapper: Mapper[Any], _connection: Connection, state: State) ->
         return
     before = _COUNTED.pop(state, None)
     if before is not None and state.dict.get(ATTRIBUTE) == before:
-        table: Any = version_column(mapper).table
-        command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
-        raise SchemaError(
-            f"a row of {table.fullname} was updated and its version stayed {before}: no trigger has counted. Nothing of this"
-            f" flush is kept: {command}",
-            command=command,
-        )
+        raise not_counted(mapper, before)
 
 
 def touch(target: Any) -> None:
