@@ -423,6 +423,28 @@ def test_functions_that_are_missing_are_made(engine: Engine, tmp_path: Path) -> 
     assert differences(project) == []
 
 
+@pytest.mark.parametrize("version", range(1, VERSION + 1))
+def test_what_a_release_adds_is_an_upgrade(engine: Engine, tmp_path: Path, version: int) -> None:
+    """Tables of an earlier version, or without one of their functions, are brought to the newest; fences alone need none of it."""
+    with engine.begin() as connection:
+        op: Any = Operations(MigrationContext.configure(connection))
+        op.create_pgfence(version=version)
+    rows(engine, "DROP FUNCTION pgfence_save_checkpoint_v1")
+    project = Project(tmp_path / "alembic", engine, MetaData())
+    assert differences(project) == []
+    metadata = models(entry=by_book)
+    project.models(metadata)
+    assert [diff[0] for diff in differences(project)] == ["add_table", "add_fence"]
+    schema.tables(metadata)
+    script = project.generate()
+    assert f"op.upgrade_pgfence({version}, {VERSION})" in script
+    assert f"op.upgrade_pgfence({VERSION}, {version})" in script
+    assert script.count("create_table(") == 1
+    project.upgrade()
+    assert differences(project) == []
+    project.downgrade()
+
+
 # ------------------------------------------------------------ who else is there
 
 

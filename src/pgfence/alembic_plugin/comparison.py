@@ -132,13 +132,13 @@ def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
 
 
 def _making(connection: Connection, place: Place, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
-    """Return what makes an installation; None if it is there. Fences alone are content with an older one."""
+    """Return what makes or completes an installation; None if it is there. Fences alone are content with an older one."""
     if tables.installed(connection, place):
         return None
     version = migrating.version(connection, tables.settled(connection, place))
     if version == 0:
         return CreatePgfence(place.schema, place.prefix, VERSION)
-    return UpgradePgfence(version, VERSION, place.schema, place.prefix) if whole and version < VERSION else None
+    return UpgradePgfence(min(version, VERSION), VERSION, place.schema, place.prefix) if whole else None
 
 
 def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[Place]) -> None:
