@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event, inspect
 from sqlalchemy.orm import RelationshipDirection, Session
+from sqlalchemy.orm.base import PassiveFlag
 
 from pgfence.versions._flush import touch
 from pgfence.versions._mapping import VersionedBase, is_versioned
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
+
+# What is known without a read, also of collections that were not loaded and were changed from the other side.
+_KNOWN = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INCLUDE_PENDING_MUTATIONS
 
 _OWNED: dict[type[Any], list[RelationshipProperty[Any]]] = {}
 """The relationships that count, by the class of the rows they lead to."""
@@ -36,26 +40,25 @@ def _configured(mapper: Mapper[Any], cls: type[Any]) -> None:
 def _count(session: Session, _context: Any, _instances: Any) -> None:
     if not _OWNED:
         return
-    changed: dict[Any, None] = {}
+    changed: dict[InstanceState[Any], Any] = {}
     for target in (*session.new, *session.dirty, *session.deleted):
         state: InstanceState[Any] = inspect(target)
         if is_versioned(state.mapper) and _has_changed_relationships(state):
-            changed[state] = None
-        changed |= dict.fromkeys(_owners(session, state))
-    for state in changed:
-        target = state.obj()
+            changed[state] = target
+        changed |= {inspect(owner): owner for owner in _owners(session, state, target)}
+    for state, target in changed.items():
         unchanged = not session.is_modified(target, include_collections=False)
         if state.key is not None and target not in session.deleted and unchanged:
             touch(target)
 
 
 def _has_changed_relationships(state: InstanceState[Any]) -> bool:
-    return any(state.attrs[name].history.has_changes() for name in state.class_.__version_relationships__)
+    names = state.class_.__version_relationships__
+    return any(state.get_history(name, _KNOWN).has_changes() for name in names)
 
 
-def _owners(session: Session, state: InstanceState[Any]) -> Iterator[InstanceState[Any]]:
+def _owners(session: Session, state: InstanceState[Any], target: Any) -> Iterator[Any]:
     """Yield the rows that a changed row belongs to, and those that it belonged to before."""
-    target = state.obj()
     props = [prop for cls in state.class_.__mro__ for prop in _OWNED.get(cls, ())]
     props = [prop for prop in props if prop.direction is RelationshipDirection.ONETOMANY]
     if (
@@ -68,7 +71,7 @@ def _owners(session: Session, state: InstanceState[Any]) -> Iterator[InstanceSta
         for key in _keys(state, prop):
             owner = session.get(prop.parent.class_, key)
             if owner is not None:
-                yield inspect(owner)
+                yield owner
 
 
 def _keys(state: InstanceState[Any], prop: RelationshipProperty[Any]) -> list[tuple[Any, ...]]:

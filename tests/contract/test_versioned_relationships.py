@@ -1,0 +1,330 @@
+"""`__version_relationships__`: changes of rows that belong to a versioned row count as changes of it, once for each flush."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from sqlalchemy import Column, DateTime, ForeignKey, Table, func, inspect, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, configure_mappers, mapped_column, relationship
+from sqlalchemy.orm.attributes import flag_modified
+
+from pgfence import schema
+from pgfence.errors import VersionConflictError
+from pgfence.versions import Versioned
+from support.versioned_rows import made, on_session
+
+if TYPE_CHECKING:
+    from support.worlds import World
+
+COUNTED = ("lines", "tags")
+
+
+class Shop(NamedTuple):
+    """Classes of one test."""
+
+    order: Any
+    line: Any
+    tag: Any
+
+
+async def shop(
+    world: World, engine: Any, *, mode: str = "client", counted: tuple[str, ...] = COUNTED, bare: bool = False
+) -> Shop:
+    """Make orders with lines and tags: order 1 with lines 1 and 2 and tag 1, order 2 with nothing, tag 2.
+
+    Args:
+        world: where.
+        engine: likewise.
+        mode: client or server.
+        counted: relationships of an order that count.
+        bare: an order has no column beside key and version.
+    """
+
+    class Base(DeclarativeBase):
+        pass
+
+    name = f"order_{secrets.token_hex(6)}"
+    both = Table(
+        f"{name}_tags",
+        Base.metadata,
+        Column("order_id", ForeignKey(f"{name}.id"), primary_key=True),
+        Column("tag_id", ForeignKey(f"{name}_tag.id"), primary_key=True),
+    )
+
+    class Order(Versioned, Base):
+        __tablename__ = name
+        __version_mode__ = mode
+        __version_relationships__ = counted
+        id: Mapped[int] = mapped_column(primary_key=True)
+        if not bare:
+            changed: Mapped[Any] = mapped_column(DateTime, server_default=func.now(), onupdate=func.clock_timestamp())
+            number: Mapped[str] = mapped_column(default="")
+        lines: Mapped[list[Any]] = relationship("Line", back_populates="order", cascade="all, delete-orphan")
+        tags: Mapped[list[Any]] = relationship("Tag", secondary=both, back_populates="orders")
+
+    class Line(Base):
+        __tablename__ = f"{name}_line"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        order_id: Mapped[int] = mapped_column(ForeignKey(f"{name}.id"))
+        amount: Mapped[int] = mapped_column(default=0)
+        order: Mapped[Any] = relationship("Order", back_populates="lines")
+
+    class Tag(Base):
+        __tablename__ = f"{name}_tag"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        label: Mapped[str] = mapped_column(default="")
+        orders: Mapped[list[Any]] = relationship("Order", secondary=both, back_populates="tags")
+
+    await made(world, engine, Order)
+    if mode == "server":
+        await world.call(schema.add_version_trigger, engine, Order)
+
+    def fill(session: Session) -> None:
+        session.add_all([Order(id=1, lines=[Line(id=1), Line(id=2)], tags=[Tag(id=1)]), Order(id=2), Tag(id=2)])
+        session.commit()
+
+    await on_session(world, engine, fill)
+    return Shop(Order, Line, Tag)
+
+
+def append(session: Session, one: Shop) -> None:
+    order = session.get_one(one.order, 1)
+    order.lines.append(one.line(id=3))
+
+
+def append_by_parent(session: Session, one: Shop) -> None:
+    session.add(one.line(id=3, order=session.get_one(one.order, 1)))
+
+
+def append_by_key(session: Session, one: Shop) -> None:
+    session.add(one.line(id=3, order_id=1))
+
+
+def remove(session: Session, one: Shop) -> None:
+    order = session.get_one(one.order, 1)
+    order.lines.pop()
+
+
+def delete(session: Session, one: Shop) -> None:
+    session.delete(session.get_one(one.line, 2))
+
+
+def edit(session: Session, one: Shop) -> None:
+    session.get_one(one.line, 2).amount = 5
+
+
+def edit_and_more(session: Session, one: Shop) -> None:
+    order = session.get_one(one.order, 1)
+    order.number = "7"
+    order.lines[0].amount = 5
+    order.lines.append(one.line(id=3))
+    order.tags.clear()
+
+
+def tagged(session: Session, one: Shop) -> None:
+    order = session.get_one(one.order, 1)
+    order.tags.append(session.get_one(one.tag, 2))
+
+
+def tagged_from_the_other_side(session: Session, one: Shop) -> None:
+    tag = session.get_one(one.tag, 2)
+    tag.orders.append(session.get_one(one.order, 1))
+
+
+def untagged(session: Session, one: Shop) -> None:
+    order = session.get_one(one.order, 1)
+    order.tags.clear()
+
+
+CHANGES = (
+    append,
+    append_by_parent,
+    append_by_key,
+    remove,
+    delete,
+    edit,
+    edit_and_more,
+    tagged,
+    tagged_from_the_other_side,
+    untagged,
+)
+
+
+def versions(session: Session, one: Shop) -> list[int]:
+    return list(session.scalars(select(one.order.version).order_by(one.order.id)))
+
+
+@pytest.mark.parametrize(("mode", "loaded"), [("client", False), ("server", True)])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_change_of_what_belongs_to_a_row_counts_once(
+    world: World, mode: str, change: Any, loaded: bool
+) -> None:
+    """C065: rows that come, go or change, by either side of the relationship or by the key: the order's version rises by 1."""
+    engine = world.engine()
+    one = await shop(world, engine, mode=mode)
+
+    def work(session: Session) -> list[int]:
+        orders = session.scalars(select(one.order).order_by(one.order.id)).all() if loaded else []
+        rows = [*session.scalars(select(one.line)), *session.scalars(select(one.tag))]
+        with session.no_autoflush:
+            change(session, one)
+        session.flush()
+        assert [inspect(order).dict["version"] for order in orders] == [2, 1][: len(orders)]
+        session.commit()
+        assert rows
+        return versions(session, one)
+
+    assert await on_session(world, engine, work) == [2, 1]
+
+
+async def test_without_the_option_only_its_own_columns_count(world: World) -> None:
+    """C065: by default a change of the lines leaves the order's version as it is."""
+    engine = world.engine()
+    one = await shop(world, engine, counted=())
+
+    def work(session: Session) -> list[int]:
+        kept = [session.get_one(one.order, 1), session.get_one(one.tag, 2)]
+        for change in (append, edit, tagged):
+            change(session, one)
+        session.commit()
+        assert kept
+        return versions(session, one)
+
+    assert await on_session(world, engine, work) == [1, 1]
+
+
+async def test_two_who_change_different_lines_meet(world: World) -> None:
+    """C065: one appends a line, the other edits another one; the second to commit is in conflict over the order."""
+    engine = world.engine()
+    one = await shop(world, engine)
+    kept: dict[str, Any] = {}
+
+    def read(session: Session) -> None:
+        kept["order"], kept["line"] = session.get_one(one.order, 1), session.get_one(one.line, 2)
+
+    def edit_what_was_read(session: Session) -> None:
+        session.add_all(kept.values())
+        kept["line"].amount = 5
+        session.commit()
+
+    def append_first(session: Session) -> None:
+        append(session, one)
+        session.commit()
+
+    await on_session(world, engine, read)
+    await on_session(world, engine, append_first)
+    with pytest.raises(VersionConflictError) as refused:
+        await on_session(world, engine, edit_what_was_read)
+    assert refused.value.items == ((one.order, (1,), 1, 2),)
+
+
+async def test_a_line_that_moves_counts_for_both_orders(world: World) -> None:
+    """By the relationship and by the key, the one it leaves and the one it comes to."""
+    engine = world.engine()
+    one = await shop(world, engine)
+
+    def work(session: Session) -> list[list[int]]:
+        session.get_one(one.line, 1).order_id = 2
+        session.commit()
+        by_key = versions(session, one)
+        session.get_one(one.line, 2).order = session.get_one(one.order, 2)
+        session.commit()
+        return [by_key, versions(session, one)]
+
+    assert await on_session(world, engine, work) == [[2, 2], [3, 3]]
+
+
+async def test_an_order_that_comes_or_goes_with_its_lines_counts_by_itself(world: World) -> None:
+    """A new order starts at 1 with its lines, and a deleted one is deleted with them."""
+    engine = world.engine()
+    one = await shop(world, engine)
+
+    def work(session: Session) -> list[int]:
+        session.add(one.order(id=3, lines=[one.line(id=9)]))
+        session.delete(session.get_one(one.order, 1))
+        session.commit()
+        return versions(session, one)
+
+    assert await on_session(world, engine, work) == [1, 1]
+
+
+async def test_columns_that_change_by_themselves_still_do(world: World) -> None:
+    """An `onupdate` column of the order is set when a line changes."""
+    engine = world.engine()
+    one = await shop(world, engine)
+
+    def work(session: Session) -> None:
+        order = session.get_one(one.order, 1)
+        before = order.changed
+        edit(session, one)
+        session.commit()
+        assert order.changed > before
+
+    await on_session(world, engine, work)
+
+
+async def test_a_row_of_key_and_version_alone_can_count(world: World) -> None:
+    """In the mode "client" no other column is needed."""
+    engine = world.engine()
+    one = await shop(world, engine, bare=True)
+
+    def work(session: Session) -> list[int]:
+        for change in (append, edit):
+            change(session, one)
+            session.commit()
+        return versions(session, one)
+
+    assert await on_session(world, engine, work) == [3, 1]
+
+
+async def test_a_trigger_needs_a_column_to_write(world: World) -> None:
+    """In the mode "server" a row of key and version alone cannot be written once more as it is, and the error says so."""
+    engine = world.engine()
+    one = await shop(world, engine, mode="server", bare=True)
+
+    def work(session: Session) -> None:
+        append(session, one)
+        session.commit()
+
+    with pytest.raises(TypeError, match="needs a column beside its key and its version"):
+        await on_session(world, engine, work)
+
+
+async def test_a_row_can_be_counted_by_hand(world: World) -> None:
+    """Where no relationship tells, `flag_modified` on any other column makes the flush write and count the row."""
+    engine = world.engine()
+    one = await shop(world, engine, counted=())
+
+    def work(session: Session) -> list[int]:
+        flag_modified(session.get_one(one.order, 1), "number")
+        session.commit()
+        return versions(session, one)
+
+    assert await on_session(world, engine, work) == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["nothing", "owner"])
+def test_names_that_cannot_count_are_refused(name: str) -> None:
+    """No relationship of that name, or one that leads to a row that others share."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Owner(Base):
+        __tablename__ = "owner"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Order(Versioned, Base):
+        __tablename__ = "order"
+        __version_relationships__ = (name,)
+        id: Mapped[int] = mapped_column(primary_key=True)
+        owner_id: Mapped[int] = mapped_column(ForeignKey("owner.id"))
+        owner: Mapped[Owner] = relationship()
+
+    try:
+        with pytest.raises(ValueError, match=f"names {name!r}"):
+            configure_mappers()
+    finally:
+        Base.registry.dispose()
