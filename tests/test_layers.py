@@ -21,7 +21,7 @@ ROWS = (
     ("_sql",),
     ("_runtime",),
     ("handles", "wrapping"),
-    ("schema", "fence", "evicting", "versions", "retrying"),
+    ("schema", "fence", "evicting", "versions", "retrying", "idempotency"),
     ("fenced_handles",),
     ("verbs",),
     ("advisory", "transaction", "compat", "lease"),

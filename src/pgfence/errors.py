@@ -240,3 +240,35 @@ class CommitOutcomeUnknownError(PgfenceError):
     """
 
     http_status = 503
+
+
+class IdempotencyKeyReusedError(PgfenceError):
+    """The key belongs to a request with another payload, done or in progress. The transaction is usable."""
+
+    http_status = 422
+
+    def __init__(self, message: str, *, scope: str, key: str) -> None:
+        super().__init__(message)
+        self.scope = scope
+        self.key = key
+
+
+class IdempotencyInProgressError(PgfenceError):
+    """Another transaction is at work under the key, and did not end within the timeout. The transaction is usable.
+
+    With SQLSTATE 40001 the other one has committed, and this transaction reads from a snapshot that is older than that:
+    only a new transaction can see the result.
+    """
+
+    http_status = 409
+    retryable = True
+    retry_after: float | None = 1.0
+
+    def __init__(self, message: str, *, scope: str, key: str, sqlstate: str | None = None) -> None:
+        super().__init__(message, sqlstate=sqlstate)
+        self.scope = scope
+        self.key = key
+
+
+class IdempotencyMisuseError(PgfenceError):
+    """A block forgot what it owes its key, or a result cannot be stored or read. Roll the transaction back."""

@@ -15,6 +15,9 @@ from pgfence.errors import (
     CommitOutcomeUnknownError,
     DeadlockError,
     FenceRequiredError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    IdempotencyMisuseError,
     LockLostError,
     LockNotHeldError,
     LockTimeoutError,
@@ -83,6 +86,9 @@ SAMPLES: list[tuple[PgfenceError, int, bool]] = [
     (VersionRequiredError("no If-Match"), 428, False),
     (CommitOutcomeUnknownError("cut", sqlstate="08006"), 503, False),
     (FenceRequiredError("no token", resource="a", sqlstate="PF002"), 500, False),
+    (IdempotencyKeyReusedError("other payload", scope="s", key="k"), 422, False),
+    (IdempotencyInProgressError("at work", scope="s", key="k", sqlstate="40001"), 409, True),
+    (IdempotencyMisuseError("forgot"), 500, False),
 ]
 each = pytest.mark.parametrize(("error", "http_status", "retryable"), SAMPLES, ids=[str(e) for e, _, _ in SAMPLES])
 

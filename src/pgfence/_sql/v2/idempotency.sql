@@ -1,8 +1,8 @@
 -- Idempotency keys in the caller's own transaction.
 --
 -- Two transaction locks stand before the row: one for scope and key, one for these with the fingerprint. The second is taken
--- first, so that whoever finds it taken waits for an equal request, and whoever finds only the other one taken learns at once
--- that the request in progress is another one. A refusal gives both back.
+-- first, so that whoever finds it taken waits for an equal request, and whoever finds only the other one taken, in the hands of
+-- a transaction with another fingerprint, learns at once that the request in progress is another one.
 
 CREATE FUNCTION @claim_key_v1@(p_scope text, p_key text, p_fingerprint bytea, p_keep double precision, p_wait double precision)
 RETURNS text LANGUAGE plpgsql VOLATILE AS $$
@@ -10,10 +10,12 @@ DECLARE
     r @idempotency_key@;
     place bigint := pg_catalog.pg_typeof(r)::oid::bigint;
     named bigint := pg_catalog.hashtextextended(p_scope || pg_catalog.chr(31) || p_key, place);
-    equal bigint := pg_catalog.hashtextextended(COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named);
+    family integer := (named >> 32)::integer;
+    member integer := (pg_catalog.hashtextextended(COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named) >> 32)::integer;
     began timestamptz := pg_catalog.clock_timestamp();
+    lock_timeout text := pg_catalog.current_setting('lock_timeout');
+    remaining double precision;
     outcome text;
-    remaining double precision := p_wait;
 BEGIN
     FOR tries IN 1..1000 LOOP
         -- Each look is a statement of its own: under READ COMMITTED it sees what was committed during the wait.
@@ -25,51 +27,56 @@ BEGIN
                 WHEN r.status IN ('done', 'failed') THEN pg_catalog.concat(r.status, ' ', r.result::text)
                 ELSE 'busy' END;
         END IF;
+        -- Whatever ends in an error here gives its locks and settings back.
         BEGIN
-            outcome := 'busy';
-            IF pg_catalog.pg_try_advisory_xact_lock(equal) THEN
-                IF NOT pg_catalog.pg_try_advisory_xact_lock(named) THEN
-                    RAISE EXCEPTION USING ERRCODE = 'PF009';
+            IF NOT pg_catalog.pg_try_advisory_xact_lock(family, member) THEN
+                remaining := p_wait - EXTRACT(epoch FROM pg_catalog.clock_timestamp() - began);
+                IF remaining <= 0 THEN
+                    RETURN 'busy';
                 END IF;
-                INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, created_at, expires_at)
-                VALUES (p_scope, p_key, p_fingerprint, 'in_progress', pg_catalog.clock_timestamp(),
-                    pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
-                ON CONFLICT (scope, key) DO UPDATE SET
-                    fingerprint = excluded.fingerprint, status = excluded.status, attempt = 1, step = NULL,
-                    locked_until = NULL, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
-                    created_at = excluded.created_at, expires_at = excluded.expires_at
-                    WHERE k.expires_at <= pg_catalog.clock_timestamp()
-                RETURNING 'fresh' INTO outcome;
-            END IF;
-        EXCEPTION
-            WHEN SQLSTATE 'PF009' THEN
-                RETURN 'reused';
-            WHEN serialization_failure THEN
-                RETURN 'snapshot';
-        END;
-        IF outcome = 'fresh' THEN
-            RETURN outcome;
-        END IF;
-        -- NULL: the row came between the look and the locks. Look again.
-        IF outcome = 'busy' THEN
-            remaining := p_wait - EXTRACT(epoch FROM pg_catalog.clock_timestamp() - began);
-            IF remaining <= 0 THEN
-                RETURN 'busy';
-            END IF;
-            BEGIN
                 PERFORM pg_catalog.set_config('lock_timeout', CASE WHEN remaining > 2000000 THEN '0'
                     ELSE GREATEST(1, (remaining * 1000)::bigint)::text END, true);
-                PERFORM pg_catalog.pg_advisory_xact_lock_shared(equal);
-                -- What was waited for is given back, and so is the setting: all who waited go on at once.
-                RAISE EXCEPTION USING ERRCODE = 'PF009';
-            EXCEPTION
-                WHEN SQLSTATE 'PF009' THEN NULL;
-                WHEN lock_not_available THEN
-                    RETURN 'busy';
-                WHEN deadlock_detected THEN
-                    RETURN 'deadlock';
-            END;
-        END IF;
+                PERFORM pg_catalog.pg_advisory_xact_lock(family, member);
+                IF EXISTS (SELECT FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key
+                    AND k.expires_at > pg_catalog.clock_timestamp()) THEN
+                    RAISE EXCEPTION USING ERRCODE = 'PF008';
+                END IF;
+                PERFORM pg_catalog.set_config('lock_timeout', lock_timeout, true);
+            END IF;
+            IF NOT pg_catalog.pg_try_advisory_xact_lock(named) THEN
+                IF EXISTS (SELECT FROM pg_catalog.pg_locks AS n JOIN pg_catalog.pg_locks AS f USING (pid, database)
+                    WHERE n.locktype = 'advisory' AND n.granted AND n.objsubid = 1 AND n.classid = family::oid
+                    AND n.objid = ((named << 32) >> 32)::integer::oid
+                    AND f.locktype = 'advisory' AND f.granted AND f.objsubid = 2 AND f.classid = family::oid
+                    AND f.objid <> member::oid
+                    AND database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())
+                ) THEN
+                    RAISE EXCEPTION USING ERRCODE = 'PF009';
+                END IF;
+                -- A transaction that ends gives its locks back one after the other.
+                PERFORM pg_catalog.pg_sleep(0.001);
+                RAISE EXCEPTION USING ERRCODE = 'PF008';
+            END IF;
+            INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, created_at, expires_at)
+            VALUES (p_scope, p_key, p_fingerprint, 'in_progress', pg_catalog.clock_timestamp(),
+                pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
+            ON CONFLICT (scope, key) DO UPDATE SET
+                fingerprint = excluded.fingerprint, status = excluded.status, attempt = 1, step = NULL,
+                locked_until = NULL, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
+                created_at = excluded.created_at, expires_at = excluded.expires_at
+                WHERE k.expires_at <= pg_catalog.clock_timestamp()
+            RETURNING 'fresh' INTO outcome;
+            IF outcome IS NULL THEN
+                RAISE EXCEPTION USING ERRCODE = 'PF008';
+            END IF;
+            RETURN outcome;
+        EXCEPTION
+            WHEN SQLSTATE 'PF008' THEN NULL;  -- look again
+            WHEN SQLSTATE 'PF009' THEN RETURN 'reused';
+            WHEN lock_not_available THEN RETURN 'busy';
+            WHEN deadlock_detected THEN RETURN 'deadlock';
+            WHEN serialization_failure THEN RETURN 'snapshot';
+        END;
     END LOOP;
     RETURN 'busy';
 END $$;

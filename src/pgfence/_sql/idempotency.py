@@ -1,0 +1,102 @@
+"""The statements of an idempotency key in the caller's transaction: claim it, finish it. One round trip each."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pgfence._sql.calls import call
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.transaction import send
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+    from sqlalchemy.exc import DBAPIError
+
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
+
+NEEDED = 2
+"""The version of the tables since which there are idempotency keys."""
+
+UNIQUE_VIOLATION = "23505"
+
+_COLUMNS = re.compile(r"\(([^)]*)\)=")
+_LONGEST = 1e9
+_LIFT = "SELECT pg_catalog.current_setting('statement_timeout'), pg_catalog.set_config('statement_timeout', '0', true)"
+_PUT_BACK = "SELECT pg_catalog.set_config('statement_timeout', {}, true)"
+
+
+class Row(NamedTuple):
+    """What names a key, and what it is claimed with."""
+
+    scope: str
+    key: str
+    fingerprint: bytes | None
+    keep: float
+
+
+class Answer(NamedTuple):
+    """What the server says to a claim.
+
+    Attributes:
+        outcome: "fresh", claimed by this transaction; "done" or "failed", with the stored text; "reused", by another
+            payload; "busy", another transaction is at work; "own", this transaction is; "snapshot", another one has committed
+            since this one's snapshot; "deadlock".
+        text: what is stored.
+    """
+
+    outcome: str
+    text: str
+
+
+def claim(connection: Connection, place: Place, row: Row, wait: float) -> Answer:
+    """Ask for a key, and wait for whoever has it at most so many seconds. None of its answers aborts the transaction."""
+    style = style_of(connection.dialect)
+    values = (*row, min(wait, _LONGEST))
+    if not wait:
+        return _answer(send(connection, _claim(place, style), values).scalar_one())
+    # One statement cannot change the limit that it runs under.
+    limit = send(connection, _LIFT).one()[0]
+    answer = _answer(send(connection, _claim(place, style), values).scalar_one())
+    if limit != "0":
+        send(connection, _PUT_BACK.format("$1" if style == "numeric" else "%s"), (limit,))
+    return answer
+
+
+def finish(connection: Connection, place: Place, row: Row, status: str, text: str) -> bool:
+    """Store what came of it; False: this transaction has not claimed the key, or a rollback has taken the claim back."""
+    done: bool = send(
+        connection, _finish(place, style_of(connection.dialect)), (row.scope, row.key, status, text)
+    ).scalar_one()
+    return done
+
+
+def _answer(told: str) -> Answer:
+    outcome, _, text = told.partition(" ")
+    return Answer(outcome, text)
+
+
+@cache
+def _claim(place: Place, style: Style) -> str:
+    kinds = ("text", "text", "bytea", "double precision", "double precision")
+    return f"SELECT {call(place, style, 'claim_key_v1', kinds)}"
+
+
+@cache
+def _finish(place: Place, style: Style) -> str:
+    return f"SELECT {call(place, style, 'finish_key_v1', ('text', 'text', 'text', 'text'))}"
+
+
+def doubled(error: DBAPIError) -> frozenset[str] | None:
+    """Return the columns of the unique key that an INSERT has met; None where the error is about something else."""
+    if sqlstate(error) != UNIQUE_VIOLATION:
+        return None
+    original: Any = error.orig
+    for one in (original, getattr(original, "driver_exception", None), original.__cause__):
+        told = getattr(getattr(one, "diag", None), "message_detail", None) or getattr(one, "detail", None)
+        if isinstance(told, str) and (found := _COLUMNS.search(told)):
+            return frozenset(name.strip().strip('"') for name in found[1].split(","))
+    return frozenset()

@@ -1,0 +1,190 @@
+"""One key in the caller's transaction, on a sync Session; the async twin comes here through `run_sync`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import table, update
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql import idempotency as sql
+from pgfence._sql import server
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, READ_ONLY, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.storage import place_of, primary, translated
+from pgfence._sql.transaction import driver_state
+from pgfence.config import config_of
+from pgfence.errors import (
+    CapacityError,
+    DeadlockError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    IdempotencyMisuseError,
+    PgfenceError,
+    StandbyError,
+    TransactionStateError,
+)
+from pgfence.idempotency import _recorded
+from pgfence.keys import stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Session, SessionTransaction
+
+    from pgfence._sql.storage import Place
+    from pgfence.idempotency._codec import Codec
+
+# What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
+_WRITE = update(table("pgfence_idempotency_key"))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a key was asked for with."""
+
+    scope: str
+    key: str
+    fingerprint: bytes | None
+    codec: Codec
+    timeout: float | None
+    keep: float
+    record: tuple[type[Exception], ...]
+
+    def __str__(self) -> str:
+        return f"the idempotency key {self.key!r} of scope {self.scope!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A key that was asked for: claimed, or found with its result."""
+
+    row: sql.Row
+    replayed: bool
+    result: Any = None
+    savepoint: SessionTransaction | None = None
+
+
+def claim(session: Session, call: Call) -> Claim:
+    """Claim the key in the session's transaction, which begins here if it has not yet, or return what is stored under it.
+
+    Raises:
+        IdempotencyKeyReusedError, IdempotencyInProgressError: it is not to be had; the transaction is usable.
+        IdempotencyMisuseError: this transaction is at work under it already.
+        Exception: the recorded error.
+    """
+    connection = _connection(session)
+    place, config = place_of(connection), config_of(connection)
+    row = sql.Row(stored(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
+    limit = config.default_timeout if call.timeout is None else call.timeout
+    answer = _sent(place, lambda: sql.claim(connection, place, row, 0))
+    if answer.outcome == "busy" and limit:
+        answer = _sent(place, lambda: sql.claim(connection, place, row, limit))
+    match answer.outcome:
+        case "fresh":
+            return Claim(row, replayed=False, savepoint=session.begin_nested() if call.record else None)
+        case "done":
+            return Claim(row, replayed=True, result=call.codec.decode(answer.text))
+        case "failed":
+            raise _recorded.decode(answer.text, call.record, call.codec, str(call))
+    raise _refused(call, answer.outcome, limit)
+
+
+def complete(session: Session, call: Call, claimed: Claim, value: Any) -> None:
+    """Store the result.
+
+    Raises:
+        IdempotencyMisuseError: it cannot be stored, or the claim is gone.
+    """
+    text = call.codec.encode(value)
+    if claimed.savepoint is not None:
+        claimed.savepoint.commit()
+    _finish(session, call, claimed, "done", text)
+
+
+def record(session: Session, call: Call, claimed: Claim, error: Exception) -> None:
+    """Take back what was done since the claim, and store the error in its place."""
+    text = _recorded.encode(error, call.codec)
+    if claimed.savepoint is not None:
+        claimed.savepoint.rollback()
+    _finish(session, call, claimed, "failed", text)
+
+
+def _finish(session: Session, call: Call, claimed: Claim, status: str, text: str) -> None:
+    connection = _connection(session)
+    place = place_of(connection)
+    if not _sent(place, lambda: sql.finish(connection, place, claimed.row, status, text)):
+        raise IdempotencyMisuseError(
+            f"{call} is not claimed any more: its transaction, or a savepoint around the claim, has ended inside the block."
+            " Commit and roll back outside of it"
+        )
+
+
+def _connection(session: Session) -> Connection:
+    connection = session.connection(bind_arguments={"clause": _WRITE})
+    server.style_of(connection.dialect)
+    state = driver_state(connection)
+    if state.autocommit or state.pipeline:
+        where = "in autocommit" if state.autocommit else "in psycopg's pipeline mode"
+        raise TransactionStateError(
+            f"the connection is {where}, and an idempotency key needs a transaction that its effect commits with"
+        )
+    return connection
+
+
+def _sent(place: Place, send: Callable[[], Any]) -> Any:
+    try:
+        return send()
+    except DBAPIError as error:
+        if told := _told(error, place):
+            raise told from error
+        raise
+
+
+def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
+    state = sqlstate(error)
+    if state == READ_ONLY:
+        return StandbyError(f"{primary(error)}: an idempotency key is claimed where its effect is written")
+    if state == OUT_OF_MEMORY:
+        return CapacityError(
+            "the server's lock table is full, and PostgreSQL has aborted this transaction: claim fewer keys in one"
+            " transaction, or raise max_locks_per_transaction",
+            used=0,
+            limit=0,
+            sqlstate=state,
+        )
+    return translated(error, place, sql.NEEDED)
+
+
+def _refused(call: Call, outcome: str, limit: float) -> PgfenceError:
+    match outcome:
+        case "reused":
+            return IdempotencyKeyReusedError(
+                f"{call} belongs to a request with another payload: a new request needs a key of its own",
+                scope=call.scope,
+                key=call.key,
+            )
+        case "own":
+            return IdempotencyMisuseError(
+                f"this transaction is at work under {call} already, or has failed to finish it: roll back before it is tried"
+                " again"
+            )
+        case "deadlock":
+            return DeadlockError(
+                f"waiting for {call} closed a circle of waits: claim keys in one order everywhere, or one in a transaction",
+                sqlstate=DEADLOCK_DETECTED,
+            )
+        case "snapshot":
+            return IdempotencyInProgressError(
+                f"{call} was claimed by a transaction that this one's snapshot (REPEATABLE READ, SERIALIZABLE) is older than:"
+                " its result is seen by a new transaction",
+                scope=call.scope,
+                key=call.key,
+                sqlstate=SERIALIZATION_FAILURE,
+            )
+    return IdempotencyInProgressError(
+        f"another transaction is at work under {call}, and did not end within {limit:g} s",
+        scope=call.scope,
+        key=call.key,
+    )

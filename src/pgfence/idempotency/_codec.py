@@ -1,0 +1,253 @@
+"""Results as tagged JSON: what comes back is equal to what went in, and of the same type.
+
+JSON's own types stand for themselves. Everything else is an object with a tag: `{"$t": "decimal", "v": "1.10"}` for the types
+of the standard library, `{"$c": "Receipt", "v": {...}}` for a class, which is found again among those that the annotation of the
+result reaches. No name in the database is ever imported.
+
+Not kept: the order of a dict's keys, since jsonb has one of its own; the name of a time zone that is no `ZoneInfo`.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode, b64encode
+from dataclasses import MISSING, fields, is_dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+from pgfence.errors import IdempotencyMisuseError
+from pgfence.idempotency._reach import classes_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+LIMIT = 1024 * 1024
+"""Bytes that a result may have."""
+
+_ALIKE = (bool, int, type(None))
+
+
+class Codec:
+    """Writes results of one annotation, and reads them."""
+
+    def __init__(self, classes: Mapping[str, type[Any]]) -> None:
+        self._classes = classes
+        self._names = {one: name for name, one in classes.items()}
+
+    @staticmethod
+    def of(annotation: Any) -> Codec:
+        """Return the codec for an annotation; None has only the types of the standard library.
+
+        Raises:
+            TypeError: the annotation reaches a class whose instances cannot be stored.
+        """
+        try:
+            return _codec(annotation)
+        except TypeError:
+            # Cannot be hashed, or is refused: then once more, in words.
+            return Codec(classes_in(annotation))
+
+    def encode(self, value: Any) -> str:
+        """Return a value as JSON.
+
+        Raises:
+            IdempotencyMisuseError: something in it cannot be stored, or it is too large.
+        """
+        try:
+            text = json.dumps(self._written(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (RecursionError, ValueError) as error:
+            raise IdempotencyMisuseError(f"the result cannot be stored: {error}") from None
+        if len(text) > LIMIT or len(text.encode()) > LIMIT:
+            raise IdempotencyMisuseError(
+                f"the result has more than {LIMIT} bytes: store what it is about in a table of yours, and return its key"
+            )
+        return text
+
+    def decode(self, text: str) -> Any:
+        """Return what `encode` was given.
+
+        Raises:
+            IdempotencyMisuseError: it holds an instance of a class that the annotation does not reach any more.
+        """
+        return json.loads(text, object_hook=self._read)
+
+    def _written(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str:
+            return value if _harmless(value) else {"$t": "str", "v": _base64(value.encode("utf-8", "surrogatepass"))}
+        if kind in _ALIKE:
+            return value
+        if kind is dict:
+            return self._dict(value)
+        if kind is list:
+            return [self._written(one) for one in value]
+        if kind in (tuple, set, frozenset):
+            return {"$t": kind.__name__, "v": [self._written(one) for one in value]}
+        if kind is float:
+            text = repr(value)
+            # jsonb keeps digits, but no sign of zero, and prints 1e22 like an integer.
+            return value if "." in text and "e" not in text and value != 0 else {"$t": "float", "v": text}
+        if kind in _WRITERS:
+            return {"$t": kind.__name__} | _WRITERS[kind](value)
+        return self._instance(value, kind)
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        if all(type(key) is str and key[:1] != "$" and _harmless(key) for key in value):
+            return {key: self._written(one) for key, one in value.items()}
+        return {"$t": "dict", "v": [[self._written(key), self._written(one)] for key, one in value.items()]}
+
+    def _instance(self, value: Any, kind: type[Any]) -> Any:
+        name = self._names.get(kind)
+        if name is None:
+            if isinstance(value, UUID):  # asyncpg has a class of its own
+                return {"$t": "UUID", "v": str(value)}
+            raise IdempotencyMisuseError(
+                f"the result holds a {kind.__qualname__}, and cannot be stored. If it is a dataclass, a model, a named tuple or an"
+                " enumeration, say so by result=, or by the annotation of the function; else return something simpler"
+            )
+        if isinstance(value, Enum):
+            kind = type(value)
+            member = kind.__members__.get(value.name) if value.name else None
+            return {"$c": name, "m": value.name} if member is value else {"$c": name, "v": self._written(value.value)}
+        if isinstance(value, tuple):
+            return {"$c": name, "v": [self._written(one) for one in value]}
+        if is_dataclass(value):
+            return {"$c": name, "v": {one.name: self._written(getattr(value, one.name)) for one in fields(value)}}
+        return {"$c": name} | self._model(value)
+
+    def _model(self, value: Any) -> dict[str, Any]:
+        state = value.__getstate__()
+        known = type(value).model_fields
+        written: dict[str, Any] = {"v": {one: self._written(state["__dict__"][one]) for one in known}}
+        if state["__pydantic_fields_set__"] != known.keys():
+            written["set"] = sorted(state["__pydantic_fields_set__"])
+        for part in ("extra", "private"):
+            if found := state[f"__pydantic_{part}__"]:
+                written[part] = self._dict(found)
+        return written
+
+    def _read(self, found: dict[str, Any]) -> Any:
+        if "$t" in found:
+            return _READERS[found["$t"]](found)
+        if "$c" not in found:
+            return found
+        kind = self._classes.get(found["$c"])
+        if kind is None:
+            raise IdempotencyMisuseError(
+                f"the stored result holds a {found['$c']}, which result= (or the annotation of the function) does not reach: a"
+                " class that was renamed has to be known by its old name as long as results of it are kept"
+            )
+        if issubclass(kind, Enum):
+            return kind[found["m"]] if "m" in found else kind(found["v"])
+        if issubclass(kind, tuple):
+            return kind._make(found["v"])  # type: ignore[attr-defined]
+        return _dataclass(kind, found["v"]) if is_dataclass(kind) else _model(kind, found)
+
+
+@lru_cache(maxsize=256)
+def _codec(annotation: Any) -> Codec:
+    return Codec(classes_in(annotation))
+
+
+def _dataclass(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Make an instance as copying does: `__init__` and `__post_init__` have run once, when the result came to be."""
+    made = object.__new__(kind)
+    for field in fields(kind):
+        if field.name in values:
+            object.__setattr__(made, field.name, values[field.name])
+        elif field.default_factory is not MISSING:  # newer than the record
+            object.__setattr__(made, field.name, field.default_factory())
+        elif field.default is not MISSING:
+            object.__setattr__(made, field.name, field.default)
+        else:
+            raise IdempotencyMisuseError(
+                f"the stored {kind.__qualname__} is older than its field {field.name!r}, which has no default"
+            )
+    return made
+
+
+def _model(kind: Any, found: dict[str, Any]) -> Any:
+    """Make a pydantic model as copying does, without validation: what was stored had been valid."""
+    values = {}
+    for name, field in kind.model_fields.items():
+        if name in found["v"]:
+            values[name] = found["v"][name]
+        elif field.is_required():
+            raise IdempotencyMisuseError(
+                f"the stored {kind.__qualname__} is older than its field {name!r}, which has no default"
+            )
+        else:
+            values[name] = field.get_default(call_default_factory=True)
+    made = kind.__new__(kind)
+    made.__setstate__(
+        {
+            "__dict__": values,
+            "__pydantic_fields_set__": set(found.get("set", found["v"])),
+            "__pydantic_extra__": found.get("extra", {} if kind.model_config.get("extra") == "allow" else None),
+            "__pydantic_private__": found.get("private", {} if kind.__private_attributes__ else None),
+        }
+    )
+    return made
+
+
+def _harmless(text: str) -> bool:
+    """Say whether jsonb keeps a text: no NUL, no half of a surrogate pair."""
+    if text.isascii():
+        return "\0" not in text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def _base64(value: bytes | bytearray) -> str:
+    return b64encode(value).decode("ascii")
+
+
+def _zoned(value: datetime | time) -> dict[str, Any]:
+    zone = value.tzinfo
+    if isinstance(zone, ZoneInfo) and zone.key:
+        return {"v": value.replace(tzinfo=None).isoformat(), "zone": zone.key, "fold": value.fold}
+    return {"v": value.isoformat()}
+
+
+def _in_zone(kind: Any) -> Callable[[dict[str, Any]], Any]:
+    def read(found: dict[str, Any]) -> Any:
+        value = kind.fromisoformat(found["v"])
+        return value.replace(tzinfo=ZoneInfo(found["zone"]), fold=found["fold"]) if "zone" in found else value
+
+    return read
+
+
+_WRITERS: dict[type[Any], Callable[[Any], dict[str, Any]]] = {
+    Decimal: lambda value: {"v": str(value)},
+    UUID: lambda value: {"v": str(value)},
+    bytes: lambda value: {"v": _base64(value)},
+    bytearray: lambda value: {"v": _base64(value)},
+    date: lambda value: {"v": value.isoformat()},
+    datetime: _zoned,
+    time: _zoned,
+    timedelta: lambda value: {"v": [value.days, value.seconds, value.microseconds]},
+}
+_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "str": lambda found: b64decode(found["v"]).decode("utf-8", "surrogatepass"),
+    "float": lambda found: float(found["v"]),
+    "tuple": lambda found: tuple(found["v"]),
+    "set": lambda found: set(found["v"]),
+    "frozenset": lambda found: frozenset(found["v"]),
+    "dict": lambda found: dict(found["v"]),
+    "Decimal": lambda found: Decimal(found["v"]),
+    "UUID": lambda found: UUID(found["v"]),
+    "bytes": lambda found: b64decode(found["v"]),
+    "bytearray": lambda found: bytearray(b64decode(found["v"])),
+    "date": lambda found: date.fromisoformat(found["v"]),
+    "datetime": _in_zone(datetime),
+    "time": _in_zone(time),
+    "timedelta": lambda found: timedelta(*found["v"]),
+}

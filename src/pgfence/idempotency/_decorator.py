@@ -1,0 +1,139 @@
+"""`idempotent_call`: functions that run once for each key, which their arguments name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from pgfence.blocks import kinds
+from pgfence.idempotency._codec import Codec
+from pgfence.idempotency._functions import ASYNCIO, DAY, ORM, idempotent
+from pgfence.wrapping import called, no_generator, templates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pgfence.timing import Seconds
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_SESSION = re.compile(r"\b(?:Session|AsyncSession|scoped_session|async_scoped_session)\b")
+
+
+class SameCall(Protocol):
+    """What `idempotent_call` returns: a decorator that keeps the signature."""
+
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+def idempotent_call(
+    *,
+    key: str,
+    scope: str,
+    payload: Sequence[str] | None = None,
+    timeout: Seconds | None = None,
+    keep: Seconds = DAY,
+    record: Sequence[type[Exception]] = (),
+) -> SameCall:
+    """Make of a function one whose work is done once for each key; see `idempotent`, whose promises are these.
+
+    ::
+
+        @idempotent_call(key="{event_id}", scope="webhook:orders")
+        def webhook(session: Session, event_id: str, amount: int) -> bool: ...
+
+    The session is the one argument that is annotated as a session; the result is of the type that the function is annotated to
+    return. It runs in the session's transaction, and the caller commits.
+
+    Args:
+        key: a `str.format` template for the call's arguments.
+        scope: likewise.
+        payload: names of the arguments that make two calls with the same key the same call; None compares nothing.
+        timeout: as for `idempotent`.
+        keep: likewise.
+        record: likewise.
+
+    Raises:
+        TypeError: at the decoration: there is not one session among the arguments; the function is a generator function; or
+            what it is annotated to return cannot be stored.
+        ValueError: at the decoration: a field of a template, or a name in `payload`, is no argument.
+        PgfenceError: from a call, as `idempotent`.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        no_generator(fn)
+        signature = inspect.signature(fn)
+        hints = _hints(fn)
+        which = _session(fn, signature, hints)
+        result: Any = hints.get("return")
+        Codec.of(result)
+        if unknown := set(payload or ()) - set(signature.parameters):
+            raise ValueError(
+                f"payload names {sorted(unknown)}, and {called(fn)} has ({', '.join(signature.parameters)})"
+            )
+        naming = templates((key, scope), fn)
+
+        def keyed(args: Any, kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            named: Any = (key, scope) if naming is None else naming(args, kwargs)
+            given = None if payload is None else {name: bound.arguments[name] for name in payload}
+            session: Any = bound.arguments[which]
+            return idempotent(
+                session,
+                named[0],
+                scope=named[1],
+                payload=given,
+                result=result,
+                timeout=timeout,
+                keep=keep,
+                record=record,
+            )
+
+        if inspect.iscoroutinefunction(fn):
+
+            @functools.wraps(fn)
+            async def run_async(*args: Any, **kwargs: Any) -> Any:
+                return await keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+
+            return run_async
+
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+
+        return run
+
+    return decorate
+
+
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Return the annotations; as texts where they name what is imported for type checkers alone."""
+    try:
+        return get_type_hints(fn)
+    except NameError:
+        return dict(getattr(fn, "__annotations__", {}))
+
+
+def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[str, Any]) -> str:
+    found = [name for name in signature.parameters if _is_session(hints.get(name))]
+    if len(found) != 1:
+        told = " and ".join(found) if found else "none"
+        raise TypeError(
+            f"{called(fn)} needs one argument that is annotated as a Session or AsyncSession, whose transaction the work"
+            f" belongs to; it has {told}"
+        )
+    return found[0]
+
+
+def _is_session(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return bool(_SESSION.search(annotation))
+    classes = (*kinds(ORM, "Session", "scoped_session"), *kinds(ASYNCIO, "AsyncSession", "async_scoped_session"))
+    kind = get_origin(annotation) or annotation
+    if isinstance(kind, type):
+        return issubclass(kind, classes)
+    return any(_is_session(one) for one in get_args(annotation))

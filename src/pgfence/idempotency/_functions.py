@@ -1,0 +1,215 @@
+"""`idempotent` and `insert_once`: what they take, refuse and promise."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from pgfence.blocks import kinds
+from pgfence.idempotency._claim import Call
+from pgfence.idempotency._codec import Codec
+from pgfence.idempotency._fingerprint import fingerprint
+from pgfence.idempotency._handles import AsyncIdem, Idem
+from pgfence.idempotency._keys import expect_key
+from pgfence.timing import seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from typing import TypeAlias
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from sqlalchemy.orm import QueryableAttribute, Session, scoped_session
+
+    from pgfence.timing import Seconds
+
+    SyncSession: TypeAlias = Session | scoped_session[Any]
+    AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+
+ASYNCIO = "sqlalchemy.ext.asyncio"
+ORM = "sqlalchemy.orm"
+DAY = 86400
+T = TypeVar("T")
+
+
+@overload
+def idempotent(
+    session: AnyAsyncSession,
+    key: str,
+    *,
+    scope: str,
+    payload: object = None,
+    result: type[T],
+    timeout: Seconds | None = None,
+    keep: Seconds = DAY,
+    record: Sequence[type[Exception]] = (),
+) -> AsyncIdem[T]: ...
+@overload
+def idempotent(
+    session: AnyAsyncSession,
+    key: str,
+    *,
+    scope: str,
+    payload: object = None,
+    result: None = None,
+    timeout: Seconds | None = None,
+    keep: Seconds = DAY,
+    record: Sequence[type[Exception]] = (),
+) -> AsyncIdem[Any]: ...
+@overload
+def idempotent(
+    session: SyncSession,
+    key: str,
+    *,
+    scope: str,
+    payload: object = None,
+    result: type[T],
+    timeout: Seconds | None = None,
+    keep: Seconds = DAY,
+    record: Sequence[type[Exception]] = (),
+) -> Idem[T]: ...
+@overload
+def idempotent(
+    session: SyncSession,
+    key: str,
+    *,
+    scope: str,
+    payload: object = None,
+    result: None = None,
+    timeout: Seconds | None = None,
+    keep: Seconds = DAY,
+    record: Sequence[type[Exception]] = (),
+) -> Idem[Any]: ...
+def idempotent(
+    session: Any,
+    key: str,
+    *,
+    scope: str,
+    payload: object = None,
+    result: Any = None,
+    timeout: Seconds | None = None,
+    keep: Seconds = DAY,
+    record: Sequence[type[Exception]] = (),
+) -> Any:
+    """Do the work of a request once, however often the request comes, and give everybody the same answer.
+
+    ::
+
+        receipt = idempotent(session, key, scope=f"user:{user.id}", payload=body, result=Receipt).run(charge)
+
+    or, where a function does not fit::
+
+        with idempotent(session, key, scope="import", result=int) as op:
+            if op.replayed:
+                return op.result
+            op.complete(do_the_work())
+
+    Promised: of all transactions that ask for the same key and scope, one does the work and commits it together with its
+    result; the others wait for it, then get that result, equal and of the same type. If it rolls back, or its process dies,
+    one of the others does the work. No answer aborts the caller's transaction, and none is an IntegrityError. A transaction in
+    which the work was begun and not finished cannot commit: an exception in it has to lead to a rollback, of the whole
+    transaction or to a savepoint around the call.
+
+    Not promised: anything about effects outside the database; or that a key is remembered for longer than `keep`. In
+    REPEATABLE READ and SERIALIZABLE whoever comes second cannot see the result of a transaction that has committed since its
+    own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
+
+    Args:
+        session: a Session or scoped_session, or an async one. Its transaction is the caller's, who commits it.
+        key: what the client repeats with the request: 1 to 255 characters, without control characters.
+        scope: whose key it is and for what, e.g. tenant, user and operation: the same rules. The same key in another scope is
+            another key. Never the same scope for two clients that must not see each other's answers.
+        payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
+        result: the type of the result; dataclasses, pydantic models, named tuples and enumerations are stored if it reaches
+            them. None: only what JSON and the standard library's types of numbers, texts, times and collections can say.
+        timeout: seconds to wait for another transaction that has the key; None is the configured default, `math.inf` for ever,
+            0 does not wait.
+        keep: seconds from the beginning of the work on for which the result is kept. After that the key is new again.
+        record: classes of errors that are an answer too. One of these, or of their subclasses, takes back what was done since
+            the claim (a savepoint, two more round trips), is stored and raised again each time. The caller has to commit
+            nevertheless, or nothing was stored.
+
+    Raises:
+        IdempotencyKeyReusedError: on entering: the key belongs to another payload, also while that is in progress. 422.
+        IdempotencyInProgressError: on entering: whoever has the key did not end within the timeout. 409.
+        IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
+            result cannot be stored. On entering: this transaction is at work under the key; or the stored result cannot be read.
+        TransactionStateError: autocommit.
+        DeadlockError: this transaction holds a key that the other one waits for.
+        SchemaError: pgfence's tables are missing, or older than version 2.
+        StandbyError: the server is a standby.
+        TypeError, ValueError: an argument is unusable; before anything was sent.
+    """
+    takes_async: Any = kinds(ASYNCIO, "AsyncSession", "async_scoped_session")
+    if not isinstance(session, (*takes_async, *kinds(ORM, "Session", "scoped_session"))):
+        raise TypeError(
+            f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}"
+        )
+    call = Call(
+        scope=expect_key(scope, "the scope"),
+        key=expect_key(key, "the key"),
+        fingerprint=fingerprint(payload),
+        codec=Codec.of(result),
+        timeout=None if timeout is None else seconds(timeout),
+        keep=_life(keep),
+        record=_errors(record),
+    )
+    kind: Any = AsyncIdem if isinstance(session, takes_async) else Idem
+    return kind(session, call)
+
+
+@overload
+def insert_once(
+    session: AnyAsyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]
+) -> Coroutine[Any, Any, T]: ...
+@overload
+def insert_once(session: SyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]) -> T: ...
+def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
+    """Insert a row whose own unique key says that it is there once; who comes second gets the row of who came first.
+
+    ::
+
+        payment = insert_once(session, Payment(order_id=7, amount=100), key=[Payment.order_id])
+
+    Promised: the instance itself comes back, flushed, if it was inserted; else the instance that has the key, and the one that
+    was passed does not belong to the session. There is no IntegrityError for this key, and the transaction is usable. Another
+    one's unfinished insert is waited for, as the server does it, up to the session's `lock_timeout`.
+
+    Not promised: that the row of who came first has the same values. In REPEATABLE READ and SERIALIZABLE a row that was
+    committed since the snapshot cannot be read, and is an IdempotencyInProgressError with SQLSTATE 40001.
+
+    Args:
+        session: a Session or scoped_session, or an async one; then the result is awaited. What is pending in it is flushed.
+        instance: of a mapped class, new, with the columns of the key set.
+        key: attributes, or their names, that a primary key, a unique constraint or a unique index of the table consists of.
+
+    Raises:
+        ValueError: no such unique key is declared; or one of its attributes is None.
+        TypeError: it is no instance of a mapped class, or no session.
+        IntegrityError: of another constraint.
+        IdempotencyInProgressError: see above.
+    """
+    from pgfence.idempotency._insert import insert
+
+    if isinstance(session, kinds(ASYNCIO, "AsyncSession", "async_scoped_session")):
+        return _real(session).run_sync(insert, instance, key)
+    if not isinstance(session, kinds(ORM, "Session", "scoped_session")):
+        raise TypeError(f"insert_once() takes a Session, not a {type(session).__name__}")
+    return insert(_real(session), instance, key)
+
+
+def _real(session: Any) -> Any:
+    return session.registry() if hasattr(session, "registry") else session
+
+
+def _life(keep: Seconds) -> float:
+    life = seconds(keep, "keep")
+    if not 1 <= life <= 3_153_600_000:
+        raise ValueError(f"keep must be from a second to a hundred years, not {keep!r}")
+    return life
+
+
+def _errors(record: Sequence[type[Exception]]) -> tuple[type[Exception], ...]:
+    found: tuple[Any, ...] = tuple(record) if isinstance(record, (tuple, list)) else (record,)
+    for one in found:
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise TypeError(f"record takes classes of errors, not {one!r}")
+    return found

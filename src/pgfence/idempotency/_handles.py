@@ -1,0 +1,209 @@
+"""What `idempotent` returns: a key to run a function under, or to enter as a block."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from pgfence.blocks import attach
+from pgfence.errors import IdempotencyMisuseError
+from pgfence.idempotency import _claim
+from pgfence.wrapping import called
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
+
+T = TypeVar("T")
+
+
+class Op(Generic[T]):
+    """One pass through a block under an idempotency key."""
+
+    def __init__(self, call: _claim.Call, claim: _claim.Claim) -> None:
+        self._call = call
+        self._claim = claim
+        self._read = False
+        self._value: Any = claim.result
+        self._complete = claim.replayed
+
+    def __repr__(self) -> str:
+        return f"<Op {self._call.scope!r} {self._call.key!r}{' replayed' if self._claim.replayed else ''}>"
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the work was done before: then `result` is what came of it, and the block has nothing to do."""
+        self._read = True
+        return self._claim.replayed
+
+    @property
+    def result(self) -> T:
+        """What came of the work, this time or the first time.
+
+        Raises:
+            IdempotencyMisuseError: it was not done before, and `complete()` was not called yet.
+        """
+        self._read = True
+        if not self._complete:
+            raise IdempotencyMisuseError(f"{self._call} has no result yet: complete(value) gives it one")
+        return cast("T", self._value)
+
+    def complete(self, value: T, /) -> None:
+        """Say what came of the work; the end of the block stores it, in the caller's transaction.
+
+        Args:
+            value: of the types that can be stored; see `idempotent`.
+
+        Raises:
+            IdempotencyMisuseError: the key has a result already.
+        """
+        if self._complete:
+            how = (
+                "was replayed: look at op.replayed before doing the work"
+                if self._claim.replayed
+                else "is complete already"
+            )
+            raise IdempotencyMisuseError(f"{self._call} {how}")
+        self._value = value
+        self._complete = True
+
+    def _owes(self) -> IdempotencyMisuseError | None:
+        """Return what a block that ends without an error has left undone."""
+        if self._claim.replayed and not self._read:
+            return IdempotencyMisuseError(
+                f"{self._call} was replayed, and the block did not look: what it did was done a second time. Roll back, and"
+                " begin the block with `if op.replayed`"
+            )
+        if not self._complete:
+            return IdempotencyMisuseError(
+                f"the block of {self._call} ended without op.complete(value): roll back, for its transaction cannot commit"
+            )
+        return None
+
+    def _recorded(self, error: BaseException | None) -> bool:
+        return isinstance(error, self._call.record) and not self._claim.replayed
+
+
+class _Keyed(Generic[T]):
+    """What both twins know."""
+
+    def __init__(self, call: _claim.Call) -> None:
+        self._call = call
+        self._op: Op[T] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._call.scope!r} {self._call.key!r}>"
+
+    def _enter(self, claim: _claim.Claim) -> Op[T]:
+        self._op = Op(self._call, claim)
+        return self._op
+
+    def _once(self) -> None:
+        if self._op is not None:
+            raise IdempotencyMisuseError(f"the block of {self._call} was entered before: ask for the key again")
+
+
+class Idem(_Keyed[T]):
+    """A key in the transaction of a Session; see `idempotent`."""
+
+    def __init__(self, session: Session | scoped_session[Any], call: _claim.Call) -> None:
+        super().__init__(call)
+        self._given: Any = session
+
+    def run(self, fn: Callable[[], T], /) -> T:
+        """Run a function under the key, or return what it returned the first time.
+
+        Args:
+            fn: does the work in the session's transaction. It does not commit.
+
+        Raises:
+            TypeError: it is a coroutine function; nothing was asked for.
+            IdempotencyMisuseError: what it returned cannot be stored.
+            PgfenceError: as on entering the block.
+        """
+        if inspect.iscoroutinefunction(fn):
+            raise TypeError(f"{called(fn)} is a coroutine function: it needs an AsyncSession")
+        with self as op:
+            if op.replayed:
+                return op.result
+            value = fn()
+            op.complete(value)
+            return value
+        raise AssertionError  # the block above swallows nothing
+
+    def __enter__(self) -> Op[T]:
+        self._once()
+        return self._enter(_claim.claim(self._session, self._call))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        assert self._op is not None
+        if exc is None:
+            if owed := self._op._owes():
+                raise owed
+            if not self._op._claim.replayed:
+                _claim.complete(self._session, self._call, self._op._claim, self._op._value)
+        elif self._op._recorded(exc):
+            try:
+                _claim.record(self._session, self._call, self._op._claim, cast("Exception", exc))
+            except Exception as failure:
+                attach(exc, failure, "while it was recorded")
+
+    @property
+    def _session(self) -> Session:
+        session: Session = self._given.registry() if hasattr(self._given, "registry") else self._given
+        return session
+
+
+class AsyncIdem(_Keyed[T]):
+    """A key in the transaction of an AsyncSession; see `idempotent`."""
+
+    def __init__(self, session: AsyncSession | async_scoped_session[Any], call: _claim.Call) -> None:
+        super().__init__(call)
+        self._given: Any = session
+
+    async def run(self, fn: Callable[[], Awaitable[T]], /) -> T:
+        """Run a coroutine function under the key, or return what it returned the first time.
+
+        Args:
+            fn: does the work in the session's transaction. It does not commit.
+
+        Raises:
+            IdempotencyMisuseError: what it returned cannot be stored.
+            PgfenceError: as on entering the block.
+        """
+        async with self as op:
+            if op.replayed:
+                return op.result
+            value = await fn()
+            op.complete(value)
+            return value
+        raise AssertionError  # the block above swallows nothing
+
+    async def __aenter__(self) -> Op[T]:
+        self._once()
+        return self._enter(await self._session.run_sync(_claim.claim, self._call))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        assert self._op is not None
+        if exc is None:
+            if owed := self._op._owes():
+                raise owed
+            if not self._op._claim.replayed:
+                await self._session.run_sync(_claim.complete, self._call, self._op._claim, self._op._value)
+        elif self._op._recorded(exc):
+            try:
+                await self._session.run_sync(_claim.record, self._call, self._op._claim, cast("Exception", exc))
+            except Exception as failure:
+                attach(exc, failure, "while it was recorded")
+
+    @property
+    def _session(self) -> AsyncSession:
+        session: AsyncSession = self._given.registry() if hasattr(self._given, "registry") else self._given
+        return session

@@ -1,0 +1,98 @@
+"""`insert_once` on a sync Session."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import Table, UniqueConstraint, inspect, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Mapper
+
+from pgfence._sql.idempotency import doubled
+from pgfence._sql.sqlstate import SERIALIZATION_FAILURE
+from pgfence.errors import IdempotencyInProgressError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sqlalchemy import Select
+    from sqlalchemy.orm import Session
+
+_TRIES = 2
+"""The second one for a row that went away again between the INSERT and the look at it."""
+
+
+class _Wanted(NamedTuple):
+    query: Select[Any]
+    columns: frozenset[str]
+    shown: str
+
+
+def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
+    """Insert an instance, or return the one that has its key; see `insert_once`."""
+    state: Any = inspect(instance, raiseerr=False)
+    mapper = getattr(state, "mapper", None)
+    if mapper is None or isinstance(state, Mapper):
+        raise TypeError(f"insert_once() takes a new instance of a mapped class, not a {type(instance).__name__}")
+    if state.key is not None:
+        raise ValueError(f"this {type(instance).__name__} is a row of the database already")
+    wanted = _wanted(mapper, instance, key)
+    if state.session is session:
+        session.expunge(instance)
+    for _ in range(_TRIES):
+        # Looked for first: a failed INSERT is an ERROR in the server's log.
+        if (found := session.scalars(wanted.query).one_or_none()) is not None:
+            return found
+        try:
+            with session.begin_nested():
+                session.add(instance)
+                session.flush()
+        except IntegrityError as error:
+            if doubled(error) != wanted.columns:
+                raise
+        else:
+            return instance
+    if (found := session.scalars(wanted.query).one_or_none()) is not None:
+        return found
+    raise IdempotencyInProgressError(
+        f"there is a {type(instance).__name__} with {wanted.shown}, and this transaction cannot see it, for its snapshot is"
+        " older: a new transaction can",
+        scope=mapper.local_table.description,
+        key=wanted.shown,
+        sqlstate=SERIALIZATION_FAILURE,
+    )
+
+
+def _wanted(mapper: Mapper[Any], instance: Any, key: Sequence[Any]) -> _Wanted:
+    if isinstance(key, str):
+        raise TypeError(f"key is a list of attributes: [{key!r}]")
+    names = [one if isinstance(one, str) else one.key for one in key]
+    if unknown := [name for name in names if name not in mapper.column_attrs]:
+        raise ValueError(f"{mapper.class_.__name__} has no column attribute {unknown[0]!r}")
+    columns: list[Any] = [mapper.column_attrs[name].columns[0] for name in names]
+    if not any(set(columns) == unique for unique in _unique(columns)):
+        raise ValueError(
+            f"{mapper.class_.__name__} declares no primary key, unique constraint or whole unique index of ({', '.join(names)}):"
+            " without one PostgreSQL would insert both rows"
+        )
+    values = {name: getattr(instance, name) for name in names}
+    if empty := [name for name, value in values.items() if value is None]:
+        raise ValueError(f"{mapper.class_.__name__}.{empty[0]} is None, and NULL is equal to nothing")
+    criteria = [getattr(mapper.class_, name) == value for name, value in values.items()]
+    return _Wanted(
+        select(mapper.class_).where(*criteria),
+        frozenset(column.name for column in columns),
+        ", ".join(f"{name} {value!r}" for name, value in values.items()),
+    )
+
+
+def _unique(columns: Sequence[Any]) -> Iterator[set[Any]]:
+    for table in {column.table for column in columns}:
+        if isinstance(table, Table):
+            yield set(table.primary_key.columns)
+            yield from (set(one.columns) for one in table.constraints if isinstance(one, UniqueConstraint))
+            yield from (
+                set(one.columns)
+                for one in table.indexes
+                if one.unique and one.dialect_options["postgresql"]["where"] is None
+            )

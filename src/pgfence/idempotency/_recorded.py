@@ -1,0 +1,51 @@
+"""Errors that are stored in the place of a result: their class by its name, what they were made with, and their attributes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from pgfence.errors import IdempotencyMisuseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pgfence.idempotency._codec import Codec
+
+
+def encode(error: Exception, codec: Codec) -> str:
+    """Return an error as JSON.
+
+    Raises:
+        IdempotencyMisuseError: its arguments or attributes cannot be stored.
+    """
+    state = {name: value for name, value in vars(error).items() if name != "__notes__"}
+    return json.dumps(
+        {
+            "class": type(error).__qualname__,
+            "args": json.loads(codec.encode(error.args)),
+            "state": json.loads(codec.encode(state)),
+        }
+    )
+
+
+def decode(text: str, record: tuple[type[Exception], ...], codec: Codec, what: str) -> Exception:
+    """Return a stored error, as it was raised; of a class that is not recorded any more, an IdempotencyMisuseError."""
+    found = json.loads(text)
+    for kind in _with_subclasses(record):
+        if kind.__qualname__ == found["class"]:
+            args = codec.decode(json.dumps(found["args"]))
+            error = kind.__new__(kind, *args)
+            error.args = args
+            vars(error).update(codec.decode(json.dumps(found["state"])))
+            error.add_note(f"replayed: this is how {what} ended the first time")
+            return error
+    return IdempotencyMisuseError(
+        f"{what} ended in a {found['class']}, which is none of record= here: name the class, or one that it inherits from"
+    )
+
+
+def _with_subclasses(kinds: tuple[type[Exception], ...]) -> Iterator[type[Exception]]:
+    for kind in kinds:
+        yield kind
+        yield from _with_subclasses(tuple(kind.__subclasses__()))

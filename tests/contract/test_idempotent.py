@@ -1,0 +1,501 @@
+"""`idempotent`: one effect for each key in the caller's own transaction, on every driver."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from pgfence.config import configure
+from pgfence.errors import (
+    DeadlockError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    IdempotencyMisuseError,
+    SchemaError,
+    TransactionStateError,
+)
+from pgfence.idempotency import idempotent
+from support.keyed import Desk, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+
+    from support.worlds import World
+
+ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 2
+CALLERS = 20
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+@pytest.fixture
+def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
+    """Sessions of a world, and effects."""
+    here = Desk(world, admin, pool_size=CALLERS)
+    yield here
+    here.close()
+
+
+class Declined(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, amount: int) -> None:
+        super().__init__(amount)
+        self.amount = amount
+
+
+# ---------------------------------------------------------------- one effect
+
+
+async def test_the_work_is_done_once_and_everybody_gets_its_result(desk: Desk) -> None:
+    """C105: a second call does nothing and returns a result that is equal and of the same type."""
+    first = await desk.pay("k")
+    again = await desk.pay("k")
+    assert again == first == Receipt("k")
+    assert type(again.amount) is type(first.amount)
+    assert desk.effects() == 1
+
+
+async def test_it_adds_two_statements_and_a_replay_is_one(desk: Desk) -> None:
+    """The claim and the result are one round trip each; a replay is the claim alone."""
+    await desk.pay("k")
+    desk.sent.clear()
+    await desk.pay("other")
+    assert [statement.split()[0] for statement in desk.sent] == ["SELECT", "INSERT", "SELECT"]
+    desk.sent.clear()
+    await desk.pay("other")
+    assert [statement.split()[0] for statement in desk.sent] == ["SELECT"]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["all is well", "the winner fails at random"])
+async def test_of_twenty_callers_one_does_the_work(desk: Desk, fails: bool) -> None:
+    """C095: however many ask at once and whoever fails, one effect is committed and all answers are equal."""
+    callers = [desk.world.contender() for _ in range(CALLERS)]
+
+    async def call(who: Any, key: str) -> Any:
+        def work(session: Any) -> Receipt:
+            answer = desk.charge(key)(session)
+            if fails and random.random() < 0.4:
+                raise ConnectionError(key)
+            return answer
+
+        while True:
+            try:
+                return await desk.pay(key, work=work, who=who)
+            except ConnectionError:
+                continue
+
+    for number in range(ROUNDS):
+        key = f"round {number}"
+        answers = await asyncio.gather(*(call(who, key) for who in callers))
+        assert set(answers) == {Receipt(key)}
+        assert desk.effects(key) == 1
+
+
+async def test_another_scope_and_another_namespace_are_other_keys(desk: Desk) -> None:
+    """C102: the same key of another tenant or operation is not this one, and sees nothing of it."""
+    await desk.pay("k", payload={"a": 1})
+    await desk.pay("k", payload={"a": 2}, scope=desk.scope + ":refund")
+    other = Desk(desk.world, desk.admin)
+    configure(other.engine, namespace="tenant 2")
+    try:
+        await other.pay("k", payload={"a": 3}, scope=desk.scope)
+        assert (desk.effects(), other.effects()) == (2, 1)
+    finally:
+        other.close()
+
+
+async def test_scoped_sessions_are_taken_too(desk: Desk) -> None:
+    """A scoped_session stands for the session of the moment, in both worlds."""
+    if desk.world.is_async:
+        registry: Any = async_scoped_session(async_sessionmaker(desk.engine), asyncio.current_task)
+    else:
+        registry = scoped_session(sessionmaker(desk.engine))
+    for _ in range(2):
+        answer = await desk.world.call(desk.key(registry, "k").run, _body(desk, registry))
+        await desk.world.call(registry.commit)
+        assert answer == Receipt("k")
+    await desk.world.call(registry.remove)
+    assert desk.effects() == 1
+
+
+def _body(desk: Desk, registry: Any) -> Callable[[], Any]:
+    if not desk.world.is_async:
+        return lambda: desk.charge("k")(registry)
+
+    async def body() -> Any:
+        return await registry().run_sync(desk.charge("k"))
+
+    return body
+
+
+async def test_what_is_pending_in_the_session_is_neither_flushed_nor_lost(desk: Desk) -> None:
+    """C096: a replay leaves the transaction as it was: earlier rows stay, and later ones can be written."""
+    await desk.pay("k")
+    async with desk.world.enter(desk.session()) as session:
+        await desk.on(session, desk.charge("before"))
+        await desk.world.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
+        await desk.on(session, desk.charge("after"))
+        await desk.world.call(session.commit)
+    assert (desk.effects("before"), desk.effects("k"), desk.effects("after")) == (1, 1, 1)
+
+
+async def test_a_key_is_new_again_when_its_time_is_over(desk: Desk) -> None:
+    """Expired but still there counts as absent, also with another payload, and the new result counts."""
+    await desk.pay("k", payload=1)
+    desk.admin.execute("UPDATE pgfence_idempotency_key SET expires_at = now() WHERE scope = %s", [desk.scope])
+    await desk.pay("k", payload=2, work=lambda _: Receipt("second"))
+    assert await desk.pay("k", payload=2) == Receipt("second")
+    row = desk.admin.execute(
+        "SELECT count(*), min(expires_at - created_at) FROM pgfence_idempotency_key WHERE scope = %s", [desk.scope]
+    ).fetchone()
+    assert row
+    assert (row[0], round(row[1].total_seconds())) == (1, 86400)
+
+
+# ---------------------------------------------------------------- while another one has the key
+
+
+async def test_a_loser_waits_for_the_winner_and_gets_its_result(desk: Desk, eventually: Callable[..., Any]) -> None:
+    """C097: the answer after a wait is what the winner has committed, never nothing."""
+    loser = desk.world.other()
+    async with desk.at_work("k", payload=1):
+        task = asyncio.create_task(desk.pay("k", who=loser, payload=1))
+        await eventually(lambda: desk.waiters() == 1)
+        assert not task.done()
+    assert await task == Receipt("k")
+    assert desk.effects() == 1
+
+
+async def test_a_loser_does_the_work_when_the_winner_rolls_back(desk: Desk, eventually: Callable[..., Any]) -> None:
+    """C097, C101: an exception frees the key together with its effect."""
+    loser = desk.world.other()
+    task = None
+    with pytest.raises(ConnectionError):
+        async with desk.at_work("k"):
+            task = asyncio.create_task(desk.pay("k", who=loser))
+            await eventually(lambda: desk.waiters() == 1)
+            raise ConnectionError
+    assert task
+    assert await task == Receipt("k")
+    assert desk.effects() == 1
+
+
+async def test_a_loser_goes_on_when_the_winner_dies(desk: Desk, eventually: Callable[..., Any]) -> None:
+    """C099: a key in progress ends with the connection of whoever works under it, not with the time it is kept for."""
+    loser = desk.world.other()
+    task = None
+    with pytest.raises(DBAPIError):
+        async with desk.at_work("k") as session:
+            pid = (await desk.world.call(session.execute, text("SELECT pg_backend_pid()"))).scalar_one()
+            task = asyncio.create_task(desk.pay("k", who=loser))
+            await eventually(lambda: desk.waiters() == 1)
+            desk.admin.execute("SELECT pg_terminate_backend(%s)", [pid])
+    assert task
+    assert await task == Receipt("k")
+    assert desk.effects() == 1
+
+
+@pytest.mark.parametrize("timeout", [0, 0.3])
+async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, timeout: float) -> None:
+    """With 0 at once, else in time: IdempotencyInProgressError, and the caller commits what else it did."""
+    other = desk.world.other()
+    async with desk.at_work("k"), other.enter(desk.session()) as session:
+        await desk.on(session, desk.charge("mine"), other)
+        began = time.monotonic()
+        with pytest.raises(IdempotencyInProgressError) as caught:
+            await other.call(desk.key(session, "k", timeout=timeout).run, desk.body(session, desk.charge("k")))
+        assert timeout <= time.monotonic() - began < timeout + 2
+        assert (caught.value.scope, caught.value.key) == (desk.scope, "k")
+        assert (caught.value.http_status, caught.value.retryable) == (409, True)
+        await other.call(session.commit)
+    assert (desk.effects("mine"), desk.effects("k")) == (1, 1)
+
+
+async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk) -> None:
+    """C102, C104: a mismatch wins over "in progress", is never answered with the stored result, and aborts nothing."""
+    other = desk.world.other()
+
+    async def refused() -> None:
+        async with other.enter(desk.session()) as session:
+            await desk.on(session, desk.charge("mine"), other)
+            for payload in ({"amount": 2}, None):
+                with pytest.raises(IdempotencyKeyReusedError) as caught:
+                    await other.call(desk.key(session, "k", payload=payload).run, desk.body(session, desk.charge("k")))
+                assert (caught.value.http_status, caught.value.retryable) == (422, False)
+                assert "1.10" not in str(caught.value)
+            await other.call(session.commit)
+
+    async with desk.at_work("k", payload={"amount": 1}):
+        await refused()
+        with pytest.raises(IdempotencyInProgressError):
+            await desk.pay("k", who=other, payload={"amount": 1}, timeout=0)
+    await refused()
+    assert (desk.effects("mine"), desk.effects("k")) == (2, 1)
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+async def test_an_old_snapshot_is_told_apart_and_leaves_the_transaction_usable(desk: Desk, level: str) -> None:
+    """C097: who cannot see the result is not told "fresh", and gets 40001 without an aborted transaction."""
+    async with desk.world.enter(desk.session()) as session:
+        options = {"execution_options": {"isolation_level": level}}
+        await desk.world.call(session.connection, **options)
+        await desk.on(session, desk.charge("mine"))
+        await desk.pay("k", who=desk.world.other())
+        with pytest.raises(IdempotencyInProgressError, match="snapshot") as caught:
+            await desk.world.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
+        assert caught.value.sqlstate == "40001"
+        await desk.world.call(session.commit)
+    async with desk.world.enter(desk.session()) as session:
+        await desk.world.call(session.connection, **options)
+        answer = await desk.world.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
+        assert answer == Receipt("k")
+    assert (desk.effects("mine"), desk.effects("k")) == (1, 1)
+
+
+async def test_keys_in_opposite_order_are_a_deadlock_that_aborts_nothing(
+    desk: Desk, eventually: Callable[..., Any]
+) -> None:
+    """One of the two is told, its transaction is usable, and when it has ended the other one goes on."""
+    here, there = desk.world.other(), desk.world.other()
+
+    async def both(who: Any, first: str, second: str, ready: asyncio.Event, go: asyncio.Event) -> str:
+        async with who.enter(desk.session()) as session:
+            await who.call(desk.key(session, first).run, desk.body(session, desk.charge(first)))
+            ready.set()
+            await go.wait()
+            try:
+                await who.call(desk.key(session, second, timeout=20).run, desk.body(session, desk.charge(second)))
+            except DeadlockError:
+                await desk.on(session, desk.charge("usable"), who)
+                await who.call(session.rollback)
+                return "deadlock"
+            await who.call(session.commit)
+            return "done"
+
+    left, right = asyncio.Event(), asyncio.Event()
+    outcomes = await asyncio.gather(both(here, "a", "b", left, right), both(there, "b", "a", right, left))
+    assert sorted(outcomes) == ["deadlock", "done"]
+    assert (desk.effects("a"), desk.effects("b"), desk.effects("usable")) == (1, 1, 0)
+
+
+async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
+    desk: Desk, eventually: Callable[..., Any]
+) -> None:
+    """A statement_timeout and a lock_timeout below the wait do not cut it short, and are in force again afterwards."""
+    loser = desk.world.other()
+
+    async def patient() -> tuple[Any, Any]:
+        async with loser.enter(desk.session()) as session:
+            await loser.call(session.execute, text("SET LOCAL statement_timeout = '250ms'"))
+            await loser.call(session.execute, text("SET LOCAL lock_timeout = '200ms'"))
+            answer = await loser.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
+            settings = await loser.call(
+                session.execute, text("SELECT current_setting('statement_timeout'), current_setting('lock_timeout')")
+            )
+            return answer, tuple(settings.one())
+
+    async with desk.at_work("k"):
+        began = time.monotonic()
+        task = asyncio.create_task(patient())
+        await eventually(lambda: desk.waiters() == 1 and time.monotonic() - began > 0.4)
+    assert await task == (Receipt("k"), ("250ms", "200ms"))
+
+
+# ---------------------------------------------------------------- work that fails, and blocks that forget
+
+
+async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
+    """C101: whoever swallows the exception and commits is refused by the server, and the key is free."""
+    async with desk.world.enter(desk.session()) as session:
+
+        def work(_: Any) -> Receipt:
+            desk.charge("k")(_)
+            raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
+        with pytest.raises(IdempotencyMisuseError, match="at work"):
+            await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
+        with pytest.raises(DBAPIError, match="must be rolled back"):
+            await desk.world.call(session.commit)
+    assert desk.effects() == 0
+    await desk.pay("k")
+    assert desk.effects() == 1
+
+
+async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) -> None:
+    """The rest of the transaction commits, and the key is free, also for the same transaction."""
+    async with desk.world.enter(desk.session()) as session:
+        await desk.on(session, desk.charge("mine"))
+
+        def work(_: Any) -> Receipt:
+            desk.charge("k")(_)
+            raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            async with desk.world.enter(await desk.world.call(session.begin_nested)):
+                await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
+        await desk.world.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
+        await desk.world.call(session.commit)
+    assert (desk.effects("mine"), desk.effects("k")) == (1, 1)
+
+
+async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
+    """C101: its effect is taken back, it is raised again with its data, without running anything; others are not recorded."""
+
+    def decline(session: Any) -> Receipt:
+        desk.charge("k")(session)
+        raise Declined(7)
+
+    for replay in (False, True):
+        async with desk.world.enter(desk.session()) as session:
+            await desk.on(session, desk.charge("mine"))
+            key = desk.key(session, "k", record=[Declined])
+            with pytest.raises(Declined) as caught:
+                await desk.world.call(key.run, desk.body(session, desk.charge("k") if replay else decline))
+            assert (caught.value.args, caught.value.amount) == ((7,), 7)
+            assert hasattr(caught.value, "__notes__") == replay
+            await desk.world.call(session.commit)
+    assert (desk.effects("mine"), desk.effects("k")) == (2, 0)
+    with pytest.raises(IdempotencyMisuseError, match="Declined"):
+        await desk.pay("k")
+
+
+async def test_with_record_the_work_is_kept_when_it_does_not_fail(desk: Desk) -> None:
+    """The savepoint is released, and another class of error frees the key as ever."""
+
+    def lost(_: Any) -> Receipt:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        await desk.pay("k", record=[Declined], work=lost)
+    assert await desk.pay("k", record=[Declined]) == Receipt("k")
+    assert desk.effects() == 1
+
+
+@pytest.mark.parametrize("forgets", ["to complete", "to look"])
+async def test_a_block_that_forgets_what_it_owes_is_refused(desk: Desk, forgets: str) -> None:
+    """Fresh without `complete()`, or replayed without a look at it: the error comes at the block's end, nothing stays."""
+    if forgets == "to look":
+        await desk.pay("k", work=lambda _: Receipt("k"))
+    with pytest.raises(IdempotencyMisuseError, match="complete" if forgets == "to complete" else "second time"):
+        async with desk.world.enter(desk.session()) as session:
+            async with desk.world.enter(desk.key(session, "k")):
+                await desk.on(session, desk.charge("k"))
+            await desk.world.call(session.commit)
+    assert desk.effects() == 0
+
+
+async def test_a_block_says_what_it_knows(desk: Desk) -> None:
+    """`replayed`, `result` and `complete` of a fresh and of a replayed block, each asked at the wrong time too."""
+    for replayed in (False, True):
+        async with desk.world.enter(desk.session()) as session:
+            key = desk.key(session, "k", result=int)
+            async with desk.world.enter(key) as op:
+                assert op.replayed == replayed
+                if not replayed:
+                    with pytest.raises(IdempotencyMisuseError, match="no result yet"):
+                        _ = op.result
+                    op.complete(7)
+                assert op.result == 7
+                with pytest.raises(IdempotencyMisuseError, match="replayed" if replayed else "already"):
+                    op.complete(8)
+            with pytest.raises(IdempotencyMisuseError, match="entered before"):
+                async with desk.world.enter(key):
+                    pass
+            await desk.world.call(session.commit)
+
+
+async def test_a_commit_inside_the_block_is_refused(desk: Desk) -> None:
+    """What was claimed and not finished does not commit, whoever says commit."""
+    with pytest.raises(DBAPIError, match="must be rolled back"):
+        await desk.pay("k", work=lambda session: (desk.charge("k")(session), session.commit()))
+    assert desk.effects() == 0
+
+
+async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Desk) -> None:
+    """C105: the first call fails, not the replay; the key is free."""
+    for result in (object(), Receipt("\0" * 1_500_000)):
+        with pytest.raises(IdempotencyMisuseError):
+            await desk.pay("k", work=lambda session, result=result: (desk.charge("k")(session), result)[1])
+    assert desk.effects() == 0
+    await desk.pay("k")
+    assert desk.effects() == 1
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+async def test_autocommit_and_missing_tables_are_refused(desk: Desk, admin: psycopg.Connection[Any]) -> None:
+    """No transaction, no tables, tables of version 1: each is said before anything is done, with the way out."""
+    from pgfence._sql import tables
+    from pgfence._sql.storage import Place
+
+    autocommit = Desk(desk.world, admin, isolation_level="AUTOCOMMIT")
+    with pytest.raises(TransactionStateError, match="autocommit"):
+        await autocommit.pay("k")
+    autocommit.close()
+    schema = f"old_{desk.table.name}"
+    for statements in ((), tables.creation(Place(schema), 1)):
+        for statement in statements:
+            admin.execute(statement.encode())
+        old = Desk(desk.world, admin)
+        configure(old.engine, schema=schema)
+        with pytest.raises(SchemaError, match=f"pgfence install --schema {schema}") as caught:
+            await old.pay("k")
+        assert caught.value.needed == 2
+        old.close()
+    admin.execute(f"DROP SCHEMA {schema} CASCADE".encode())
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+    """A coroutine function for a sync session, an engine, a class that cannot be stored, a payload without a form."""
+
+    async def work() -> int:
+        return 1
+
+    with pytest.raises(TypeError, match="AsyncSession"):
+        idempotent(Session(), "k", scope="s").run(work)
+    for options, message in (
+        ({"result": Session}, "Session cannot be stored"),
+        ({"payload": object()}, "payload cannot hold"),
+        ({"record": [KeyboardInterrupt]}, "classes of errors"),
+        ({"scope": 7}, "must be a str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            idempotent(Session(), "k", **({"scope": "s"} | options))  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="a Session"):
+        idempotent("postgresql://", "k", scope="s")  # type: ignore[call-overload]
+    for options in ({"keep": 0}, {"payload": float("nan")}, {"timeout": -1}, {"scope": ""}):
+        with pytest.raises(ValueError):
+            idempotent(Session(), "k", **({"scope": "s"} | options))
+
+
+async def test_every_key_that_is_allowed_works(desk: Desk) -> None:
+    """C108: the longest, one character, an emoji: stored and replayed; the index takes them all."""
+    for key in ("k", "ä" * 255, "\U0001f600" * 255, "a b", "'\"%$1?:x"):
+        scope = "\U0001f600" * 255 if len(key) == 255 else desk.scope
+        assert await desk.pay(key, scope=scope) == await desk.pay(key, scope=scope) == Receipt(key)
+    desk.admin.execute("DELETE FROM pgfence_idempotency_key WHERE scope = %s", ["\U0001f600" * 255])
+
+
+async def test_no_table_of_effects_is_needed_for_two_in_one_transaction(desk: Desk) -> None:
+    """Many keys in one transaction: each is claimed, all are committed together."""
+    async with desk.world.enter(desk.session()) as session:
+        for number in range(5):
+            await desk.world.call(
+                desk.key(session, f"k{number}", result=int).run, desk.body(session, lambda _, n=number: n)
+            )
+        await desk.world.call(session.commit)
+    assert [await desk.pay(f"k{n}", result=int) for n in range(5)] == list(range(5))

@@ -1,0 +1,162 @@
+"""Fingerprints of payloads, and what may be a key."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import string
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from pgfence.idempotency._fingerprint import fingerprint
+from pgfence.idempotency._keys import expect_key
+
+
+@dataclass
+class Body:
+    """A payload."""
+
+    amount: Decimal
+    note: str | None = None
+
+
+class Model(BaseModel):
+    """The same, of pydantic."""
+
+    amount: Decimal
+    note: str | None = None
+
+
+class Colour(Enum):
+    """With a text as its value."""
+
+    RED = "red"
+
+
+IDENT = UUID(int=7)
+NOON = datetime(2026, 4, 1, 12, tzinfo=UTC)
+
+EQUAL = [
+    ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
+    ([1, 2], (1, 2)),
+    (1, 1.0),
+    (1, Decimal("1.00")),
+    (1.1, Decimal("1.10")),
+    (0.0, -0.0),
+    (10**30, 1e30),
+    (100, Decimal("1E+2")),
+    (NOON, datetime(2026, 4, 1, 14, tzinfo=timezone(timedelta(hours=2)))),
+    ({1, 2, 3}, frozenset((3, 2, 1))),
+    (Body(Decimal("1.10")), {"amount": 1.1, "note": None}),
+    (Body(Decimal(1), "x"), Model(amount=Decimal(1), note="x")),
+    (Colour.RED, "red"),
+    (b"ab", bytearray(b"ab")),
+    ("\u00e9", "\N{LATIN SMALL LETTER E WITH ACUTE}"),
+]
+DIFFERENT: list[tuple[Any, Any]] = [
+    (1, True),
+    (0, False),
+    ("1", 1),
+    ({}, {"a": None}),
+    ([], {}),
+    ([1, 2], [2, 1]),
+    ({1}, [1]),
+    (["number", "1e0"], 1),
+    (IDENT, str(IDENT)),
+    (b"ab", "ab"),
+    (date(2026, 4, 1), "2026-04-01"),
+    (NOON, NOON.replace(tzinfo=None)),
+    (time(1), "01:00:00"),
+    (timedelta(days=1), 86400),
+    ("\u00e9", "e\u0301"),
+    ("a", "a "),
+    ({1: "a"}, {"1": "a"}),
+    (10, 1),
+    (1, -1),
+    (Decimal("0.1"), 1),
+    (2**53 + 1, 2.0**53),
+    ("\ud800", "\ud801"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
+def test_equal_requests_have_one_fingerprint(one: Any, other: Any) -> None:
+    """C103: key order, kinds of numbers, lists and tuples, zones, models: how it was written down does not matter."""
+    assert fingerprint(one) == fingerprint(other)
+    assert fingerprint({"x": [one]}) == fingerprint({"x": (other,)})
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_different_requests_have_different_fingerprints(one: Any, other: Any) -> None:
+    """C103: a bool is no number, a text is no number, missing is not null, and nothing looks like something else."""
+    assert fingerprint(one) != fingerprint(other)
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(), st.none()), min_size=2), st.randoms())
+def test_the_order_of_a_dict_does_not_count(payload: dict[str, Any], order: random.Random) -> None:
+    """Any dict, shuffled."""
+    items = list(payload.items())
+    order.shuffle(items)
+    assert fingerprint(dict(items)) == fingerprint(payload)
+
+
+def test_it_stays_the_same_from_release_to_release() -> None:
+    """What is stored today is compared with what is computed tomorrow."""
+    payload = {
+        "n": [1, 1.5, Decimal("2.50")],
+        "t": NOON,
+        "d": date(2026, 4, 1),
+        "u": IDENT,
+        "b": b"\xff",
+        "s": {"ä"},
+        "o": None,
+    }
+    assert (found := fingerprint(payload))
+    assert found.hex() == "abe80e954ae590e2adb1b77774da3638f49e60255f9e3733a2e59c63cd9c6c94"
+
+
+def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None:
+    """C103: NaN, objects and what contains itself are refused at the first call, not at the retry."""
+    assert fingerprint(None) is None
+    endless: list[Any] = []
+    endless.append(endless)
+    for payload in (float("nan"), Decimal("Infinity"), endless):
+        with pytest.raises(ValueError):
+            fingerprint({"a": payload})
+    for payload in (object(), Body, 1j):
+        with pytest.raises(TypeError, match="payload cannot hold"):
+            fingerprint({"a": payload})
+
+
+@pytest.mark.parametrize(
+    "key", ["k", "x" * 255, "\U0001f600" * 255, " k ", "a b", secrets.token_urlsafe(64), "'\"\\%s$1"]
+)
+def test_these_are_keys(key: str) -> None:
+    """C108: up to 255 characters of any kind that can be shown."""
+    assert expect_key(key, "the key") == key
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", " ", "\t \n", "x" * 256, "".join(random.choices(string.printable, k=10_000)), "a\0", "a\nb", "\x7f", "\ud800"],
+)
+def test_these_are_not(key: str) -> None:
+    """C108: empty, blank, too long, or with control characters: a ValueError that says so, and never a driver's error."""
+    with pytest.raises(ValueError, match="the key"):
+        expect_key(key, "the key")
+
+
+def test_a_key_is_a_text() -> None:
+    """A number is none, and neither is nothing."""
+    for key in (None, 7, b"k"):
+        with pytest.raises(TypeError, match="must be a str"):
+            expect_key(key, "the key")
