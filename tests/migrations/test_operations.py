@@ -173,23 +173,31 @@ async def test_what_cannot_be_done_is_told_and_nothing_is_half_done(
     assert names(admin, place) == {"Entry"}
 
 
-def trigger_of_somebody_else(admin: psycopg.Connection[Any], place: str) -> None:
-    entry = sql.Identifier(place, "Entry")
+@pytest.mark.parametrize(
+    ("directive", "options", "trigger"),
+    [
+        ("add_fence", {"resource": "r"}, "pgfence_fence"),
+        ("drop_fence", {}, "pgfence_fence"),
+        ("add_version_trigger", {"column": "amount"}, "pgfence_version"),
+        ("drop_version_trigger", {}, "pgfence_version"),
+    ],
+)
+async def test_a_trigger_of_somebody_else_with_our_name_stays(
+    place: str,
+    admin: psycopg.Connection[Any],
+    engine: Engine,
+    tmp_path: Path,
+    dsn: str,
+    directive: str,
+    options: dict[str, Any],
+    trigger: str,
+) -> None:
+    """Neither an operation nor its script replaces or drops a trigger that another program made under the name of ours."""
     admin.execute(
         sql.SQL(
-            "CREATE TRIGGER pgfence_fence BEFORE UPDATE ON {} FOR EACH ROW"
-            " EXECUTE FUNCTION suppress_redundant_updates_trigger()"
-        ).format(entry)
+            "CREATE TRIGGER {} BEFORE UPDATE ON {} FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()"
+        ).format(sql.Identifier(trigger), sql.Identifier(place, "Entry"))
     )
-
-
-@pytest.mark.parametrize("directive", ["add_fence", "drop_fence"])
-async def test_a_trigger_of_somebody_else_with_our_name_stays(
-    place: str, admin: psycopg.Connection[Any], engine: Engine, tmp_path: Path, dsn: str, directive: str
-) -> None:
-    """Neither the operation nor its script replaces or drops a trigger that another program made under the fence's name."""
-    trigger_of_somebody_else(admin, place)
-    options = {"resource": "r"} if directive == "add_fence" else {}
     own = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://", 1))
     with pytest.raises(ValueError, match="none of pgfence's"), own.begin() as connection:
         op: Any = Operations(MigrationContext.configure(connection))
@@ -200,7 +208,7 @@ async def test_a_trigger_of_somebody_else_with_our_name_stays(
     with pytest.raises(psycopg.errors.RaiseException, match="none of pgfence's"):
         admin.execute(script)
     admin.execute("ROLLBACK")
-    assert names(admin, place) == {"Entry", "pgfence_fence"}
+    assert names(admin, place) == {"Entry", trigger}
 
 
 async def test_tables_are_not_dropped_while_somebody_counts_on_them(
@@ -302,10 +310,33 @@ def test_a_script_makes_the_same_triggers(engine: Engine, tmp_path: Path, dsn: s
     assert left[0] == left[1] != []
 
 
+def test_a_script_makes_the_same_version_trigger(engine: Engine, tmp_path: Path) -> None:
+    """What `--sql` prints counts as the operation does, in the same column."""
+    directive = """op.add_version_trigger('T', column='the "n"')"""
+    left = []
+    with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
+        psql.execute("""CREATE TABLE "T" (id int, "the ""n\"\"" int NOT NULL DEFAULT 1)""")
+        with engine.begin() as connection:
+            op: Any = Operations(MigrationContext.configure(connection))
+            op.add_version_trigger("T", column='the "n"')
+        left.append(triggers(psql))
+        with engine.begin() as connection:
+            op = Operations(MigrationContext.configure(connection))
+            op.drop_version_trigger("T")
+        assert triggers(psql) == []
+        psql.execute(script_of(engine, tmp_path, directive, directive))
+        left.append(triggers(psql))
+        psql.execute("""INSERT INTO "T" VALUES (1); UPDATE "T" SET id = 2""")
+        assert psql.execute('SELECT * FROM "T"').fetchall() == [(2, 2)]
+        psql.execute(script_of(engine, tmp_path, "op.drop_version_trigger('T')"))
+        assert triggers(psql) == []
+    assert left[0] == left[1] != []
+
+
 def triggers(connection: psycopg.Connection[Any]) -> list[Any]:
     return connection.execute(
         "SELECT pg_get_triggerdef(oid), obj_description(oid, 'pg_trigger') FROM pg_trigger"
-        " WHERE NOT tgisinternal AND tgname LIKE 'pgfence_fence%' ORDER BY tgrelid::regclass::text, tgname"
+        " WHERE NOT tgisinternal AND tgname ~ '^pgfence_(fence|version)' ORDER BY tgrelid::regclass::text, tgname"
     ).fetchall()
 
 
