@@ -22,6 +22,8 @@ SCENARIOS = (
     "imports",
     "leases",
     "fences",
+    "versions",
+    "lock_or_version",
     "transfers",
 )
 

@@ -13,7 +13,8 @@ from benchmarks.rounds import NULL_TEST
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE, STATIC = DOCS / "benchmarks.md", DOCS / "_static"
 _WRITTEN = re.compile(r"(?<=<!-- written by the benchmark -->\n).*(?=<!-- end -->)", re.DOTALL)
 
 
@@ -73,12 +74,16 @@ def described(where: dict[str, Any]) -> str:
 
 
 def write(results: Sequence[dict[str, Any]], where: dict[str, Any], folder: Path, *, docs: bool) -> Path:
-    """Write JSON and Markdown into a folder, and the page of the docs if it is wanted. Returns the JSON file."""
+    """Write JSON, Markdown and pictures into a folder, and into the docs if it is wanted. Returns the JSON file."""
     folder.mkdir(exist_ok=True)
+    pictures = [result.pop("picture") for result in results if "picture" in result]
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
     path.write_text(json.dumps({"machine": where, "results": list(results)}, indent=1, default=str))
     text = f"{described(where)}\n\n{markdown(results)}\n"
     path.with_suffix(".md").write_text(text)
+    for name, drawn in pictures:
+        for place in (folder, STATIC) if docs else (folder,):
+            (place / f"{name}.svg").write_text(drawn, encoding="utf-8")
     if docs:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(_WRITTEN.sub(lambda _: f"\n{text}\n", page), encoding="utf-8")

@@ -20,6 +20,8 @@ SCENARIOS = (
     "imports",
     "leases",
     "fences",
+    "versions",
+    "lock_or_version",
     "transfers",
 )
 

@@ -1,0 +1,177 @@
+"""What a version costs: a flush with one against the same flush without, or with SQLAlchemy's bare `version_id_col`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from benchmarks import report, rounds
+from benchmarks.place import server
+from pgfence import schema
+from pgfence.versions import Versioned, VersionedSession, _statements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    from benchmarks.place import Place
+    from benchmarks.rounds import Make
+
+MANY = 500
+
+
+class Base(DeclarativeBase):
+    """The classes of this scenario: a number to count up, and 500 rows each."""
+
+
+class Columns:
+    """What all of them have."""
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    n: Mapped[int] = mapped_column(default=0)
+    title: Mapped[str] = mapped_column(default="")
+
+
+class Plain(Columns, Base):
+    __tablename__ = "plain"
+
+
+class Bare(Columns, Base):
+    __tablename__ = "bare"
+    version: Mapped[int] = mapped_column()
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
+
+
+class Counted(Versioned, Columns, Base):
+    __tablename__ = "counted"
+
+
+class Triggered(Versioned, Columns, Base):
+    __tablename__ = "triggered"
+    __version_mode__ = "server"
+
+
+def flush(cls: type[Any], number: int, make: Callable[[Any], Session] = Session, place: int = 0) -> Make:
+    """Count up rows that the session has, and commit. Those who write versions of one table have places of their own in it."""
+
+    def contestant(where: Place, stack: ExitStack) -> Callable[[], object]:
+        engine = sa.create_engine(where.url())
+        stack.callback(engine.dispose)
+        session = stack.enter_context(make(engine))
+        session.expire_on_commit = False
+        rows = session.scalars(sa.select(cls).order_by(cls.id).offset(place * MANY).limit(number)).all()
+        session.commit()
+
+        def cycle() -> None:
+            for row in rows:
+                row.n += 1
+            session.commit()
+
+        return cycle
+
+    return contestant
+
+
+def in_batch(engine: Any) -> Session:
+    return VersionedSession(engine, conflict_check="batch")
+
+
+ONE = {
+    "unversioned": flush(Plain, 1),
+    "unversioned, again": flush(Plain, 1),
+    "bare version_id_col": flush(Bare, 1),
+    "Versioned in a Session": flush(Counted, 1),
+    "Versioned in a VersionedSession": flush(Counted, 1, VersionedSession, 1),
+    "Versioned, mode server, in a VersionedSession": flush(Triggered, 1, VersionedSession),
+    'Versioned, conflict_check="batch"': flush(Counted, 1, in_batch, 2),
+}
+ALL = {
+    "unversioned": flush(Plain, MANY),
+    "unversioned, again": flush(Plain, MANY),
+    "bare version_id_col": flush(Bare, MANY),
+    "Versioned in a VersionedSession": flush(Counted, MANY, VersionedSession),
+    'Versioned, conflict_check="batch"': flush(Counted, MANY, in_batch, 1),
+    'Versioned, mode server, conflict_check="batch"': flush(Triggered, MANY, in_batch),
+}
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measure flushes of one row and of 500, and statements of a class without a version."""
+    effort = rounds.Effort.of(quick=quick)
+    with server() as place:
+        _prepare(place)
+        one = rounds.alternate(place, ONE, effort)
+        some = rounds.Effort(effort.sets, max(5, effort.cycles // 10), max(2, effort.warm // 10))
+        many = rounds.alternate(place, ALL, some)
+        hook = _hook(place, 100 if quick else 4000)
+    versioned, triggered = "Versioned in a VersionedSession", "Versioned, mode server, in a VersionedSession"
+    batch = 'Versioned, conflict_check="batch"'
+    bars = [
+        _bar("one versioned row, against a bare version_id_col", one, versioned, "bare version_id_col", 1.05),
+        _bar("mode server, one row, against a bare version_id_col", one, triggered, "bare version_id_col", 1.2),
+        _bar(f"batch check of {MANY} rows, against unversioned ones", many, batch, "unversioned", 1.5),
+        report.bar(
+            "a transaction of statements on an unversioned class, with the hook", "at most 1.05x", hook, 1.05, "x"
+        ),
+        report.null_test(rounds.ratio(one, "unversioned, again", "unversioned"), "a flush of one row"),
+        report.null_test(rounds.ratio(many, "unversioned, again", "unversioned"), f"a flush of {MANY} rows"),
+    ]
+    return {
+        "scenario": "versions",
+        "title": "Versions",
+        "method": (
+            "One cycle counts up a number in rows that the session has loaded, and commits. The hook is measured by a"
+            " transaction with a SELECT and an UPDATE by primary key, with and without it in turns."
+        ),
+        "bars": bars,
+        "tables": [_table("A flush of one row", one), _table(f"A flush of {MANY} rows", many)],
+        "skipped": {},
+    }
+
+
+def _bar(what: str, medians: rounds.Medians, name: str, base: str, limit: float) -> dict[str, Any]:
+    return report.bar(what, f"at most {limit}x", rounds.ratio(medians, name, base), limit, "x")
+
+
+def _table(title: str, medians: rounds.Medians) -> dict[str, Any]:
+    rows = [
+        (name, f"{rounds.ratio(medians, name, 'unversioned'):.2f}x", rounds.spread(medians, name, "unversioned"))
+        for name in medians
+    ]
+    return report.table(title, ("Contestant", "Ratio", "Middle half of the sets"), rows)
+
+
+def _prepare(place: Place) -> None:
+    engine = sa.create_engine(place.url())
+    Base.metadata.create_all(engine)
+    schema.add_version_trigger(engine, Triggered)
+    with Session(engine) as session:
+        for cls in (Plain, Bare, Counted, Triggered):
+            session.add_all([cls(id=number) for number in range(3 * MANY)])
+        session.commit()
+    engine.dispose()
+
+
+def _hook(place: Place, times: int) -> float:
+    """Return what statements of a class without a version cost with the hook, against without it."""
+    engine = sa.create_engine(place.url())
+    took: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(times):
+        with_it = number % 2 == 0
+        if not with_it:
+            event.remove(Session, "do_orm_execute", _statements.guard)
+        start = time.perf_counter()
+        with Session(engine) as session:
+            session.scalars(sa.select(Plain).where(Plain.id == 1)).one()
+            session.execute(sa.update(Plain).where(Plain.id == 1).values(n=Plain.n + 1))
+            session.commit()
+        took[with_it].append(time.perf_counter() - start)
+        if not with_it:
+            event.listen(Session, "do_orm_execute", _statements.guard)
+    engine.dispose()
+    return statistics.median(took[True]) / statistics.median(took[False])
