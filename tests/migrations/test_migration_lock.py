@@ -196,7 +196,8 @@ async def test_no_statement_goes_to_another_session_after_the_first_has_ended(
                 connection.execute(text("SELECT 1"))
             with suppress(Exception):
                 connection.rollback()
-            connection.execute(text("SELECT 1"))
+            with pytest.raises(LockLostError):
+                connection.execute(text("SELECT 1"))
 
     await on(world, work)
 

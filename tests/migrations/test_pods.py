@@ -74,7 +74,7 @@ def test_after_a_kill_the_next_pod_ends_at_head(tmp_path: Path, own: str) -> Non
             blocking(lambda: project.query(MIGRATING), 15)
         killed.kill()
         killed.communicate()
-        blocking(lambda: not project.query(MIGRATING), 5)
+        blocking(lambda: not project.query(MIGRATING), 3)
         began = time.monotonic()
         after = project.run()
         assert after.code == 0, after.said
@@ -114,7 +114,7 @@ def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> N
 def test_a_check_of_nothing_makes_no_version_table(tmp_path: Path, own: str) -> None:
     """C054: where there is no revision yet, either; Alembic itself would make it."""
     metadata = ("target_metadata = None", "from sqlalchemy import MetaData; target_metadata = MetaData()")
-    project = Project(tmp_path, "sync", "psycopg", own, changed=[metadata])
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[metadata, TOGETHER])
     for script in (tmp_path / "migrations" / "versions").iterdir():
         script.unlink()
     checked = project.run("check")

@@ -101,9 +101,11 @@ class SessionLock:
             raise busy
 
     def _acquire(self, own: Connection, limit: float) -> LockTimeoutError | None:
-        facts = server.read_facts(own, -1, set_up=False)
-        judge(self._connection.engine, facts, self._driver, config_of(self._connection).pooler)
-        self._facts = server.read_facts(own, facts.backend_pid, set_up=True)
+        self._facts = server.read_facts(own, -1, set_up=False)
+        judge(self._connection.engine, self._facts, self._driver, config_of(self._connection).pooler)
+        # Before the longer interval of all our sessions, too: a timer that runs already goes off when it was meant to.
+        migration.check_client(own)
+        server.read_facts(own, self._facts.backend_pid, set_up=True)
         server.put_back(own, self._facts)
         migration.check_client(own)
         if self._wait(own, limit):
