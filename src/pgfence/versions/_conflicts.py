@@ -143,8 +143,9 @@ def conflict(items: Sequence[VersionConflict], *, precondition: bool = False) ->
 def not_written(what: str) -> PgfenceError:
     """Return the error for rows that nobody else has written and that were not written all the same."""
     return PgfenceError(
-        f"{what} Every row is at the version it was read at, so this is no conflict: a BEFORE trigger that returns NULL or a"
-        " row-level security policy keeps rows from being written, and another attempt would end the same way"
+        f"{what} Nobody else has written the rows, so this is no conflict, and another attempt would end the same way: a BEFORE"
+        " trigger that returns NULL or a row-level security policy keeps rows from being written, or this transaction has"
+        " written them by SQL beside the session, which should then refresh() them"
     )
 
 
