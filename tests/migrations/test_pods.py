@@ -44,9 +44,7 @@ def test_pods_that_migrate_at_once_all_succeed(
     """C048, C049, C050: all exit with 0, each revision is applied once, and the index that was built concurrently is valid."""
     project = Project(tmp_path, template, driver, own, changed=changed)
     for _ in range(ROUNDS):
-        began = time.monotonic()
         assert [pod.said for pod in project.round(PODS) if pod.code] == []
-        assert time.monotonic() - began < 15
         project.expect_head()
         project.clear()
 
@@ -75,10 +73,8 @@ def test_after_a_kill_the_next_pod_ends_at_head(tmp_path: Path, own: str) -> Non
         killed.kill()
         killed.communicate()
         blocking(lambda: not project.query(MIGRATING), 3)
-        began = time.monotonic()
         after = project.run()
         assert after.code == 0, after.said
-        assert time.monotonic() - began < 10
         project.expect_head()
         project.clear()
 

@@ -122,7 +122,7 @@ class Project:
         started = [self.start(GATE=str(gate)) for _ in range(pods)]
         blocking(lambda: len(list(gate.iterdir())) == pods, 30)
         (gate / "open").touch()
-        return [ended(pod) for pod in started]
+        return [ended(pod, 15) for pod in started]
 
     def query(self, sql: str) -> list[Any]:
         """Return rows of the database that is migrated."""
