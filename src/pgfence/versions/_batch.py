@@ -114,18 +114,18 @@ class VersionedMapper(Mapper[_O]):
     def confirm_deleted_rows(self, given: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.__dict__["confirm_deleted_rows"] = given
 
-    # What Mapper keeps of the version once it was asked for, so that it is not asked while there is none.
-
     @property
     def _version_id_prop(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         return None if self.version_id_col is None else self._kept[0]
 
     @property
     def _version_id_has_server_side_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.version_id_col is not None and self._kept[1]
+        # SQLAlchemy would make each UPDATE anew to add the RETURNING; here it is in the one that is kept.
+        return self.version_id_col is not None and self._kept[1] and not self.batches
 
     @memoized_property
     def _kept(self) -> tuple[Any, bool]:
+        """What Mapper keeps once it was asked: asked here while there is a version column."""
         return super()._version_id_prop, super()._version_id_has_server_side_value
 
     def _memo(self, key: Any, callable_: Callable[[], Any]) -> Any:
@@ -133,8 +133,12 @@ class VersionedMapper(Mapper[_O]):
         if _emitting():
             return super()._memo(("batch", key), callable_)
         version = self.__dict__["version_id_col"]
-        if key[0] == "delete" and version is not None and key[1] is version.table:
+        if version is None or key[1] is not version.table:
+            return super()._memo(key, callable_)
+        if key[0] == "delete":
             return super()._memo(key, lambda: CountedDelete.of(callable_()))
+        if key[0] in {"update", "post_update"} and self.batches and self._kept[1]:
+            return super()._memo(key, lambda: callable_().return_defaults(version))
         return super()._memo(key, callable_)
 
 
