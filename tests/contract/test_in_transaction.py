@@ -110,7 +110,18 @@ def by_name(*, session: Session) -> None:
         (UNUSED, alone, "first argument"),
         (UNUSED, by_name, "first argument"),
     ],
-    ids=str,
+    ids=(
+        "an engine",
+        "nothing",
+        "a class",
+        "no function",
+        "a coroutine function",
+        "a partial of one",
+        "a generator",
+        "an async generator",
+        "no argument",
+        "no positional argument",
+    ),
 )
 def test_what_cannot_work_is_refused_at_once(source: Any, fn: Any, match: str) -> None:
     """No factory, no function, the other world, a generator, no place for the session: TypeError, before anything runs."""
