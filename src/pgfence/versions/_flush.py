@@ -46,15 +46,24 @@ def _before_update(mapper: Mapper[Any], connection: Connection, state: State) ->
         if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
             touch(state.obj())
         return
-    target, session = state.obj(), _session(state)
-    if not session.is_modified(target, include_collections=False):
+    session = _session(state)
+    if not _changes(session, state):
         return
     version = _note(mapper, connection, state)
     if mode_of(mapper) == "server":
         if version_column(mapper).table is not mapper.local_table:
-            touch(target)
+            touch(state.obj())
         if getattr(session, "conflict_check", None) != "batch":
             _COUNTED[state] = version
+
+
+def _changes(session: Session, state: State) -> bool:
+    values, attributes, columns = state.dict, state.manager, state.mapper.columns
+    for key, old in state.committed_state.items():
+        # Ahead of the look at every attribute, which takes longer than all else here.
+        if key in columns and key in values and attributes[key].impl.is_equal(values[key], old) is False:
+            return True
+    return session.is_modified(state.obj(), include_collections=False)
 
 
 def _before_delete(mapper: Mapper[Any], connection: Connection, state: State) -> None:
