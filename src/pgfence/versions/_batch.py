@@ -79,7 +79,7 @@ class CountedDelete(Delete):
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         if len(distilled_params) == 1 and result.rowcount != 1:
             raise StaleDataError(
-                f"DELETE statement on table '{self.table.description}' expected to delete 1 row; it is not there."
+                f"A DELETE on table '{self.table.description}' expected to delete 1 row; it is not there."
             )
         return result
 
