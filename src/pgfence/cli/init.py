@@ -50,7 +50,7 @@ def init(
 def _make(directory: Path, template: str, ini: Path) -> None:
     try:
         environment.make(directory, template, ini)
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # also where a folder called alembic is all there is of that name
         if error.name != "alembic":
             raise
         Speaker().warn("Alembic is not installed here: pip install 'pgfence[alembic]'")

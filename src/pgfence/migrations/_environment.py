@@ -19,7 +19,7 @@ def make(directory: Path, template: str, ini: Path) -> None:
     """Make an environment, and the ini file beside it unless it is there.
 
     Raises:
-        ModuleNotFoundError: Alembic is not installed.
+        ImportError: Alembic is not installed.
         FileExistsError: the directory is there, and something in it, or it is a file.
     """
     from alembic import command
