@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Column, MetaData, String, Table, event, func, insert, select
+from sqlalchemy import Column, MetaData, String, Table, create_engine, event, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     import psycopg
+    from sqlalchemy import Engine
     from sqlalchemy.orm import Session as SyncSession
 
     from support.worlds import Contender, World
@@ -34,6 +35,12 @@ class Receipt:
 _WAITERS = """
     SELECT count(*) FROM pg_locks AS l JOIN pg_database AS d ON d.oid = l.database
     WHERE l.locktype = 'advisory' AND NOT l.granted AND d.datname = current_database()
+"""
+
+
+_BLOCKED = """
+    SELECT count(*) FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)
+    WHERE NOT l.granted AND a.datname = current_database()
 """
 
 
@@ -118,6 +125,16 @@ class Desk:
                 yield session
                 op.complete(Receipt(key))
             await who.call(session.commit)
+
+    def plain(self) -> Engine:
+        """Return a sync engine on the same database, for the test itself."""
+        url = f"postgresql+psycopg://{self.world.dsn.split('://', 1)[1]}"
+        return create_engine(url, connect_args={"options": "-c lock_timeout=5s"})
+
+    def blocked(self) -> int:
+        """Return how many statements wait for any lock."""
+        row = self.admin.execute(_BLOCKED).fetchone()
+        return int(row[0]) if row else 0
 
     def waiters(self) -> int:
         """Return how many wait for a key."""

@@ -23,7 +23,8 @@ NEEDED = 2
 
 UNIQUE_VIOLATION = "23505"
 
-_COLUMNS = re.compile(r"\(([^)]*)\)=")
+_COLUMNS = re.compile(r"\((.*?)\)=\(")
+_COLUMN = re.compile(r'"((?:[^"]|"")+)"|([^\s,"]+)')
 _LONGEST = 1e9
 _LIFT = "SELECT pg_catalog.current_setting('statement_timeout'), pg_catalog.set_config('statement_timeout', '0', true)"
 _PUT_BACK = "SELECT pg_catalog.set_config('statement_timeout', {}, true)"
@@ -98,5 +99,5 @@ def doubled(error: DBAPIError) -> frozenset[str] | None:
     for one in (original, getattr(original, "driver_exception", None), original.__cause__):
         told = getattr(getattr(one, "diag", None), "message_detail", None) or getattr(one, "detail", None)
         if isinstance(told, str) and (found := _COLUMNS.search(told)):
-            return frozenset(name.strip().strip('"') for name in found[1].split(","))
+            return frozenset(plain or quoted.replace('""', '"') for quoted, plain in _COLUMN.findall(found[1]))
     return frozenset()

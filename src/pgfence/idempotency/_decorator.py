@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pgfence.blocks import kinds
 from pgfence.idempotency._codec import Codec
@@ -111,11 +112,15 @@ def idempotent_call(
 
 
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations; as texts where they name what is imported for type checkers alone."""
-    try:
-        return get_type_hints(fn)
-    except NameError:
-        return dict(getattr(fn, "__annotations__", {}))
+    """Return the annotations; as texts those that name what is imported for type checkers alone."""
+    found: dict[str, Any] = {}
+    for name, annotation in getattr(fn, "__annotations__", {}).items():
+        one: Any = SimpleNamespace(__annotations__={name: annotation})
+        try:
+            found |= get_type_hints(one, getattr(fn, "__globals__", {}))
+        except NameError:
+            found[name] = annotation
+    return found
 
 
 def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[str, Any]) -> str:
@@ -134,6 +139,6 @@ def _is_session(annotation: Any) -> bool:
         return bool(_SESSION.search(annotation))
     classes = (*kinds(ORM, "Session", "scoped_session"), *kinds(ASYNCIO, "AsyncSession", "async_scoped_session"))
     kind = get_origin(annotation) or annotation
-    if isinstance(kind, type):
-        return issubclass(kind, classes)
-    return any(_is_session(one) for one in get_args(annotation))
+    if kind in (Union, UnionType):
+        return any(_is_session(one) for one in get_args(annotation))
+    return isinstance(kind, type) and issubclass(kind, classes)

@@ -1,0 +1,119 @@
+"""`idempotent_call`: the key comes from the arguments, the session is the one that is annotated as one."""
+
+from __future__ import annotations
+
+import functools
+from decimal import Decimal
+from typing import TYPE_CHECKING, Annotated, Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncSession  # noqa: TC002
+from sqlalchemy.orm import Session  # noqa: TC002
+
+from pgfence.errors import IdempotencyKeyReusedError
+from pgfence.idempotency import idempotent_call
+from support.keyed import Desk, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+    from sqlalchemy import orm
+    from sqlalchemy.ext.asyncio import async_scoped_session
+
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+@pytest.fixture
+def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
+    """Sessions of a world, and effects."""
+    here = Desk(world, admin)
+    yield here
+    here.close()
+
+
+def webhook(desk: Desk) -> Any:
+    """Decorate a function of this world."""
+    decorate = idempotent_call(key="{event_id}", scope=desk.scope + ":{kind}", payload=["amount"])
+    if desk.world.is_async:
+
+        @decorate
+        async def asynchronous(
+            event_id: str, amount: Decimal, *, session: AsyncSession, kind: str = "order"
+        ) -> Receipt:
+            """Take an event."""
+            return await session.run_sync(desk.charge(event_id))
+
+        return asynchronous
+
+    @decorate
+    def sync(event_id: str, amount: Decimal, *, session: Session, kind: str = "order") -> Receipt:
+        """Take an event."""
+        return desk.charge(event_id)(session)
+
+    return sync
+
+
+async def test_each_event_is_taken_once(desk: Desk) -> None:
+    """C095, C102: by template, with the defaults of the signature; another amount is another request; another kind is another key."""
+    call = webhook(desk)
+    assert call.__doc__ == "Take an event."
+
+    async def take(*args: Any, **kwargs: Any) -> Any:
+        async with desk.world.enter(desk.session()) as session:
+            answer = await desk.world.call(call, *args, session=session, **kwargs)
+            await desk.world.call(session.commit)
+            return answer
+
+    for _ in range(2):
+        assert await take("e1", Decimal("1.0")) == Receipt("e1")
+    with pytest.raises(IdempotencyKeyReusedError):
+        await take("e1", Decimal("2.0"))
+    await take("e1", Decimal("2.0"), kind="refund")
+    assert desk.effects("e1") == 2
+
+
+def test_the_session_is_found_by_its_annotation() -> None:
+    """In quotes, inside Annotated, optional, a scoped one, one that only type checkers import; none, or two, is refused."""
+    decorate = idempotent_call(key="k", scope="s")
+
+    def fine(a: Annotated[Session, "a dependency"], b: int) -> int: ...  # type: ignore[empty-body]
+
+    def optional(a: int, b: Session | None = None) -> int: ...  # type: ignore[empty-body]
+
+    def scoped(a: async_scoped_session[Any]) -> None: ...
+
+    def checkers(a: orm.Session) -> None: ...
+
+    for fn in (fine, optional, scoped, checkers):
+        assert callable(decorate(fn))
+
+    def none(a: int) -> None: ...
+
+    def two(a: Session, b: Session) -> None: ...
+
+    for fn in (none, two):
+        with pytest.raises(TypeError, match="one argument that is annotated as a Session"):
+            decorate(fn)
+
+
+def test_what_cannot_work_is_refused_at_the_decoration() -> None:
+    """A field or a payload that is no argument, a generator, a result that cannot be stored."""
+
+    def plain(session: Session, a: int) -> int: ...  # type: ignore[empty-body]
+
+    def generator(session: Session) -> Any:
+        yield 1
+
+    def row(session: Session) -> Session: ...  # type: ignore[empty-body]
+
+    with pytest.raises(ValueError, match="no argument"):
+        idempotent_call(key="{b}", scope="s")(plain)
+    with pytest.raises(ValueError, match="payload names"):
+        idempotent_call(key="{a}", scope="s", payload=["b"])(plain)
+    for fn in (generator, row):
+        with pytest.raises(TypeError):
+            idempotent_call(key="k", scope="s")(fn)
+    assert functools.partial(idempotent_call(key="{a}", scope="s")(plain))

@@ -1,0 +1,200 @@
+"""`insert_once`: the domain table's own unique key decides, and who comes second gets the row of who came first."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import ForeignKey, Index, UniqueConstraint, func, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, relationship
+
+from pgfence.errors import IdempotencyInProgressError
+from pgfence.idempotency import insert_once
+from support.keyed import Desk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+
+    from support.worlds import World
+
+CALLERS = 10
+
+
+class Base(DeclarativeBase):
+    """Of the tables here."""
+
+
+SUFFIX = secrets.token_hex(6)
+
+
+class Customer(Base):
+    """Somebody who pays."""
+
+    __tablename__ = f"customer_{SUFFIX}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class Payment(Base):
+    """A row with three unique keys."""
+
+    __tablename__ = f"payment_{SUFFIX}"
+    __table_args__ = (
+        UniqueConstraint("tenant", "number"),
+        Index(f"ix_{SUFFIX}", "note", unique=True, postgresql_where="note <> ''"),
+    )
+    id: Mapped[int] = mapped_column(primary_key=True)
+    order_id: Mapped[int] = mapped_column("Order, Id", unique=True)
+    tenant: Mapped[str] = mapped_column(default="a")
+    number: Mapped[int | None]
+    note: Mapped[str] = mapped_column(default="")
+    amount: Mapped[int] = mapped_column(default=0)
+    customer_id: Mapped[int | None] = mapped_column(ForeignKey(Customer.id))
+    customer: Mapped[Customer | None] = relationship()
+
+
+class Data(MappedAsDataclass, DeclarativeBase):
+    """Of mapped dataclasses."""
+
+
+class Setting(Data):
+    """With a natural key."""
+
+    __tablename__ = f"setting_{SUFFIX}"
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+
+
+@pytest.fixture
+def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
+    """Sessions of a world, and the tables."""
+    here = Desk(world, admin, pool_size=CALLERS)
+    engine = here.plain()
+    for metadata in (Base.metadata, Data.metadata):
+        metadata.create_all(engine)
+    yield here
+    for metadata in (Base.metadata, Data.metadata):
+        metadata.drop_all(engine)
+    engine.dispose()
+    here.close()
+
+
+def row(**values: Any) -> Payment:
+    return Payment(**({"order_id": 7, "tenant": "a"} | values))
+
+
+async def count(desk: Desk) -> int:
+    async with desk.world.enter(desk.session()) as session:
+        return int(await desk.on(session, lambda one: one.scalar(select(func.count()).select_from(Payment))))
+
+
+async def test_who_is_first_inserts_and_the_others_get_that_row(desk: Desk) -> None:
+    """C095, C096: ten at once: one row, one winner, no IntegrityError, and every transaction commits."""
+
+    async def call(number: int) -> tuple[bool, int]:
+        who = desk.world.contender()
+        async with who.enter(desk.session(expire_on_commit=False)) as session:
+            mine = row(amount=number, customer=Customer())
+            found = await who.call(insert_once, session, mine, [Payment.order_id])
+            await who.call(session.commit)
+            return found is mine, found.amount
+
+    answers = await asyncio.gather(*map(call, range(1, CALLERS + 1)))
+    assert sum(won for won, _ in answers) == 1
+    assert len({amount for _, amount in answers}) == 1
+    assert await count(desk) == 1
+
+
+async def test_the_loser_waits_for_the_winner(desk: Desk, eventually: Any) -> None:
+    """An insert that is not committed yet is waited for; rolled back, the next one wins."""
+    other = desk.world.other()
+
+    async def second() -> int:
+        async with other.enter(desk.session(expire_on_commit=False)) as session:
+            found = await other.call(insert_once, session, row(amount=2), ["order_id"])
+            await other.call(session.commit)
+            return int(found.amount)
+
+    for end, amount in (("rollback", 2), ("commit", 2)):
+        async with desk.world.enter(desk.session(expire_on_commit=False)) as session:
+            mine = await desk.world.call(insert_once, session, row(amount=1), ["order_id"])
+            task = None
+            if end == "rollback":
+                assert mine.amount == 1
+                task = asyncio.create_task(second())
+                await eventually(lambda: desk.blocked() == 1)
+            await desk.world.call(getattr(session, end))
+            assert (await task if task else mine.amount) == amount
+    assert await count(desk) == 1
+
+
+async def test_the_transaction_of_a_loser_keeps_what_else_it_has(desk: Desk) -> None:
+    """C096: what was pending is stored, the instance that lost is not, and it belongs to no session."""
+    async with desk.world.enter(desk.session()) as session:
+        await desk.world.call(insert_once, session, row(), ["order_id"])
+        await desk.world.call(session.commit)
+    async with desk.world.enter(desk.session()) as session:
+        session.add(row(order_id=8))
+        lost = row()
+        session.add(lost)
+        found = await desk.world.call(insert_once, session, lost, [Payment.order_id])
+        assert found is not lost
+        assert lost not in session
+        await desk.world.call(session.commit)
+    assert await count(desk) == 2
+
+
+async def test_another_constraint_stays_an_error_of_its_own(desk: Desk) -> None:
+    """C096: a foreign key, or another unique key, is not taken for the one that was named; the transaction is usable."""
+    async with desk.world.enter(desk.session()) as session:
+        await desk.world.call(insert_once, session, row(number=1), ["tenant", "number"])
+        for wrong in (row(number=2), row(order_id=9, number=9, customer_id=-1)):
+            with pytest.raises(IntegrityError):
+                await desk.world.call(insert_once, session, wrong, [Payment.tenant, Payment.number])
+        await desk.world.call(session.commit)
+    assert await count(desk) == 1
+
+
+async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
+    """In REPEATABLE READ a row that was committed since is neither inserted again nor an IntegrityError."""
+    async with desk.world.enter(desk.session()) as session:
+        await desk.world.call(session.connection, execution_options={"isolation_level": "REPEATABLE READ"})
+        await desk.on(session, lambda one: one.scalars(select(Payment)).all())
+        other = desk.world.other()
+        async with other.enter(desk.session()) as winner:
+            await other.call(insert_once, winner, row(), ["order_id"])
+            await other.call(winner.commit)
+        with pytest.raises(IdempotencyInProgressError, match="order_id 7") as caught:
+            await desk.world.call(insert_once, session, row(), ["order_id"])
+        assert caught.value.sqlstate == "40001"
+        session.add(row(order_id=8))
+        await desk.world.call(session.commit)
+    assert await count(desk) == 2
+
+
+async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
+    """The primary key is a key like any other."""
+    async with desk.world.enter(desk.session()) as session:
+        first = await desk.world.call(insert_once, session, Setting("a", "1"), [Setting.name])
+        again = await desk.world.call(insert_once, session, Setting("a", "2"), ["name"])
+        assert again is first
+        assert again.value == "1"
+
+
+def test_what_cannot_be_unique_is_refused() -> None:
+    """No such key, one that holds for some rows only, a None, a name, an instance that is no row, or one already."""
+    session = Session()
+    for key in (["amount"], [], ["tenant"], ["note"], ["tenant", "number", "id"], ["nothing"]):
+        with pytest.raises(ValueError, match="Payment"):
+            insert_once(session, row(), key)
+    with pytest.raises(ValueError, match="is None"):
+        insert_once(session, row(), ["tenant", "number"])
+    for instance, key in ((object(), ["a"]), (Payment, ["order_id"]), (row(), "order_id")):
+        with pytest.raises(TypeError):
+            insert_once(session, instance, key)
+    with pytest.raises(TypeError, match="a Session"):
+        insert_once(None, row(), ["order_id"])  # type: ignore[call-overload]
