@@ -20,7 +20,7 @@ ROWS = (
     ("config",),
     ("_sql",),
     ("_runtime",),
-    ("handles", "wrapping"),
+    ("handles", "wrapping", "altering"),
     ("schema", "fence", "evicting", "versions", "retrying", "idempotency"),
     ("fenced_handles",),
     ("verbs",),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgfence import compat, schema
+from pgfence import compat
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
@@ -39,14 +39,22 @@ from pgfence.handles import AsyncHeld, Held, current, held
 from pgfence.keys import KeyFamily, LockKey, Name
 from pgfence.lease import AsyncLease, Lease, LeaseRef
 from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot
-from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
 from pgfence.timing import Seconds
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
-from pgfence.versions import IfMatch, etag, if_match
 
 if TYPE_CHECKING:
+    from pgfence import schema
     from pgfence.fence import Fenced
-    from pgfence.versions import Versioned, VersionedSession, VersionedUUID, load_for_version
+    from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
+    from pgfence.versions import (
+        IfMatch,
+        Versioned,
+        VersionedSession,
+        VersionedUUID,
+        etag,
+        if_match,
+        load_for_version,
+    )
 
 __all__ = [
     "AdvisoryLock",
@@ -119,18 +127,31 @@ __all__ = [
 __version__: str
 
 
+_LATE = {
+    "Fenced": "pgfence.fence",
+    "IfMatch": "pgfence.versions",
+    "TransactionAttempt": "pgfence.retrying",
+    "Versioned": "pgfence.versions",
+    "VersionedSession": "pgfence.versions",
+    "VersionedUUID": "pgfence.versions",
+    "etag": "pgfence.versions",
+    "if_match": "pgfence.versions",
+    "in_transaction": "pgfence.retrying",
+    "load_for_version": "pgfence.versions",
+    "run_transaction": "pgfence.retrying",
+}
+"""Where the names are that not every program uses; the mixins need SQLAlchemy's ORM, which costs as much as all the rest."""
+
+
 def __getattr__(name: str) -> object:
-    """Look up what takes longer than the import: the version of the package, and what needs SQLAlchemy's ORM."""
+    """Look up what is loaded when it is asked for."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("pgfence")
-    if name == "Fenced":
-        from pgfence.fence import Fenced
+    if name == "schema" or name in _LATE:
+        from importlib import import_module
 
-        return Fenced
-    if name in ("Versioned", "VersionedSession", "VersionedUUID", "load_for_version"):
-        from pgfence import versions
-
-        return getattr(versions, name)
+        home = import_module(_LATE.get(name, "pgfence.schema"))
+        return home if name == "schema" else getattr(home, name)
     raise AttributeError(f"module 'pgfence' has no attribute {name!r}")

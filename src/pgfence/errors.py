@@ -50,6 +50,8 @@ class PgfenceError(DontWrapMixin, Exception):
 class LockTimeoutError(PgfenceError, TimeoutError):
     """The lock was not free within the timeout. Nothing is held, the caller's transaction is usable.
 
+    From a fence: somebody is still inside the gate, and the transaction that wanted to enter is aborted.
+
     `holders` is what was last seen and may be empty; `held_here` names the session locks that the
     same task or thread already held while it waited.
     """
@@ -228,7 +230,11 @@ class VersionConflictError(PgfenceError):
 
 
 class VersionRequiredError(PgfenceError):
-    """A request that changes a versioned row names no version: it has no If-Match header."""
+    """A change of a versioned row names no version.
+
+    A request without If-Match (428), a merge() of an object that has none, or a statement that would leave the versions of
+    its rows as they are.
+    """
 
     http_status = 428
 

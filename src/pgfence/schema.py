@@ -6,29 +6,21 @@ one of the search path is taken, or the one where the search path finds an insta
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, overload
 
-from sqlalchemy import Engine, Table, inspect
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Table, inspect
 
-from pgfence._runtime.opening import unreachable
 from pgfence._sql import fences, versions
 from pgfence._sql import tables as texts
-from pgfence._sql.server import style_of
-from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import VERSION, Place, place_of, primary, translated, translated_schema
-from pgfence._sql.transaction import driver_state
+from pgfence._sql.storage import Place, translated_schema
+from pgfence.altering import drop_unless_fenced, perform
 from pgfence.config import config_of, expect_place
-from pgfence.errors import PgfenceError, SchemaError, StandbyError, TransactionStateError, UnsupportedServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Coroutine, Sequence
 
-    from sqlalchemy import Connection, MetaData
+    from sqlalchemy import Connection, Engine, MetaData
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-
-OLDEST = (14,)
 
 __all__ = [
     "add_fence",
@@ -97,7 +89,7 @@ def create_all(engine: Any) -> Any:
         UnreachableError: the server gave no answer.
         UnsupportedServerError: no PostgreSQL, one before 14, or an unknown driver.
     """
-    return _perform(engine, texts.create)
+    return perform(engine, texts.create)
 
 
 @overload
@@ -116,7 +108,7 @@ def drop_all(engine: Any) -> Any:
         SchemaError: this role does not own them, or a table is still fenced: `drop_fence` first.
         TransactionStateError: the Connection is in autocommit.
     """
-    return _perform(engine, drop_unless_fenced)
+    return perform(engine, drop_unless_fenced)
 
 
 @overload
@@ -147,7 +139,7 @@ def add_fence(engine: Any, table: Any, *, resource: str) -> Any:
     """
     parts = fences.parts_of(resource, config_of(engine).namespace)
     target = _target(engine, table)
-    return _perform(engine, lambda connection, place: fences.add(connection, place, target, parts))
+    return perform(engine, lambda connection, place: fences.add(connection, place, target, parts))
 
 
 @overload
@@ -168,7 +160,7 @@ def drop_fence(engine: Any, table: Any) -> Any:
         TransactionStateError: the Connection is in autocommit.
     """
     target = _target(engine, table)
-    return _perform(engine, lambda connection, place: fences.drop(connection, place, target))
+    return perform(engine, lambda connection, place: fences.drop(connection, place, target))
 
 
 @overload
@@ -199,7 +191,7 @@ def add_version_trigger(engine: Any, table: Any) -> Any:
         TransactionStateError: the Connection is in autocommit.
     """
     target, column = _target(engine, table), _version_column(table)
-    return _perform(engine, lambda connection, place: versions.add(connection, place, target, column))
+    return perform(engine, lambda connection, place: versions.add(connection, place, target, column))
 
 
 @overload
@@ -224,7 +216,7 @@ def drop_version_trigger(engine: Any, table: Any) -> Any:
         TransactionStateError: the Connection is in autocommit.
     """
     target = _target(engine, table)
-    return _perform(engine, lambda connection, place: versions.drop(connection, place, target))
+    return perform(engine, lambda connection, place: versions.drop(connection, place, target))
 
 
 def _version_column(table: Any) -> str:
@@ -242,100 +234,3 @@ def _target(engine: Any, table: Any) -> fences.Target:
     if not isinstance(found, Table):
         raise TypeError(f"a table is its name, a Table or a mapped class, not {table!r}")
     return fences.Target(found.name, translated_schema(engine, found.schema))
-
-
-def _perform(engine: Any, work: Callable[[Connection, Place], None]) -> Any:
-    """Do it in a transaction of its own, or in the one of the Connection; return an awaitable for the async ones."""
-    place = place_of(engine)
-    style_of(engine.dialect)
-
-    def on_connection(connection: Connection) -> None:
-        perform(connection, place, work)
-
-    if hasattr(engine, "sync_engine"):
-        return _async(engine, on_connection)
-    return _sync(engine, on_connection)
-
-
-def drop_unless_fenced(connection: Connection, place: Place) -> None:
-    """Drop what is there.
-
-    Raises:
-        SchemaError: a table is still fenced.
-    """
-    if guarded := fences.fenced(connection, place):
-        raise SchemaError(
-            f"pgfence's fence still stands around {', '.join(guarded)}: pgfence.schema.drop_fence(engine, table) first",
-            needed=VERSION,
-            command=f"pgfence.schema.drop_fence(engine, {guarded[0]!r})",
-        )
-    texts.drop(connection, place)
-
-
-def perform(connection: Connection, place: Place, work: Callable[[Connection, Place], None]) -> None:
-    """Do it in the transaction of a Connection; Alembic's operations say the place themselves.
-
-    Raises:
-        PgfenceError, ValueError: as the functions above.
-    """
-    version = connection.dialect.server_version_info
-    if version is not None and version < OLDEST:
-        raise UnsupportedServerError(
-            f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
-        )
-    if driver_state(connection).autocommit:
-        raise TransactionStateError(
-            "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine"
-        )
-    try:
-        work(connection, texts.settled(connection, place))
-    except DBAPIError as error:
-        raise _told(error, place) or error from error
-
-
-def _sync(engine: Engine | Connection, work: Callable[[Connection], None]) -> None:
-    if not isinstance(engine, Engine):
-        work(engine)
-        return
-    with _connecting(engine):
-        connection = engine.connect()
-    # Whatever the engine's own default is: the look at what is there has to follow the wait for others.
-    with connection.execution_options(isolation_level="READ COMMITTED"), connection.begin():
-        work(connection)
-
-
-async def _async(engine: Any, work: Callable[[Connection], None]) -> None:
-    if hasattr(engine, "run_sync"):
-        await engine.run_sync(work)
-        return
-    async with AsyncExitStack() as stack:
-        with _connecting(engine.sync_engine):
-            connection = await stack.enter_async_context(engine.connect())
-        await connection.execution_options(isolation_level="READ COMMITTED")
-        async with connection.begin():
-            await connection.run_sync(work)
-
-
-@contextmanager
-def _connecting(engine: Engine) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if told := unreachable(engine, error, "Nothing was made or changed"):
-            raise told from error
-        raise
-
-
-def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
-    """Return what it means that something could not be made or dropped; None when it is not ours to explain."""
-    match sqlstate(error):
-        case "42501" as state:
-            return SchemaError(
-                f"this role may not do that: {primary(error)}. Run `{place.command}` as a role that may",
-                needed=VERSION,
-                command=place.command,
-                sqlstate=state,
-            )
-        case "25006":
-            return StandbyError(f"{primary(error)}: this server is a standby, or writes are switched off here")
-    return translated(error, place)

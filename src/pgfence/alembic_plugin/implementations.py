@@ -10,7 +10,7 @@ from alembic.ddl.impl import DefaultImpl
 from alembic.operations import Operations
 from alembic.operations.ops import CreateIndexOp, DropIndexOp
 
-from pgfence import schema
+from pgfence import altering
 from pgfence._sql import fences, migrating, versions
 from pgfence._sql import tables as texts
 from pgfence._sql.fences import Target
@@ -46,7 +46,7 @@ def _perform(
     elif context.as_sql:
         _write(operations, script)
     else:
-        schema.perform(operations.get_bind(), place, work)
+        altering.perform_on(operations.get_bind(), place, work)
 
 
 def _write(operations: Operations, script: Iterable[str]) -> None:
@@ -70,7 +70,7 @@ def _drop(operations: Operations, operation: DropPgfence) -> None:
                 needed=VERSION,
                 command="pgfence ps",
             )
-        schema.drop_unless_fenced(connection, place)
+        altering.drop_unless_fenced(connection, place)
 
     _perform(operations, operation.place, work, texts.removal(operation.place))
 
