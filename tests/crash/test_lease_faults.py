@@ -6,6 +6,7 @@ How many faults of a kind there are is a tenth of what a long run has: PGFENCE_T
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 SCALE = float(os.environ.get("PGFENCE_TEST_FAULTS", "1"))
 # Four drivers share them.
 PAUSES = KILLS = TERMINATIONS = max(1, round(5 * SCALE))
-STOPS = CUTS = max(1, round(1.25 * SCALE))
+STOPS = CUTS = math.ceil(1.25 * SCALE)
 pytestmark = pytest.mark.timeout(120 * max(1.0, SCALE))
 TTL = 0.6
 NAMES, WORKERS = 2, 6
