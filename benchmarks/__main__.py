@@ -23,6 +23,7 @@ SCENARIOS = (
     "leases",
     "fences",
     "versions",
+    "idempotency",
     "lock_or_version",
     "transfers",
 )

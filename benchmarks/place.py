@@ -78,9 +78,9 @@ def _scheduled(process: psutil.Process) -> float:
 
 
 @contextmanager
-def server(**settings: str) -> Iterator[Place]:
-    """Run a server for one scenario. It does not sync to the disk: the disk is not what is measured."""
-    with closing(Server(fsync=False, settings=SETTINGS | settings)) as running:
+def server(*, durable: bool = False, **settings: str) -> Iterator[Place]:
+    """Run a server for one scenario. Unless it is durable it does not sync to the disk: the disk is not what is measured."""
+    with closing(Server(fsync=durable, settings=SETTINGS | settings)) as running:
         running.start()
         yield Place(running)
 

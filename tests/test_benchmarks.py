@@ -21,6 +21,7 @@ SCENARIOS = (
     "leases",
     "fences",
     "versions",
+    "idempotency",
     "lock_or_version",
     "transfers",
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pgfence._sql.calls import call
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.transaction import send
+from pgfence._sql.transaction import send, send_quick
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -58,7 +58,7 @@ def claim(connection: Connection, place: Place, row: Row, wait: float) -> Answer
     style = style_of(connection.dialect)
     values = (*row, min(wait, _LONGEST))
     if not wait:
-        return _answer(send(connection, _claim(place, style), values).scalar_one())
+        return _answer(send_quick(connection, _claim(place, style), values))
     # One statement cannot change the limit that it runs under.
     limit = send(connection, _LIFT).one()[0]
     answer = _answer(send(connection, _claim(place, style), values).scalar_one())
@@ -69,9 +69,8 @@ def claim(connection: Connection, place: Place, row: Row, wait: float) -> Answer
 
 def finish(connection: Connection, place: Place, row: Row, status: str, text: str) -> bool:
     """Store what came of it; False: this transaction has not claimed the key, or a rollback has taken the claim back."""
-    done: bool = send(
-        connection, _finish(place, style_of(connection.dialect)), (row.scope, row.key, status, text)
-    ).scalar_one()
+    style = style_of(connection.dialect)
+    done: bool = send_quick(connection, _finish(place, style), (row.scope, row.key, status, text))
     return done
 
 

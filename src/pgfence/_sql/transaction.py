@@ -108,25 +108,26 @@ def send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> Cur
     return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
 
-def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> None:
-    """Send a statement of ours, whose answer says nothing, in the caller's transaction: at half of the client's cost.
+def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> Any:
+    """Send a statement of ours that answers one value in the caller's transaction: at half of the client's cost.
 
     It goes past SQLAlchemy where nobody would see it there, and its errors come as SQLAlchemy's all the same.
     """
     if _seen(connection):
-        send(connection, text, values)
-        return
+        return send(connection, text, values).scalar_one()
     adapted: Any = connection.connection.dbapi_connection
     cursor = None
     try:
         cursor = adapted.cursor()
         cursor.execute(text, values)
+        answer = cursor.fetchone()[0]
         cursor.close()
     except BaseException as error:
         # It closes the connection where that is lost, or was left in the middle of the answer.
         statement = text if isinstance(error, connection.dialect.loaded_dbapi.Error) else None
         connection._handle_dbapi_exception(error, statement, values, cursor, None)
         raise
+    return answer
 
 
 def _seen(connection: Connection) -> bool:

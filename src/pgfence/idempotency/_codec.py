@@ -38,6 +38,9 @@ class Codec:
     def __init__(self, classes: Mapping[str, type[Any]]) -> None:
         self._classes = classes
         self._names = {one: name for name, one in classes.items()}
+        self._fields = {
+            one: tuple(field.name for field in fields(one)) for one in classes.values() if is_dataclass(one)
+        }
 
     @staticmethod
     def of(annotation: Any) -> Codec:
@@ -92,8 +95,10 @@ class Codec:
             text = repr(value)
             # jsonb keeps digits, but no sign of zero, and prints 1e22 like an integer.
             return value if "." in text and "e" not in text and value != 0 else {"$t": "float", "v": text}
-        if kind in _WRITERS:
-            return {"$t": kind.__name__} | _WRITERS[kind](value)
+        if (write := _WRITERS.get(kind)) is not None:
+            return {"$t": kind.__name__, "v": write(value)}
+        if kind in (datetime, time):
+            return {"$t": kind.__name__} | _zoned(value)
         return self._instance(value, kind)
 
     def _dict(self, value: dict[Any, Any]) -> Any:
@@ -110,14 +115,14 @@ class Codec:
                 f"the result holds a {kind.__qualname__}, and cannot be stored. If it is a dataclass, a model, a named tuple or an"
                 " enumeration, say so by result=, or by the annotation of the function; else return something simpler"
             )
+        if kind in self._fields:
+            return {"$c": name, "v": {one: self._written(getattr(value, one)) for one in self._fields[kind]}}
         if isinstance(value, Enum):
             kind = type(value)
             member = kind.__members__.get(value.name) if value.name else None
             return {"$c": name, "m": value.name} if member is value else {"$c": name, "v": self._written(value.value)}
         if isinstance(value, tuple):
             return {"$c": name, "v": [self._written(one) for one in value]}
-        if is_dataclass(value):
-            return {"$c": name, "v": {one.name: self._written(getattr(value, one.name)) for one in fields(value)}}
         return {"$c": name} | self._model(value)
 
     def _model(self, value: Any) -> dict[str, Any]:
@@ -225,15 +230,13 @@ def _in_zone(kind: Any) -> Callable[[dict[str, Any]], Any]:
     return read
 
 
-_WRITERS: dict[type[Any], Callable[[Any], dict[str, Any]]] = {
-    Decimal: lambda value: {"v": str(value)},
-    UUID: lambda value: {"v": str(value)},
-    bytes: lambda value: {"v": _base64(value)},
-    bytearray: lambda value: {"v": _base64(value)},
-    date: lambda value: {"v": value.isoformat()},
-    datetime: _zoned,
-    time: _zoned,
-    timedelta: lambda value: {"v": [value.days, value.seconds, value.microseconds]},
+_WRITERS: dict[type[Any], Callable[[Any], Any]] = {
+    Decimal: str,
+    UUID: str,
+    bytes: _base64,
+    bytearray: _base64,
+    date: date.isoformat,
+    timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }
 _READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "str": lambda found: b64decode(found["v"]).decode("utf-8", "surrogatepass"),

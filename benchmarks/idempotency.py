@@ -1,0 +1,156 @@
+"""What an idempotency key costs: a durable transaction of one INSERT with it and without, and a replay against one SELECT."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from benchmarks import report, rounds
+from benchmarks.place import server
+from pgfence import schema
+from pgfence.idempotency import idempotent
+from pgfence.idempotency._codec import Codec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import ExitStack
+
+    from benchmarks.place import Place
+    from benchmarks.rounds import Make
+
+INSERT = sa.text("INSERT INTO effect (n) VALUES (:n)")
+SELECT = sa.text("SELECT result FROM answer WHERE scope = :scope AND key = :key")
+LIMIT = 200e-6
+NUMBERS = itertools.count()
+
+
+@dataclass
+class Line:
+    """One of the lines of a result."""
+
+    ident: UUID = field(default_factory=uuid4)
+    amount: Decimal = Decimal("12.30")
+    at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    note: str = "as agreed, to be delivered with the next shipment"
+
+
+def bare(place: Place, stack: ExitStack) -> Callable[[], object]:
+    engine = sa.create_engine(place.url())
+    stack.callback(engine.dispose)
+
+    def cycle() -> None:
+        with Session(engine) as session, session.begin():
+            session.execute(INSERT, {"n": next(NUMBERS)})
+
+    return cycle
+
+
+def keyed(place: Place, stack: ExitStack) -> Callable[[], object]:
+    engine = sa.create_engine(place.url())
+    stack.callback(engine.dispose)
+
+    def cycle() -> None:
+        with Session(engine) as session, session.begin():
+            number = next(NUMBERS)
+
+            def work() -> int:
+                session.execute(INSERT, {"n": number})
+                return number
+
+            idempotent(session, f"request {number}", scope="pay", payload={"n": number}, result=int).run(work)
+
+    return cycle
+
+
+def selected(place: Place, stack: ExitStack) -> Callable[[], object]:
+    engine = sa.create_engine(place.url())
+    stack.callback(engine.dispose)
+
+    def cycle() -> None:
+        with Session(engine) as session, session.begin():
+            session.execute(SELECT, {"scope": "pay", "key": "old"}).scalar_one()
+
+    return cycle
+
+
+def replayed(place: Place, stack: ExitStack) -> Callable[[], object]:
+    engine = sa.create_engine(place.url())
+    stack.callback(engine.dispose)
+
+    def cycle() -> None:
+        with Session(engine) as session, session.begin():
+            idempotent(session, "old", scope="pay", payload={"n": 1}, result=int).run(lambda: 1)
+
+    cycle()
+    return cycle
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Measure the work, the replay and the codec."""
+    effort = rounds.Effort.of(quick=quick)
+    bars, tables = [], []
+    pairs: tuple[tuple[str, str, float, dict[str, Make]], ...] = (
+        ("keyed", "a transaction of one INSERT under a key, against a bare one", 1.7, {"bare": bare, "keyed": keyed}),
+        ("replayed", "a replay, against one SELECT", 1.2, {"bare": selected, "replayed": replayed}),
+    )
+    with server(durable=True) as place:
+        engine = sa.create_engine(place.url())
+        schema.create_all(engine)
+        with engine.begin() as connection:
+            connection.exec_driver_sql("CREATE TABLE effect (n bigint PRIMARY KEY)")
+            connection.exec_driver_sql(
+                "CREATE TABLE answer (scope text, key text, result jsonb, PRIMARY KEY (scope, key))"
+            )
+            connection.exec_driver_sql("INSERT INTO answer VALUES ('pay', 'old', '1')")
+        engine.dispose()
+        for name, what, limit, two in pairs:
+            medians = rounds.alternate(place, two | {"bare, again": two["bare"]}, effort)
+            bars.append(report.bar(what, f"at most {limit}x", rounds.ratio(medians, name, "bare"), limit, "x"))
+            bars.append(report.null_test(rounds.ratio(medians, "bare, again", "bare"), what))
+            rows = [
+                (one, f"{rounds.ratio(medians, one, 'bare'):.2f}x", rounds.spread(medians, one, "bare"))
+                for one in medians
+            ]
+            tables.append(report.table(what, ("Contestant", "Ratio", "Middle half of the sets"), rows))
+    bars += _codec()
+    return {
+        "scenario": "idempotency",
+        "title": "Idempotency keys",
+        "method": (
+            "One cycle is a transaction of an ORM Session, with fsync: one INSERT by Core, bare or as the work of a key with a"
+            " payload; or a replay, against a SELECT by primary key. The result of the codec is a list of dataclasses."
+        ),
+        "bars": bars,
+        "tables": tables,
+        "skipped": {},
+    }
+
+
+def _codec() -> list[dict[str, Any]]:
+    codec = Codec.of(list[Line])
+    lines = [Line() for _ in range(36)]
+    text = codec.encode(lines)
+    size = len(json.dumps(json.loads(text))) / 1000
+    return [
+        report.bar(f"a result of {size:.1f} kB: {what}", "under 200 µs", _median(work) * 1e6, LIMIT * 1e6, " µs")
+        for what, work in (("encoded", lambda: codec.encode(lines)), ("decoded", lambda: codec.decode(text)))
+    ]
+
+
+def _median(work: Callable[[], object]) -> float:
+    took = []
+    for _ in range(200):
+        start = time.perf_counter()
+        work()
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
