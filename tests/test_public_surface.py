@@ -24,7 +24,19 @@ LISTING = Path(__file__).with_name("public_api.txt")
 # What a user imports. The other modules without an underscore are rooms of the house, reached through `pgfence`.
 MODULES = ("pgfence", "pgfence.compat", "pgfence.embedded", "pgfence.monitoring", "pgfence.schema")
 # Made by the locks alone: their constructors are no part of the surface.
-HANDLES = {"AsyncFencedHeld", "AsyncHeld", "AsyncHeldLease", "AsyncSlot", "FencedHeld", "Held", "HeldLease", "Slot"}
+HANDLES = {
+    "AsyncFencedHeld",
+    "AsyncHeld",
+    "AsyncHeldLease",
+    "AsyncIdem",
+    "AsyncSlot",
+    "FencedHeld",
+    "Held",
+    "HeldLease",
+    "Idem",
+    "Op",
+    "Slot",
+}
 MAGIC = ("__enter__", "__exit__", "__aenter__", "__aexit__", "__call__")
 
 

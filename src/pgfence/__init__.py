@@ -15,6 +15,9 @@ from pgfence.errors import (
     CommitOutcomeUnknownError,
     DeadlockError,
     FenceRequiredError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    IdempotencyMisuseError,
     LockLostError,
     LockNotHeldError,
     LockTimeoutError,
@@ -45,6 +48,7 @@ from pgfence.transaction import AsyncTransactionLock, TransactionLock
 if TYPE_CHECKING:
     from pgfence import schema
     from pgfence.fence import Fenced
+    from pgfence.idempotency import AsyncIdem, Idem, Op, idempotent, idempotent_call, insert_once
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
     from pgfence.versions import (
         IfMatch,
@@ -62,6 +66,7 @@ __all__ = [
     "AsyncFencedHeld",
     "AsyncHeld",
     "AsyncHeldLease",
+    "AsyncIdem",
     "AsyncLease",
     "AsyncOnce",
     "AsyncSlot",
@@ -77,6 +82,10 @@ __all__ = [
     "Held",
     "HeldLease",
     "Holder",
+    "Idem",
+    "IdempotencyInProgressError",
+    "IdempotencyKeyReusedError",
+    "IdempotencyMisuseError",
     "IfMatch",
     "KeyFamily",
     "Lease",
@@ -89,6 +98,7 @@ __all__ = [
     "Name",
     "OnLoss",
     "Once",
+    "Op",
     "PgfenceError",
     "PoolerError",
     "SchemaError",
@@ -117,8 +127,11 @@ __all__ = [
     "fence",
     "fenced",
     "held",
+    "idempotent",
+    "idempotent_call",
     "if_match",
     "in_transaction",
+    "insert_once",
     "load_for_version",
     "run_transaction",
     "schema",
@@ -128,15 +141,21 @@ __version__: str
 
 
 _LATE = {
+    "AsyncIdem": "pgfence.idempotency",
     "Fenced": "pgfence.fence",
+    "Idem": "pgfence.idempotency",
     "IfMatch": "pgfence.versions",
+    "Op": "pgfence.idempotency",
     "TransactionAttempt": "pgfence.retrying",
     "Versioned": "pgfence.versions",
     "VersionedSession": "pgfence.versions",
     "VersionedUUID": "pgfence.versions",
     "etag": "pgfence.versions",
+    "idempotent": "pgfence.idempotency",
+    "idempotent_call": "pgfence.idempotency",
     "if_match": "pgfence.versions",
     "in_transaction": "pgfence.retrying",
+    "insert_once": "pgfence.idempotency",
     "load_for_version": "pgfence.versions",
     "run_transaction": "pgfence.retrying",
 }

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from pgfence.errors import DeadlockError, LockLostError, UnreachableError, VersionConflictError
+from pgfence.errors import (
+    DeadlockError,
+    IdempotencyInProgressError,
+    LockLostError,
+    UnreachableError,
+    VersionConflictError,
+)
 from pgfence.retrying._rules import curable, of_a_snapshot, pause_after, unanswered
 
 
@@ -51,6 +57,8 @@ def test_errors_of_ours_are_judged_by_their_class() -> None:
     assert not of_a_snapshot(VersionConflictError("x", items=[]))
     assert not curable(VersionConflictError("x", items=[], precondition=True))
     assert curable(DeadlockError("x"))
+    assert curable(IdempotencyInProgressError("x", scope="s", key="k", sqlstate="40001"))
+    assert not curable(IdempotencyInProgressError("x", scope="s", key="k"))
     assert of_a_snapshot(DeadlockError("x"))
     for error in (LockLostError("x"), UnreachableError("x"), UnreachableError("x", sqlstate="40001")):
         assert not curable(error)

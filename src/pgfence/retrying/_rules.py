@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate
 from pgfence.blocks import kinds
-from pgfence.errors import DeadlockError, PgfenceError, VersionConflictError
+from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError
 from pgfence.grants import Event
 
 BASE = 0.005
@@ -53,6 +53,9 @@ def pause_after(attempt: int) -> float:
 def curable(error: Exception) -> bool:
     """Say whether another attempt can succeed where this error ended one; of what it was raised from nothing counts."""
     if isinstance(error, PgfenceError):
+        # In progress by a snapshot that is older than the winner's commit: a new transaction sees the result.
+        if isinstance(error, IdempotencyInProgressError):
+            return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
     return isinstance(error, kinds("sqlalchemy.orm.exc", "StaleDataError")) or spoken(error) in _AGAIN
 
