@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -289,8 +290,9 @@ async def test_keys_in_opposite_order_are_a_deadlock_that_aborts_nothing(
     assert (desk.effects("a"), desk.effects("b"), desk.effects("usable")) == (1, 1, 0)
 
 
+@pytest.mark.parametrize("end", ["commits", "rolls back"])
 async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
-    desk: Desk, eventually: Callable[..., Any]
+    desk: Desk, eventually: Callable[..., Any], end: str
 ) -> None:
     """A statement_timeout and a lock_timeout below the wait do not cut it short, and are in force again afterwards."""
     loser = desk.world.other()
@@ -305,11 +307,31 @@ async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
             )
             return answer, tuple(settings.one())
 
-    async with desk.at_work("k"):
-        began = time.monotonic()
-        task = asyncio.create_task(patient())
-        await eventually(lambda: desk.waiters() == 1 and time.monotonic() - began > 0.4)
+    task = None
+    with nullcontext() if end == "commits" else pytest.raises(ConnectionError):
+        async with desk.at_work("k"):
+            began = time.monotonic()
+            task = asyncio.create_task(patient())
+            await eventually(lambda: desk.waiters() == 1 and time.monotonic() - began > 0.4)
+            if end == "rolls back":
+                raise ConnectionError
+    assert task
     assert await task == (Receipt("k"), ("250ms", "200ms"))
+
+
+async def test_a_transaction_that_is_about_to_end_is_not_taken_for_another_request(
+    desk: Desk, eventually: Callable[..., Any]
+) -> None:
+    """The server gives the locks of an ending transaction back one after the other; the last one alone refuses nobody."""
+    lock = "(hashtextextended(%s || chr(31) || 'k', 'pgfence_idempotency_key'::regtype::oid::bigint))"
+    busy = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'claim_key' AND state = 'active'"
+    desk.admin.execute(f"SELECT pg_advisory_lock{lock}".encode(), [desk.scope])
+    try:
+        task = asyncio.create_task(desk.pay("k", who=desk.world.other()))
+        await eventually(lambda: desk.admin.execute(f"{busy} AND pid <> pg_backend_pid()".encode()).fetchone() == (1,))
+    finally:
+        desk.admin.execute(f"SELECT pg_advisory_unlock{lock}".encode(), [desk.scope])
+    assert await task == Receipt("k")
 
 
 # ---------------------------------------------------------------- work that fails, and blocks that forget
