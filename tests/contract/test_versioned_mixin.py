@@ -154,11 +154,28 @@ async def test_assigning_the_version_raises_at_once(world: World, admin: psycopg
         for target in (page, cls(id=9)):
             with pytest.raises(AttributeError, match="load_for_version"):
                 target.version = 7
+        with pytest.raises(AttributeError, match="version"):
+            del page.version
         page.title = "ours"
         session.commit()
 
     await on_session(world, engine, work)
     assert stored(admin, cls)[0] == (1, "ours", 2)
+
+
+def test_concrete_inheritance_from_a_versioned_class_is_refused() -> None:
+    """The version of the base is in another table than the rows of the subclass."""
+    base = page_class()
+    with pytest.raises(TypeError, match="put the mixin on each of the classes"):
+        type(
+            "Leaf",
+            (base,),
+            {
+                "__tablename__": "leaf",
+                "__mapper_args__": {"concrete": True},
+                "id": mapped_column(BigInteger, primary_key=True),
+            },
+        )
 
 
 def test_the_constructor_takes_no_version() -> None:

@@ -27,9 +27,9 @@ XMIN = "xmin"
 class _Guarded(VersionedBase):
     __mapper_cls__ = VersionedMapper
 
-    @validates(ATTRIBUTE)
-    def _refuse_assigned(self, _name: str, value: Any) -> Any:
-        if value != version_in(self):
+    @validates(ATTRIBUTE, include_removes=True)
+    def _refuse_assigned(self, _name: str, value: Any, deleted: bool) -> Any:  # noqa: FBT001
+        if deleted or value != version_in(self):
             raise AttributeError(
                 f"{type(self).__name__}.{ATTRIBUTE} is counted by itself, and an assigned one would guard nothing: to check the"
                 " version that a client has seen, use load_for_version(session, Model, pk, expected)"
@@ -148,6 +148,11 @@ def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:
         raise _two(cls, "take Versioned or VersionedUUID")
     table: Any = mapper.local_table
     name = XMIN if cls.__version_mode__ == "xmin" else cls.__version_column__
+    if mapper.concrete and name not in table.c:
+        raise TypeError(
+            f"{cls.__name__} inherits by concrete tables from a class with a version, whose column is in another table: put the"
+            " mixin on each of the classes, and what they share on a base that is not mapped"
+        )
     if name not in table.c or _OURS not in table.c[name].info:
         raise _two(cls, f"leave the attribute {ATTRIBUTE!r} to the mixin; __version_column__ names its column")
     mapper.version_id_col = table.c[name]
