@@ -150,3 +150,10 @@ def bench(session: nox.Session) -> None:
     """The benchmarks against the drivers and other libraries."""
     session.install("-e", ".[asyncio,embedded]", *group("bench"))
     session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def real_projects(session: nox.Session) -> None:
+    """Projects from PyPI that ship migrations, upgraded by eight processes at once, without the migration lock and with it."""
+    session.install("-e", ".[embedded]", "alembic", "fractal-server", "mlflow", "psycopg[binary]", "psycopg2-binary")
+    session.run("python", "tests/real_projects/run.py", *session.posargs)
