@@ -35,7 +35,7 @@ FIRST_REVISION = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FIRST_REVISION)
 def test_without_the_lock_processes_fail(name: str, dsn: str, tmp_path: Path) -> None:
-    """The same page without the lock goes wrong, in one of several rounds at the latest."""
+    """C048: the same page without the lock goes wrong, in one of several rounds at the latest."""
     page = tmp_path / f"{name}.md"
     content = (HOW_TO / page.name).read_text(encoding="utf-8")
     assert content.count(FIRST_REVISION[name]) == 1
