@@ -193,7 +193,8 @@ async def test_a_deadlock_is_tried_again(world: World, row: Row) -> None:
     await eventually(lambda: len(locked) == 2)
     met.set()
     await both
-    assert calls == 3
+    # The one that was ended may be back before the other one wakes up, and they meet once more.
+    assert calls >= 3
     assert (row.n(1), row.n(2)) == (2, 2)
 
 

@@ -12,6 +12,7 @@ from pgfence.errors import LockTimeoutError
 from support import servers, transactions
 from support.locking import elsewhere, give, is_free, labelled, lock, sessions
 from support.transactions import statements
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,6 +121,8 @@ async def test_a_lock_takes_its_own_keys_and_no_more(
     one = lock(world, world.engine(), *names)
     for busy in names:
         with elsewhere(dsn, busy):
+            # The session that had the name before may still be ending.
+            await eventually(lambda: len(advisory_rows()) == 1)
             assert await world.call(one.try_acquire) is None
             assert len(advisory_rows()) == 1
             with pytest.raises(LockTimeoutError):

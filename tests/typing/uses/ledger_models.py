@@ -16,11 +16,14 @@ class Base(DeclarativeBase):
 
 class Entry(Fenced, Base):
     __tablename__ = "entry"
-    __fence_resource__ = staticmethod(lambda row: f"close:{row.book}")
 
     id: Mapped[int] = mapped_column(primary_key=True)
     book: Mapped[str]
     day: Mapped[date]
+
+    @staticmethod
+    def __fence_resource__(row: Entry) -> str:
+        return f"close:{row.book}"
 
 
 class Note(Versioned, Base):
