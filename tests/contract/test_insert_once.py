@@ -189,8 +189,8 @@ def test_what_cannot_be_unique_is_refused() -> None:
     """No such key, one that holds for some rows only, a None, a name, an instance that is no row, or one already."""
     session = Session()
     for key in (["amount"], [], ["tenant"], ["note"], ["tenant", "number", "id"], ["nothing"]):
-        with pytest.raises(ValueError, match="Payment"):
-            insert_once(session, row(), key)
+        with pytest.raises(ValueError, match="declares no|has no column"):
+            insert_once(session, row(note="n", amount=1, number=1, id=1), key)
     with pytest.raises(ValueError, match="is None"):
         insert_once(session, row(), ["tenant", "number"])
     for instance, key in ((object(), ["a"]), (Payment, ["order_id"]), (row(), "order_id")):

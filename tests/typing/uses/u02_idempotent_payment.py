@@ -12,8 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from app import AsyncSessionLocal, Base, async_engine
-from pgfence import PgfenceError
-from pgfence.idempotency import idempotent
+from pgfence import PgfenceError, idempotent
 
 
 class Payment(Base):
