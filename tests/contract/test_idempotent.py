@@ -59,7 +59,7 @@ class Declined(Exception):
 
 
 async def test_the_work_is_done_once_and_everybody_gets_its_result(desk: Desk) -> None:
-    """A second call does nothing and returns a result that is equal and of the same type."""
+    """C105: a second call does nothing and returns a result that is equal and of the same type."""
     first = await desk.pay("k")
     again = await desk.pay("k")
     assert again == first == Receipt("k")
@@ -80,7 +80,7 @@ async def test_it_adds_two_statements_and_a_replay_is_one(desk: Desk) -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["all is well", "the winner fails at random"])
 async def test_of_twenty_callers_one_does_the_work(desk: Desk, fails: bool) -> None:
-    """However many ask at once and whoever fails, one effect is committed and all answers are equal."""
+    """C095: however many ask at once and whoever fails, one effect is committed and all answers are equal."""
     callers = [desk.world.contender() for _ in range(CALLERS)]
 
     async def call(who: Any, key: str) -> Any:
@@ -104,7 +104,7 @@ async def test_of_twenty_callers_one_does_the_work(desk: Desk, fails: bool) -> N
 
 
 async def test_another_scope_and_another_namespace_are_other_keys(desk: Desk) -> None:
-    """The same key of another tenant or operation is not this one, and sees nothing of it."""
+    """C102: the same key of another tenant or operation is not this one, and sees nothing of it."""
     await desk.pay("k", payload={"a": 1})
     await desk.pay("k", payload={"a": 2}, scope=desk.scope + ":refund")
     other = Desk(desk.world, desk.admin)
@@ -141,7 +141,7 @@ def _body(desk: Desk, registry: Any) -> Callable[[], Any]:
 
 
 async def test_what_is_pending_in_the_session_is_neither_flushed_nor_lost(desk: Desk) -> None:
-    """A replay leaves the transaction as it was: earlier rows stay, and later ones can be written."""
+    """C096: a replay leaves the transaction as it was: earlier rows stay, and later ones can be written."""
     await desk.pay("k")
     async with desk.world.enter(desk.session()) as session:
         await desk.on(session, desk.charge("before"))
@@ -168,7 +168,7 @@ async def test_a_key_is_new_again_when_its_time_is_over(desk: Desk) -> None:
 
 
 async def test_a_loser_waits_for_the_winner_and_gets_its_result(desk: Desk, eventually: Callable[..., Any]) -> None:
-    """The answer after a wait is what the winner has committed, never nothing."""
+    """C097: the answer after a wait is what the winner has committed, never nothing."""
     loser = desk.world.other()
     async with desk.at_work("k", payload=1):
         task = asyncio.create_task(desk.pay("k", who=loser, payload=1))
@@ -179,7 +179,7 @@ async def test_a_loser_waits_for_the_winner_and_gets_its_result(desk: Desk, even
 
 
 async def test_a_loser_does_the_work_when_the_winner_rolls_back(desk: Desk, eventually: Callable[..., Any]) -> None:
-    """An exception frees the key together with its effect."""
+    """C097, C101: an exception frees the key together with its effect."""
     loser = desk.world.other()
     task = None
     with pytest.raises(ConnectionError):
@@ -193,7 +193,7 @@ async def test_a_loser_does_the_work_when_the_winner_rolls_back(desk: Desk, even
 
 
 async def test_a_loser_goes_on_when_the_winner_dies(desk: Desk, eventually: Callable[..., Any]) -> None:
-    """A key in progress ends with the connection of whoever works under it, not with the time it is kept for."""
+    """C099: a key in progress ends with the connection of whoever works under it, not with the time it is kept for."""
     loser = desk.world.other()
     task = None
     with pytest.raises(DBAPIError):
@@ -224,7 +224,7 @@ async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, t
 
 
 async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk) -> None:
-    """A mismatch wins over "in progress", is never answered with the stored result, and aborts nothing."""
+    """C102, C104: a mismatch wins over "in progress", is never answered with the stored result, and aborts nothing."""
     other = desk.world.other()
 
     async def refused() -> None:
@@ -247,7 +247,7 @@ async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_an_old_snapshot_is_told_apart_and_leaves_the_transaction_usable(desk: Desk, level: str) -> None:
-    """Who cannot see the result is not told "fresh", and gets 40001 without an aborted transaction."""
+    """C097: who cannot see the result is not told "fresh", and gets 40001 without an aborted transaction."""
     async with desk.world.enter(desk.session()) as session:
         options = {"execution_options": {"isolation_level": level}}
         await desk.world.call(session.connection, **options)
@@ -338,7 +338,7 @@ async def test_a_transaction_that_is_about_to_end_is_not_taken_for_another_reque
 
 
 async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
-    """Whoever swallows the exception and commits is refused by the server, and the key is free."""
+    """C101: whoever swallows the exception and commits is refused by the server, and the key is free."""
     async with desk.world.enter(desk.session()) as session:
 
         def work(_: Any) -> Receipt:
@@ -374,7 +374,7 @@ async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) ->
 
 
 async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
-    """Its effect is taken back, it is raised again with its data, without running anything; others are not recorded."""
+    """C101: its effect is taken back, it is raised again with its data, without running anything; others are not recorded."""
 
     def decline(session: Any) -> Receipt:
         desk.charge("k")(session)
@@ -447,7 +447,7 @@ async def test_a_commit_inside_the_block_is_refused(desk: Desk) -> None:
 
 
 async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Desk) -> None:
-    """The first call fails, not the replay; the key is free."""
+    """C105: the first call fails, not the replay; the key is free."""
     for result in (object(), Receipt("\0" * 1_500_000)):
         with pytest.raises(IdempotencyMisuseError):
             await desk.pay("k", work=lambda session, result=result: (desk.charge("k")(session), result)[1])
@@ -505,7 +505,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
 
 
 async def test_every_key_that_is_allowed_works(desk: Desk) -> None:
-    """The longest, one character, an emoji: stored and replayed; the index takes them all."""
+    """C108: the longest, one character, an emoji: stored and replayed; the index takes them all."""
     for key in ("k", "ä" * 255, "\U0001f600" * 255, "a b", "'\"%$1?:x"):
         scope = "\U0001f600" * 255 if len(key) == 255 else desk.scope
         assert await desk.pay(key, scope=scope) == await desk.pay(key, scope=scope) == Receipt(key)

@@ -57,7 +57,7 @@ def webhook(desk: Desk) -> Any:
 
 
 async def test_each_event_is_taken_once(desk: Desk) -> None:
-    """By template, with the defaults of the signature; another amount is another request; another kind is another key."""
+    """C095, C102: by template, with the defaults of the signature; another amount is another request; another kind is another key."""
     call = webhook(desk)
     assert call.__doc__ == "Take an event."
 

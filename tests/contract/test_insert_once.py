@@ -93,7 +93,7 @@ async def count(desk: Desk) -> int:
 
 
 async def test_who_is_first_inserts_and_the_others_get_that_row(desk: Desk) -> None:
-    """Ten at once: one row, one winner, no IntegrityError, and every transaction commits."""
+    """C095, C096: ten at once: one row, one winner, no IntegrityError, and every transaction commits."""
 
     async def call(number: int) -> tuple[bool, int]:
         who = desk.world.contender()
@@ -133,7 +133,7 @@ async def test_the_loser_waits_for_the_winner(desk: Desk, eventually: Any) -> No
 
 
 async def test_the_transaction_of_a_loser_keeps_what_else_it_has(desk: Desk) -> None:
-    """What was pending is stored, the instance that lost is not, and it belongs to no session."""
+    """C096: what was pending is stored, the instance that lost is not, and it belongs to no session."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(insert_once, session, row(), ["order_id"])
         await desk.world.call(session.commit)
@@ -149,7 +149,7 @@ async def test_the_transaction_of_a_loser_keeps_what_else_it_has(desk: Desk) -> 
 
 
 async def test_another_constraint_stays_an_error_of_its_own(desk: Desk) -> None:
-    """A foreign key, or another unique key, is not taken for the one that was named; the transaction is usable."""
+    """C096: a foreign key, or another unique key, is not taken for the one that was named; the transaction is usable."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(insert_once, session, row(number=1), ["tenant", "number"])
         for wrong in (row(number=2), row(order_id=9, number=9, customer_id=-1)):

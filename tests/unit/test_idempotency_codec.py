@@ -187,7 +187,7 @@ def same(left: Any, right: Any) -> bool:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
 @given(value=values)
 def test_what_comes_back_is_equal_and_of_the_same_types(admin: psycopg.Connection[Any], value: Any) -> None:
-    """Every value of the listed types, nested in any way, survives jsonb: NUL, half surrogates, -0.0, 1e22, 1.10."""
+    """C105: every value of the listed types, nested in any way, survives jsonb: NUL, half surrogates, -0.0, 1e22, 1.10."""
     codec = Codec.of(RESULT)
     assert same(codec.decode(stored(admin, codec.encode(value))), value)
 
@@ -284,7 +284,7 @@ class Nested:
     "annotation", [Other, Nested, list[Other], Payment, complex, Nested | None, tuple[int, Payment]]
 )
 def test_an_annotation_that_cannot_be_stored_is_refused_before_anything_runs(annotation: Any) -> None:
-    """The class is named, also deep inside; a row of the database is told what to return instead."""
+    """C105: the class is named, also deep inside; a row of the database is told what to return instead."""
     with pytest.raises(TypeError, match="return its key" if "Payment" in str(annotation) else "cannot be stored"):
         Codec.of(annotation)
 

@@ -89,14 +89,14 @@ DIFFERENT: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("one", "other"), EQUAL)
 def test_equal_requests_have_one_fingerprint(one: Any, other: Any) -> None:
-    """Key order, kinds of numbers, lists and tuples, zones, models: how it was written down does not matter."""
+    """C103: key order, kinds of numbers, lists and tuples, zones, models: how it was written down does not matter."""
     assert fingerprint(one) == fingerprint(other)
     assert fingerprint({"x": [one]}) == fingerprint({"x": (other,)})
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_different_requests_have_different_fingerprints(one: Any, other: Any) -> None:
-    """A bool is no number, a text is no number, missing is not null, and nothing looks like something else."""
+    """C103: a bool is no number, a text is no number, missing is not null, and nothing looks like something else."""
     assert fingerprint(one) != fingerprint(other)
 
 
@@ -124,7 +124,7 @@ def test_it_stays_the_same_from_release_to_release() -> None:
 
 
 def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None:
-    """NaN, objects and what contains itself are refused at the first call, not at the retry."""
+    """C103: NaN, objects and what contains itself are refused at the first call, not at the retry."""
     assert fingerprint(None) is None
     endless: list[Any] = []
     endless.append(endless)
@@ -149,7 +149,7 @@ def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None
     ],
 )
 def test_these_are_keys(key: str) -> None:
-    """Up to 255 characters of any kind that can be shown."""
+    """C108: up to 255 characters of any kind that can be shown."""
     assert expect_key(key, "the key") == key
 
 
@@ -158,7 +158,7 @@ def test_these_are_keys(key: str) -> None:
     ["", " ", "\t \n", "x" * 256, "".join(random.choices(string.printable, k=10_000)), "a\0", "a\nb", "\x7f", "\ud800"],
 )
 def test_these_are_not(key: str) -> None:
-    """Empty, blank, too long, or with control characters: a ValueError that says so, and never a driver's error."""
+    """C108: empty, blank, too long, or with control characters: a ValueError that says so, and never a driver's error."""
     with pytest.raises(ValueError, match="the key"):
         expect_key(key, "the key")
 
