@@ -28,7 +28,7 @@ class _Guarded(VersionedBase):
     __mapper_cls__ = VersionedMapper
 
     @validates(ATTRIBUTE, include_removes=True)
-    def _refuse_assigned(self, _name: str, value: Any, deleted: bool) -> Any:  # noqa: FBT001
+    def _refuse_assigned(self, _name: str, value: Any, deleted: bool) -> Any:
         if deleted or value != version_in(self):
             raise AttributeError(
                 f"{type(self).__name__}.{ATTRIBUTE} is counted by itself, and an assigned one would guard nothing: to check the"
