@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import bindparam, delete, func, insert, select, update
+from sqlalchemy import Sequence, bindparam, delete, func, insert, lambda_stmt, literal, select, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
@@ -390,8 +390,53 @@ async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) 
     cls = await page(world, engine)
     inside = by_criteria(cls).returning(cls.id).cte()
     for statement in (select(inside.c.id), select(cls.id).where(cls.id.in_(select(inside.c.id)))):
-        with pytest.raises(VersionRequiredError, match='bulk="refuse"'):
+        with pytest.raises(VersionRequiredError, match="inside of another statement"):
             await on_session(world, engine, executing(statement), bulk="refuse")
+
+
+@pytest.mark.parametrize("bulk", ["bump", "refuse"])
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_a_statement_inside_of_another_is_refused_unless_it_raises_the_version(world: World, bulk: str) -> None:
+    """C064: an UPDATE that is read from, rides along or comes as from_statement() changes no row past its version."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    inside = returning(cls).cte()
+    for statement in (
+        select(inside.c.id),
+        select(cls.title).join(inside, inside.c.id == cls.id),
+        select(literal(1)).add_cte(inside),
+        select(cls).from_statement(by_criteria(cls).returning(cls)),
+        select(cls).from_statement(an_upsert(cls).returning(cls)),
+    ):
+        with pytest.raises(VersionRequiredError, match="inside of another statement"):
+            await on_session(world, engine, executing(statement), bulk=bulk)
+    counted = returning(cls).values(version=cls.version + 1).cte()
+    await on_session(world, engine, executing(select(counted.c.id)), bulk=bulk)
+    expected = 2
+    assert (await read(world, engine, cls))[1] == expected
+
+
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_a_statement_that_comes_as_a_lambda_raises_the_version(world: World) -> None:
+    """C064: lambda_stmt() is the statement that the lambda returns."""
+    engine = world.engine()
+    cls = await page(world, engine)
+    await on_session(world, engine, executing(lambda_stmt(lambda: update(cls).where(cls.id == 1).values(title="new"))))
+    expected = 2
+    assert (await read(world, engine, cls))[1] == expected
+
+
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_what_has_no_parts_can_be_executed_under_every_policy(world: World) -> None:
+    """A sequence is asked for its next value, with bulk="refuse" too."""
+    engine = world.engine()
+    sequence = Sequence("numbers_of_pages")
+
+    def work(session: Session) -> None:
+        sequence.create(session.connection())
+        assert session.scalar(sequence) == 1
+
+    await on_session(world, engine, work, bulk="refuse")
 
 
 async def test_a_session_that_refuses_lets_through_what_is_guarded(world: World) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import ForeignKey, create_engine, select, text, update
 from sqlalchemy.exc import PendingRollbackError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, load_only, mapped_column, relationship, sessionmaker
 from sqlalchemy.orm.exc import StaleDataError
 
 from pgfence.errors import PgfenceError, VersionConflict, VersionConflictError, VersionRequiredError
@@ -60,6 +62,43 @@ async def test_wherever_a_flush_happens_the_conflict_names_the_row(
     assert error.items == (VersionConflict(cls, (1,), 1, 2),)
     assert (error.retryable, error.http_status) == (True, 409)
     assert isinstance(error.__cause__, StaleDataError)
+
+
+@pytest.mark.parametrize("mode", ["client", "uuid", "server", "xmin"])
+async def test_a_row_that_was_read_in_part_is_guarded_by_the_version_of_that_moment(
+    world: World, admin: psycopg.Connection[Any], mode: str
+) -> None:
+    """load_only() and defer() leave the version in: one that the flush read would hide a change since."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode=mode)
+
+    def work(session: Session) -> None:
+        for number, options in enumerate([load_only(cls.title), defer("*"), defer(cls.version)], start=1):
+            page = session.scalars(select(cls).options(options).where(cls.id == number)).one()
+            meddle(admin, cls, number)
+            page.title = "ours"
+            with pytest.raises(VersionConflictError):
+                session.flush()
+            session.rollback()
+
+    await on_session(world, engine, work)
+    assert [title for _, title, _ in stored(admin, cls)][:3] == ["theirs"] * 3
+
+
+def test_a_session_that_is_dropped_in_a_savepoint_gives_its_connection_back(dsn: str) -> None:
+    """What is kept of a savepoint does not keep the session, nor its connection out of the pool."""
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+
+    def drop() -> weakref.ref[Session]:
+        session = VersionedSession(engine)
+        session.begin_nested()
+        session.execute(select(1))
+        return weakref.ref(session)
+
+    dropped = drop()
+    gc.collect()
+    assert dropped() is None
+    engine.dispose()
 
 
 @pytest.mark.parametrize("mode", MODES)

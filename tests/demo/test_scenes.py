@@ -97,7 +97,9 @@ def test_contention_is_judged_by_the_journal_and_by_its_conflicts(
 ) -> None:
     """Every balance is as booked, every guard let somebody through, and there was a conflict to be guarded against."""
     measured = contention.Measured(transfers, transfers + in_vain, 2)
-    cells = {(accounts, guard): measured for accounts in (contention.MANY, contention.FEW) for guard in contention.GUARDS}
+    cells = {
+        (accounts, guard): measured for accounts in (contention.MANY, contention.FEW) for guard in contention.GUARDS
+    }
     assert contention._judge(cells, off) is verdict
 
 

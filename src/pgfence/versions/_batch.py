@@ -17,7 +17,7 @@ from sqlalchemy import Delete, event, inspect
 from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.attributes import flag_modified, instance_state, set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
-from sqlalchemy.util import memoized_property
+from sqlalchemy.util import HasMemoized, memoized_property
 
 from pgfence.errors import TransactionStateError, VersionConflict
 from pgfence.versions._conflicts import conflict, not_counted, not_written
@@ -122,6 +122,13 @@ class VersionedMapper(Mapper[_O]):
     def _version_id_has_server_side_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         # SQLAlchemy would make each UPDATE anew to add the RETURNING; here it is in the one that is kept.
         return self.version_id_col is not None and self._kept[1] and not self.batches
+
+    @HasMemoized.memoized_attribute
+    def _should_undefer_in_wildcard(self) -> set[Any]:
+        # Whatever load_only() and defer() leave out: a version that is read after the rest would let a change in between be lost.
+        found = self.__dict__["version_id_col"]
+        cols: set[Any] = super()._should_undefer_in_wildcard
+        return cols if found is None else {*cols, found}
 
     @memoized_property
     def _kept(self) -> tuple[Any, bool]:

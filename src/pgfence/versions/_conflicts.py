@@ -47,7 +47,8 @@ class Journal:
 
     def __init__(self) -> None:
         self._written: list[Written] = []
-        self._marks: dict[SessionTransaction, int] = {}
+        # It refers to its session, which would never be let go.
+        self._marks: WeakKeyDictionary[SessionTransaction, int] = WeakKeyDictionary()
         self.undone: list[Written] = []
 
     def inserted(self, state: State) -> None:

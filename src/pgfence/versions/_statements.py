@@ -12,11 +12,13 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from sqlalchemy import BindParameter, ClauseElement, Insert, Table, Update, Uuid, event, func, inspect
+from sqlalchemy import CTE, BindParameter, ClauseElement, Insert, Select, Table, Update, Uuid, event, func, inspect
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.context import FromStatement
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import visitors
+from sqlalchemy.sql.lambdas import StatementLambdaElement
 
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._conflicts import conflict, not_written
@@ -41,10 +43,14 @@ def guard(state: ORMExecuteState) -> Result[Any] | None:
         ValueError: it assigns the version, or has two sets of parameters for one row.
     """
     statement: Any = state.statement
+    if isinstance(statement, StatementLambdaElement):
+        resolved: Any = statement._resolved
+        if resolved.is_dml:
+            state.statement = statement = resolved
     policy = getattr(state.session, "bulk", "bump")
-    if not statement.is_dml:
-        if policy == "refuse":
-            _refuse_inside(statement)
+    if policy == "refuse" or (policy == "bump" and _may_hold_another(statement)):
+        _refuse_inside(statement)
+    if not statement.is_dml or isinstance(statement, FromStatement):
         return None
     mapper = _mapper_of(statement)
     if mapper is None or statement.is_delete:
@@ -159,13 +165,33 @@ def _named(key: Any) -> str:
     return found
 
 
+def _may_hold_another(statement: Any) -> bool:
+    """Whether a statement names another one that writes. One look at what it reads: a look all through it is dear."""
+    if isinstance(statement, FromStatement) or getattr(statement, "_independent_ctes", None):
+        return True
+    if not isinstance(statement, Select):
+        return False
+    joined = [each[0] for each in statement._setup_joins]
+    read = [getattr(each, "table", each) for each in (*statement._raw_columns, *statement._from_obj, *joined)]
+    return any(isinstance(each, CTE) for each in read)
+
+
 def _refuse_inside(statement: Any) -> None:
     """Refuse a statement that reads what another one inside of it writes."""
-    for part in visitors.iterate(statement):
-        if isinstance(part, (Insert, Update)) and _changes_rows(part):
+    for part in visitors.iterate(statement) if isinstance(statement, ClauseElement) else ():
+        if part is not statement and isinstance(part, (Insert, Update)) and _changes_rows(part):
             mapper = _mapper_of(part)
-            if mapper is not None and mode_of(mapper) == "client":
-                raise _refused(mapper, 'the session has bulk="refuse"')
+            if mapper is not None and mode_of(mapper) == "client" and not _raises_itself(part, mapper):
+                raise _refused(
+                    mapper,
+                    "it is inside of another statement",
+                    f"Execute it by itself, or give it a {ATTRIBUTE} in values()",
+                )
+
+
+def _raises_itself(statement: Any, mapper: Mapper[Any]) -> bool:
+    given = list(_given(statement, None, mapper)) if statement.is_update else []
+    return any(not isinstance(value, BindParameter) and isinstance(value, ClauseElement) for value in given)
 
 
 # ------------------------------------------------------------ by primary key, one set of parameters for each row
