@@ -478,6 +478,7 @@ async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
         update(cls).values(version=7),
         update(table).values(version=7),
         update(cls).values({cls.version: 7}),
+        update(cls).values(version=cls.version),
     ):
         with pytest.raises(ValueError, match=r"Page\.version is raised by itself"):
             await on_session(world, engine, executing(statement))

@@ -23,15 +23,14 @@ _SHOWN = 5
 
 
 class Written(NamedTuple):
-    """A row that a flush was about to write. Without a key: one that it was about to add.
+    """A row that a flush was about to change or delete. Without a connection: one that a statement may have written.
 
-    Without a connection: one that a statement may have written, by its criteria. Where the connection is shared with its
-    caller, `seen` is the version just before the write.
+    Where the connection is shared with its caller, `seen` is the version just before the write.
     """
 
     state: State
-    key: tuple[Any, ...] | None = None
-    version: Any = None
+    key: tuple[Any, ...]
+    version: Any
     connection: Any = None
     mapper: Any = None
     shared: bool = False
@@ -47,13 +46,17 @@ class Journal:
 
     def __init__(self) -> None:
         self._written: list[Written] = []
+        # Kept by the session as long as they matter: a million rows that were added and let go leave nothing here.
+        self._added: WeakKeyDictionary[State, int] = WeakKeyDictionary()
+        self._additions = 0
         # It refers to its session, which would never be let go.
-        self._marks: WeakKeyDictionary[SessionTransaction, int] = WeakKeyDictionary()
+        self._marks: WeakKeyDictionary[SessionTransaction, tuple[int, int]] = WeakKeyDictionary()
         self.undone: list[Written] = []
 
     def inserted(self, state: State) -> None:
-        """Note a row that is about to be added."""
-        self._written.append(Written(state))
+        """Note a row that is about to be added: nobody else can have written it."""
+        self._additions += 1
+        self._added[state] = self._additions
 
     def note(self, connection: Connection, mapper: Mapper[Any], state: State, version: Any) -> None:
         """Note a row that is about to be changed or deleted."""
@@ -76,21 +79,25 @@ class Journal:
 
     def savepoint(self, transaction: SessionTransaction) -> None:
         """Note where a savepoint was set."""
-        self._marks[transaction] = len(self._written)
+        self._marks[transaction] = len(self._written), self._additions
 
     def rolled_back(self, transaction: SessionTransaction) -> None:
         """Take back what was written since the savepoint that a transaction belongs to, or since the begin."""
         while not transaction.nested and transaction.parent is not None:
             transaction = transaction.parent
-        mark = self._marks.get(transaction, 0)
-        self.undone = self._written[mark:]
+        mark, additions = self._marks.get(transaction, (0, 0))
+        added = {state for state, number in self._added.items() if number > additions}
+        self.undone = [each for each in self._written[mark:] if each.state not in added]
         del self._written[mark:]
+        for state in added:
+            del self._added[state]
 
     def ended(self, transaction: SessionTransaction) -> None:
         """Forget a savepoint that was released or rolled back, or all at the end of the transaction."""
         self._marks.pop(transaction, None)
         if transaction.parent is None:
             self._written.clear()
+            self._added.clear()
 
 
 _JOURNALS: WeakKeyDictionary[Session, Journal] = WeakKeyDictionary()
@@ -114,7 +121,7 @@ def told(session: Session, error: Exception) -> Exception:
     rows: dict[State, Written] = {}
     for each in _JOURNALS[session].undone:
         known = rows.setdefault(each.state, each)
-        if known.key is not None and known.connection is None:
+        if known.connection is None:
             rows[each.state] = each._replace(version=known.version)
     flushed = [each for each in rows.values() if each.connection is not None]
     try:
@@ -177,12 +184,12 @@ def _conflicts(rows: list[Written]) -> list[VersionConflict]:
         # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
         transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
         try:
-            now = versions_of(connection, mapper, [each.key or () for each in some])
+            now = versions_of(connection, mapper, [each.key for each in some])
         finally:
             transaction.rollback()
         found |= {each.state: version for each, version in zip(some, now, strict=True)}
     return [
-        VersionConflict(each.mapper.class_, each.key or (), each.version, found[each.state])
+        VersionConflict(each.mapper.class_, each.key, each.version, found[each.state])
         for each in rows
         if found[each.state] is None or found[each.state] != each.version
     ]

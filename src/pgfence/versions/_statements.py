@@ -12,7 +12,20 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from sqlalchemy import CTE, BindParameter, ClauseElement, Insert, Select, Table, Update, Uuid, event, func, inspect
+from sqlalchemy import (
+    CTE,
+    BindParameter,
+    ClauseElement,
+    ColumnClause,
+    Insert,
+    Select,
+    Table,
+    Update,
+    Uuid,
+    event,
+    func,
+    inspect,
+)
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.context import FromStatement
@@ -106,7 +119,7 @@ def _raise_versions(state: ORMExecuteState, mapper: Mapper[Any], *, refuse: bool
     if mode_of(mapper) != "client":
         return
     given = list(_given(statement, state.parameters, mapper)) if statement.is_update else []
-    if any(isinstance(value, BindParameter) or not isinstance(value, ClauseElement) for value in given):
+    if any(isinstance(value, (BindParameter, ColumnClause)) or not isinstance(value, ClauseElement) for value in given):
         raise ValueError(f"{mapper.class_.__name__}.{ATTRIBUTE} is raised by itself: leave it out of values()")
     if given:
         return
