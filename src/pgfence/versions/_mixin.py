@@ -70,7 +70,8 @@ class Versioned(_Guarded):
         __version_mode__: who counts: "client", this program; "server", the trigger of `schema.add_version_trigger`; "xmin".
         __version_column__: the column's name in the table; the attribute stays `version`.
         __version_relationships__: names of relationships whose change counts as one of this row, once for each flush: rows
-            that come or go, and for one-to-many also those that change.
+            that come or go, and for one-to-many also those that change. It counts for this row alone, not for one that this
+            row belongs to in turn.
 
     Raises:
         VersionConflictError: on writing, in a `VersionedSession`: the row is at another version, or gone.

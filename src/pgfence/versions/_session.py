@@ -41,9 +41,10 @@ class VersionedSession(Session):
     savepoint is usable. merge() of an instance that was read elsewhere compares its version as well, and one without a
     version is refused where there is a row that it would overwrite.
 
-    Not promised: the same in REPEATABLE READ and SERIALIZABLE, where PostgreSQL itself refuses with SQLSTATE 40001. For the
-    legacy methods `bulk_save_objects` and `bulk_update_mappings`, which compare versions and name no rows. And about instances
-    whose rows the transaction has written by plain SQL: refresh() them.
+    Not promised: that rows which statements of the same transaction wrote, and which no instance in the session stood for,
+    are left out of that list. The same in REPEATABLE READ and SERIALIZABLE, where PostgreSQL itself refuses with SQLSTATE
+    40001. Anything of the legacy methods `bulk_save_objects` and `bulk_update_mappings`, which compare versions and name no
+    rows. And nothing about instances whose rows the transaction has written by plain SQL: refresh() them.
 
     Args:
         bind: an Engine, or a Connection whose transaction is the caller's.
