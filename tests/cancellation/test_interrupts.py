@@ -81,6 +81,7 @@ for number in range(150):
                 pass
     except SoftLimit:
         pass
+    armed[0] = False  # what ended the attempt may have come before the shot
     gun.thread.join()
     free = []
     def try_it():
@@ -123,6 +124,7 @@ def attempt(*names):
         say("granted")
     except SoftLimit:
         say("interrupted" if time.monotonic() - start < 2 else "late")
+    armed[0] = False  # what ended the attempt may have come before the shot
     gun.thread.join()
 
 def hold(name, gate, ready):
@@ -177,6 +179,7 @@ for number in range(50):
         pass
     except Exception as error:
         strange.append(repr(error))
+    armed[0] = False  # what ended the attempt may have come before the shot
     gun.thread.join()
     thread = threading.Thread(target=lambda: AdvisoryLock(engine, name).acquire(timeout=3).release())
     thread.start()

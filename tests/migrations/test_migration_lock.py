@@ -207,7 +207,8 @@ async def test_a_waiter_holds_back_no_concurrent_index(
 ) -> None:
     """C049, C052: beside a waiter, and under REPEATABLE READ, the index is built; the waiter never idles in a transaction."""
     table = f"t_{key.value}"
-    there = "SELECT state FROM pg_stat_activity WHERE application_name = %s AND query LIKE '%%advisory%%'"
+    there = "SELECT state FROM pg_stat_activity WHERE application_name = %s"
+    asking = f"{there} AND query LIKE '%%advisory%%'"
     seen: set[str] = set()
     held = threading.Event()
 
@@ -216,7 +217,7 @@ async def test_a_waiter_holds_back_no_concurrent_index(
             with connection.begin():
                 connection.execute(text(f'CREATE TABLE "{table}" AS SELECT g AS x FROM generate_series(1, 1000) AS g'))
             held.set()
-            blocking(lambda: admin.execute(there, [table]).fetchone())
+            blocking(lambda: admin.execute(asking, [table]).fetchone())
             connection.execution_options(isolation_level="AUTOCOMMIT")
             for number in range(3):
                 connection.execute(text(f'CREATE INDEX CONCURRENTLY "{table}_{number}" ON "{table}" (x)'))

@@ -54,7 +54,7 @@ def test_without_the_lock_pods_fail(tmp_path: Path, own: str) -> None:
     project = Project(tmp_path, "sync", "psycopg", own, changed=[(LOCK, "if connection:")])
     failed = 0
     for _ in range(20 if FULL else 3):
-        failed += any(pod.code for pod in project.round(PODS))
+        failed += any(pod.code for pod in project.round(PODS, SLOW="0.3"))
         project.clear()
         if failed and not FULL:
             return

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REVISIONS = {
     "001": """
+    op.execute(f"SELECT pg_sleep({os.environ.get('SLOW', '0')})")
     op.execute("CREATE TABLE applied (revision text)")
     op.execute("CREATE TABLE item AS SELECT g AS id, 'x' AS t FROM generate_series(1, 20000) AS g")
     op.execute("INSERT INTO applied VALUES ('001')")
@@ -116,10 +117,10 @@ class Project:
         """Run `alembic` with these words to its end."""
         return ended(self.start(*words, **environment))
 
-    def round(self, pods: int) -> list[Ended]:
+    def round(self, pods: int, **environment: str) -> list[Ended]:
         """Run some pods, all from one moment on."""
         gate = Path(mkdtemp(dir=self.folder))
-        started = [self.start(GATE=str(gate)) for _ in range(pods)]
+        started = [self.start(GATE=str(gate), **environment) for _ in range(pods)]
         blocking(lambda: len(list(gate.iterdir())) == pods, 30)
         (gate / "open").touch()
         return [ended(pod, 15) for pod in started]
