@@ -49,8 +49,8 @@ class VersionedSession(Session):
     Args:
         bind: an Engine, or a Connection whose transaction is the caller's.
         bulk: what becomes of statements on versioned classes beside the flush. "bump" raises the version of each row that
-            they write, and refuses those that cannot be made to; "refuse" refuses all that would not have it by themselves;
-            "ignore" sends them as they are.
+            they write, and refuses those that cannot be made to; an UPDATE inside of a SELECT is looked for one level deep.
+            "refuse" refuses all that would not have it by themselves, at any depth; "ignore" sends them as they are.
         conflict_check: "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush
             first, names every conflict at once, and then writes rows that change alike together.
         **session_options: for Session.
