@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from pgfence.embedded import _binaries, _cluster
 from pgfence.errors import UnreachableError
 from support.servers import OwnServer, own
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -30,6 +28,25 @@ def test_the_second_start_copies_the_template(cache: Path) -> None:
     assert not (template / "postmaster.pid").exists()
     with own(fsync=False) as second:
         assert second.password == (template / "pgfence_password").read_text()
+
+
+def test_a_folder_that_another_start_takes_for_abandoned_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removed between its making and its lock, a folder is none: the next one is taken."""
+    make, removed = tempfile.mkdtemp, list[str]()
+
+    def taken_away(**options: str) -> str:
+        folder = make(**options)
+        if not removed:
+            removed.append(folder)
+            Path(folder).rmdir()
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken_away)
+    folder, lock = _cluster.make_run_folder()
+    os.close(lock)
+    assert folder.is_dir()
+    assert str(folder) not in removed
+    folder.rmdir()
 
 
 def test_first_starts_at_once_do_not_collide(cache: Path) -> None:

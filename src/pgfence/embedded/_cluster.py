@@ -38,9 +38,12 @@ def make_run_folder() -> tuple[Path, int]:
         _remove_if_abandoned(left)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        # Another start may find it before it is locked, and remove it: before it is opened, or after.
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Another start may have found it before it was locked, and removed it.
         if folder.exists():
             give(folder)
             return folder, lock
