@@ -269,6 +269,9 @@ async def test_rows_inserted_by_a_statement_have_a_version(world: World, kind: s
         session.commit()
 
     await on_session(world, engine, work)
+    found = await read(world, engine, cls)
+    versions = [found[number] for number in (6, 7, 8, 9, 11)]
+    assert len(set(versions)) == 5 if kind == "uuid" else versions == [2] * 5
 
 
 # ------------------------------------------------------------ by primary key

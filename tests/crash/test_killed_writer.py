@@ -65,10 +65,11 @@ async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
     """C056: with client_connection_check_interval the orphaned statement ends, and the gate is free, long before its time."""
-    killed_in_a_statement(world, name, script, admin, client_connection_check_interval="250")
+    orphan = killed_in_a_statement(world, name, script, admin, client_connection_check_interval="250")
     engine = world.engine(connect_args=settings(world, lock_timeout="10s"))
     async with world.enter(lease(world, world.engine(), name).hold(timeout=10)) as held:
         await enter(world, held, engine)
+    assert admin.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [orphan]).fetchall() == []
 
 
 @pytest.mark.parametrize("bound", ["default_timeout", "lock_timeout"])

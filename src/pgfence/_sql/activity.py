@@ -34,6 +34,7 @@ _MATCH = (
     f" OR l.objsubid = 2 AND {_VALUE} = ANY (CAST({{1}} AS bigint[])))"
 )
 _HELD = "SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE " + _MATCH + ")"
+_MINE = _HELD.replace("l.granted", "l.granted AND l.pid = pg_catalog.pg_backend_pid()")
 
 # A prepared transaction has no process. It is found by the lock that it holds on its own number.
 _HOLDERS = (
@@ -59,11 +60,12 @@ class Texts:
 
     holders: str
     held: str
+    mine: str
 
 
 TEXTS: dict[Style, Texts] = {
-    "format": Texts(_HOLDERS.format("%s", "%s"), _HELD.format("%s", "%s")),
-    "numeric": Texts(_HOLDERS.format("$1", "$2"), _HELD.format("$1", "$2")),
+    "format": Texts(*(text.format("%s", "%s") for text in (_HOLDERS, _HELD, _MINE))),
+    "numeric": Texts(*(text.format("$1", "$2") for text in (_HOLDERS, _HELD, _MINE))),
 }
 
 
@@ -134,6 +136,13 @@ def holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
 def held(connection: Connection, keys: Sequence[LockKey]) -> bool:
     """Return whether anybody holds any of these keys in the connection's own database. One round trip."""
     text = TEXTS[style_of(connection.dialect)].held
+    answer: bool = connection.exec_driver_sql(text, arguments(keys)).scalar_one()
+    return answer
+
+
+def mine(connection: Connection, keys: Sequence[LockKey]) -> bool:
+    """Return whether the session of this connection holds any of these keys. One round trip."""
+    text = TEXTS[style_of(connection.dialect)].mine
     answer: bool = connection.exec_driver_sql(text, arguments(keys)).scalar_one()
     return answer
 

@@ -1,4 +1,4 @@
-"""The questions of a migration lock: whether this session still has it, and what those who have it are doing."""
+"""The questions of a migration lock: what those who have it are doing, and whether something would be lost with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.activity import arguments
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 
@@ -16,15 +15,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence.keys import LockKey
-
-_VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
-_MINE = (
-    "SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' AND l.granted"
-    " AND l.pid = pg_catalog.pg_backend_pid()"
-    f" AND (l.objsubid = 1 AND {_VALUE} = ANY (CAST({{0}} AS bigint[]))"
-    f" OR l.objsubid = 2 AND {_VALUE} = ANY (CAST({{1}} AS bigint[]))))"
-)
 _DOING = (
     "SELECT a.pid, a.state, a.query_start, a.query FROM pg_catalog.pg_stat_activity AS a"
     " WHERE a.pid = ANY (CAST({0} AS integer[]))"
@@ -33,7 +23,7 @@ _CHECK_CLIENT = (
     "SELECT pg_catalog.set_config(s.name, '1000', false) FROM pg_catalog.pg_settings AS s"
     " WHERE s.name = 'client_connection_check_interval' AND pg_catalog.strpos(pg_catalog.version(), 'linux') > 0"
 )
-_MARKS = {"format": ("%s", "%s"), "numeric": ("$1", "$2")}
+_MARKS = {"format": "%s", "numeric": "$1"}
 _HAS_WRITTEN = "SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL"
 _LONGEST_QUERY = 200
 
@@ -54,16 +44,9 @@ class Doing(NamedTuple):
         return f"{self.state}, last {self.query!r}" if self.query and self.state else UNSEEN
 
 
-def mine(connection: Connection, key: LockKey) -> bool:
-    """Return whether the session of this connection holds a key. One round trip."""
-    text = _MINE.format(*_MARKS[style_of(connection.dialect)])
-    answer: bool = connection.exec_driver_sql(text, arguments([key])).scalar_one()
-    return answer
-
-
 def doing(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
     """Return what sessions are doing, by the process of each; what the role may not see of others is left out."""
-    text = _DOING.format(*_MARKS[style_of(connection.dialect)])
+    text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
 

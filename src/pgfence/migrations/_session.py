@@ -183,7 +183,7 @@ class SessionLock:
 
     def expect_held(self) -> None:
         """Raise unless this session still has it. One round trip, in the caller's transaction."""
-        if not migration.mine(self._connection, self._key):
+        if not activity.mine(self._connection, (self._key,)):
             raise self._lost()
 
     def _same(self) -> bool:
