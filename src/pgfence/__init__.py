@@ -11,6 +11,7 @@ from pgfence import compat
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
+    AttemptLostError,
     CapacityError,
     CommitOutcomeUnknownError,
     DeadlockError,
@@ -71,6 +72,7 @@ __all__ = [
     "AsyncOnce",
     "AsyncSlot",
     "AsyncTransactionLock",
+    "AttemptLostError",
     "CapacityError",
     "CatchUp",
     "CommitOutcomeUnknownError",

@@ -260,7 +260,7 @@ class IdempotencyKeyReusedError(PgfenceError):
 
 
 class IdempotencyInProgressError(PgfenceError):
-    """Another transaction is at work under the key, and did not end within the timeout. The transaction is usable.
+    """Somebody else is at work under the key, and did not end within the timeout. The caller's transaction is usable.
 
     With SQLSTATE 40001 the other one has committed, and this transaction reads from a snapshot that is older than that:
     only a new transaction can see the result.
@@ -270,10 +270,31 @@ class IdempotencyInProgressError(PgfenceError):
     retryable = True
     retry_after: float | None = 1.0
 
-    def __init__(self, message: str, *, scope: str, key: str, sqlstate: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, scope: str, key: str, sqlstate: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(message, sqlstate=sqlstate)
         self.scope = scope
         self.key = key
+        if retry_after is not None:
+            self.retry_after = retry_after
+
+
+class AttemptLostError(PgfenceError):
+    """An attempt at an effect is not the one that counts any more: nothing that it says is stored.
+
+    Its claim has expired and `newest` has taken over, or an operator has freed the key. Whatever it has done outside the
+    database stands; the derived keys let the provider recognise it.
+    """
+
+    http_status = 409
+
+    def __init__(self, message: str, *, scope: str, key: str, attempt: int, newest: int) -> None:
+        super().__init__(message)
+        self.scope = scope
+        self.key = key
+        self.attempt = attempt
+        self.newest = newest
 
 
 class IdempotencyMisuseError(PgfenceError):

@@ -11,6 +11,7 @@ import pytest
 
 from pgfence import errors
 from pgfence.errors import (
+    AttemptLostError,
     CapacityError,
     CommitOutcomeUnknownError,
     DeadlockError,
@@ -89,6 +90,7 @@ SAMPLES: list[tuple[PgfenceError, int, bool]] = [
     (IdempotencyKeyReusedError("other payload", scope="s", key="k"), 422, False),
     (IdempotencyInProgressError("at work", scope="s", key="k", sqlstate="40001"), 409, True),
     (IdempotencyMisuseError("forgot"), 500, False),
+    (AttemptLostError("taken over", scope="s", key="k", attempt=1, newest=2), 409, False),
 ]
 each = pytest.mark.parametrize(("error", "http_status", "retryable"), SAMPLES, ids=[str(e) for e, _, _ in SAMPLES])
 
