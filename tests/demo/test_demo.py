@@ -133,12 +133,14 @@ def test_the_control_loses_money_and_no_guarded_act_does(
     }
     assert (shown["processes"], shown["embedded"], shown["seconds_per_act"]) == (4, False, 1.0)
     assert (shown["verdict"], shown["exit_code"]) == ("ok", 0)
-    paused, slots, contention = shown["scenes"]
+    paused, slots, contention, retries = shown["scenes"]
     assert (paused["scene"], paused["verdict"], paused["late_fenced"]) == ("paused", "ok", 0)
     assert paused["late"] > 0
     assert (slots["scene"], slots["verdict"]) == ("slots", "ok")
     assert slots["slots"] == slots["runs"] >= 50
     assert (contention["scene"], contention["verdict"], contention["accounts_off"]) == ("contention", "ok", 0)
+    assert (retries["scene"], retries["verdict"], retries["keyed_twice"], retries["differ"]) == ("retries", "ok", 0, 0)
+    assert retries["plain_twice"] > 0 and retries["keyed_ended"] > 0
     control, *guarded = shown["acts"]
     assert [act["act"] for act in shown["acts"]] == [act.name for act in ACTS]
     for act in shown["acts"]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, insert, text
 
 from pgfence import schema
 from pgfence.demo.act import Verdict
 from pgfence.demo.bank import SCHEMA
 from pgfence.demo.errors import DemoError
 from pgfence.demo.scene import engine_for, players
-from pgfence.demo.scenes import contention, paused, slots
+from pgfence.demo.scenes import contention, paused, retries, slots
 from support.servers import database
 
 if TYPE_CHECKING:
@@ -101,6 +101,38 @@ def test_contention_is_judged_by_the_journal_and_by_its_conflicts(
         (accounts, guard): measured for accounts in (contention.MANY, contention.FEW) for guard in contention.GUARDS
     }
     assert contention._judge(cells, off) is verdict
+
+
+def storm(**other: int) -> retries.Storm:
+    known = {"made": retries.PAYMENTS, "paid": retries.PAYMENTS, "twice": 0, "sent": 320, "ended": 20, "differ": 0}
+    return retries.Storm(**known | other)
+
+
+@pytest.mark.parametrize(
+    ("plain", "keyed", "verdict"),
+    [
+        ({}, {}, Verdict.OK),
+        ({}, {"made": retries.PAYMENTS + 1, "twice": 1}, Verdict.GUARD_FAILED),
+        ({}, {"made": retries.PAYMENTS - 1, "paid": retries.PAYMENTS - 1}, Verdict.GUARD_FAILED),
+        ({}, {"differ": 1}, Verdict.GUARD_FAILED),
+        ({"made": retries.PAYMENTS, "twice": 0}, {}, Verdict.CONTROL_FAILED),
+        ({}, {"ended": 0}, Verdict.CONTROL_FAILED),
+    ],
+)
+def test_retries_are_judged_by_what_was_paid(plain: dict[str, int], keyed: dict[str, int], verdict: Verdict) -> None:
+    """With keys each payment once and one receipt for all who asked; without them one twice, or there was no danger."""
+    assert retries._judge(storm(**{"made": 300, "twice": 100} | plain), storm(**keyed)) is verdict
+
+
+def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
+    """A payment that was made twice, and a client that was told of another one, are seen; the other storm's rows are not."""
+    retries.Base.metadata.create_all(stage)
+    rows = [{"number": number, "keyed": True} for number in (1, 2, 2)] + [{"number": 1, "keyed": False}]
+    with stage.begin() as connection:
+        connection.execute(insert(retries.Payment), rows)
+    answers = [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 3, 1)]
+    found = retries._storm(stage, {"answers": answers, "ended": 7}, keyed=True)
+    assert found == retries.Storm(made=3, paid=2, twice=1, sent=5, ended=7, differ=1)
 
 
 def test_a_player_that_ends_unasked_is_told(dsn: str) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from pgfence.demo.scenes import contention, paused, slots
+from pgfence.demo.scenes import contention, paused, retries, slots
 
-SCENES = (paused.SCENE, slots.SCENE, contention.SCENE)
+SCENES = (paused.SCENE, slots.SCENE, contention.SCENE, retries.SCENE)
