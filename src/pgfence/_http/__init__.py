@@ -1,0 +1,1 @@
+"""Rules of HTTP, without a framework or a server."""

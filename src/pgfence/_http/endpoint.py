@@ -1,0 +1,48 @@
+"""What an endpoint's dependency knows of a request: whose key it is, for what, and what makes it the same request."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+from urllib.parse import quote
+
+READABLE = 160
+"""Characters up to which a scope is stored as it is, and not as a digest."""
+
+
+def scope_of(method: str, path: str, principal: object) -> str:
+    """Return the scope of a key.
+
+    Raises:
+        ValueError: there is no principal.
+        TypeError: it is no str.
+    """
+    if principal is None or principal == "":
+        raise ValueError("an idempotency key belongs to a principal, and this request has none")
+    if not isinstance(principal, str):
+        raise TypeError(f"principal must return a str, not {type(principal).__name__}")
+    text = f"{method} {quote(path)} {principal}"
+    return text if len(text) <= READABLE and text.isprintable() else sha256(text.encode()).hexdigest()
+
+
+async def payload_of(request: Any) -> list[Any]:
+    """Return the query and the body of a request of Starlette: JSON and forms as what they say, other bodies as they are."""
+    try:
+        body: Any = await request.body()
+    except RuntimeError:  # the framework has read it as a form, and keeps that
+        body = [(name, await _field(value)) for name, value in (await request.form()).multi_items()]
+    else:
+        if "json" in request.headers.get("content-type", ""):
+            with suppress(ValueError, RecursionError):
+                body = json.loads(body)
+    return [request.url.query, body]
+
+
+async def _field(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    content = await value.read()
+    await value.seek(0)
+    return [value.filename, value.content_type, sha256(content).digest()]

@@ -1,0 +1,207 @@
+"""Dependencies of FastAPI that belong to the endpoint's transaction, and answers for the errors of pgfence.
+
+`session=` is the application's own dependency, which every part of a request asks for with `scope="function"`. Without that, a
+dependency with `yield` commits after the client has its answer; with it, FastAPI makes one session for all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from enum import Enum
+from http import HTTPStatus
+from math import ceil
+from string import Formatter
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+
+from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from pgfence._http.endpoint import payload_of, scope_of
+from pgfence.blocks import kinds
+from pgfence.errors import PgfenceError
+from pgfence.idempotency import AsyncIdem, Idem, idempotent
+from pgfence.idempotency._codec import Codec
+from pgfence.transaction import AsyncTransactionLock, TransactionLock
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+
+    from fastapi import FastAPI
+
+    from pgfence.timing import Seconds
+
+__all__ = ["Idempotent", "IdempotentCall", "Locked", "install_error_handlers"]
+
+T = TypeVar("T")
+log = logging.getLogger("pgfence.fastapi")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer each error of pgfence with its `http_status`, and with `Retry-After` where waiting helps.
+
+    The answer is `application/problem+json` and names the class of the error. The message, which may name keys and holders, goes
+    to the log `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error goes on.
+    """
+    app.add_exception_handler(PgfenceError, cast("Any", _answer))
+
+
+async def _answer(connection: Request | WebSocket, error: PgfenceError) -> Response:
+    if isinstance(connection, WebSocket):
+        raise error
+    status = HTTPStatus(error.http_status)
+    level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
+    log.log(level, "%s %s: %s", connection.method, connection.url.path, error, exc_info=trace)
+    wait = {} if error.retry_after is None else {"Retry-After": str(ceil(error.retry_after))}
+    told = {"title": status.phrase, "status": status, "detail": type(error).__name__}
+    return JSONResponse(told, status, wait, media_type="application/problem+json")
+
+
+class Locked:
+    """A transaction lock that is held when the endpoint begins, and ends with its transaction; see `TransactionLock`.
+
+    `Depends(Locked("account:{account_id}", session=get_session), scope="function")`, in the decorator or as a parameter. Those of
+    the decorator run first, in their order: what authenticates stands in front. Then a timeout is 423.
+
+    Args:
+        names: a field in braces is a parameter of the path, as the endpoint or a dependency declares it: with an `int`,
+            `/accounts/007` locks `account:7`. What it cannot be is 422.
+        session: the dependency that gives the endpoint its Session or AsyncSession.
+        timeout: seconds to wait; None is the configured default.
+
+    Raises:
+        ValueError: there is no name, or a field is not just the name of a parameter.
+        TypeError: from a request: nobody declares a field; or somebody asks for the session without `scope="function"`, and
+            would get another transaction than the locked one.
+        PgfenceError: from a request, as `TransactionLock.acquire`.
+    """
+
+    def __init__(self, *names: str, session: Callable[..., Any], timeout: Seconds | None = None) -> None:
+        self._fields = {field for name in names for _, field, _, _ in Formatter().parse(name) if field is not None}
+        if not names or not all(map(str.isidentifier, self._fields)):
+            raise ValueError(f"a lock needs a name, and a field is the name of a parameter of the path: {names}")
+        self._names, self._session, self._timeout = names, session, timeout
+        self.__signature__ = _signature(request=Request, session=Depends(session, scope="function"))
+
+    async def __call__(self, *, request: Request, session: Any) -> None:
+        """Take the lock; FastAPI calls this."""
+        root = request.scope["route"].dependant
+        if any(one.call == self._session and one.scope != "function" for one in _all(root)):
+            raise TypeError(f'{request.url.path} asks for a session without scope="function": it is not the locked one')
+        values = {field: _value(root, field, request.path_params) for field in self._fields}
+        is_async = isinstance(session, kinds("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session"))
+        kind: Any = AsyncTransactionLock if is_async else TransactionLock
+        try:
+            lock = kind(session, *(name.format(**values) for name in self._names))
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+        await (
+            lock.acquire(timeout=self._timeout) if is_async else run_in_threadpool(lock.acquire, timeout=self._timeout)
+        )
+
+
+class IdempotentCall(Generic[T]):
+    """The key of a request, in the endpoint's transaction."""
+
+    def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
+        self._once: Any = once
+        self._response = response
+
+    @overload
+    def run(self, fn: Callable[[], Awaitable[T]], /) -> Coroutine[Any, Any, T]: ...
+    @overload
+    def run(self, fn: Callable[[], T], /) -> T: ...
+    def run(self, fn: Callable[[], Any], /) -> Any:
+        """Do the work, or return what came of it the first time, with a header `Idempotent-Replayed: true`.
+
+        Args:
+            fn: does the work in the session's transaction, and does not commit. On an AsyncSession a coroutine function, and
+                the result is awaited.
+
+        Raises:
+            PgfenceError: as `idempotent`.
+        """
+        return self._run_async(fn) if isinstance(self._once, AsyncIdem) else self._told(self._once.run(fn))
+
+    async def _run_async(self, fn: Callable[[], Awaitable[T]]) -> T:
+        return self._told(await self._once.run(fn))
+
+    def _told(self, value: T) -> T:
+        if self._once._op.replayed:
+            self._response.headers["Idempotent-Replayed"] = "true"
+        return value
+
+
+class Idempotent(Generic[T]):
+    """The `Idempotency-Key` of a request whose effect is in its transaction; see `idempotent`.
+
+    `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` gives an `IdempotentCall[PayOut]`.
+
+    Promised: without one usable key, or without a principal, a request is 400. The key counts for that principal, method and
+    path. With another query or body it is 422: JSON and forms are compared by what they say, other bodies as they are.
+
+    Not promised: that the endpoint calls `run`.
+
+    Args:
+        session: the dependency that gives the endpoint its Session or AsyncSession.
+        principal: a dependency that says whose request it is, once that is known for sure. Never a constant: clients would get
+            each other's answers.
+        result: the type of the result. A TypeError if it cannot be stored.
+    """
+
+    def __init__(self, *, session: Callable[..., Any], principal: Callable[..., str], result: type[T]) -> None:
+        Codec.of(result)
+        self._result = result
+        asked = {"session": Depends(session, scope="function"), "principal": Depends(principal)}
+        self.__signature__ = _signature(
+            request=Request, response=Response, idempotency_key=Header(default=None), **asked
+        )
+
+    async def __call__(
+        self, *, request: Request, response: Response, session: Any, principal: str, idempotency_key: str | None
+    ) -> IdempotentCall[T]:
+        """Return the key of the request; FastAPI calls this. The database is asked by `run`."""
+        try:
+            key = one_key(request.headers.getlist("Idempotency-Key"))
+            scope = scope_of(request.method, request.scope["path"], principal)
+            once = idempotent(session, key, scope=scope, payload=await payload_of(request), result=self._result)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        return IdempotentCall(once, response)
+
+
+def _signature(**wanted: Any) -> inspect.Signature:
+    """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency or a header gives."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kind, **({"annotation": one} if isinstance(one, type) else {"default": one}))
+            for name, one in wanted.items()
+        ]
+    )
+
+
+def _all(dependant: Any) -> Iterator[Any]:
+    yield dependant
+    for one in dependant.dependencies:
+        yield from _all(one)
+
+
+def _value(root: Any, field: str, given: dict[str, Any]) -> Any:
+    # FastAPI takes a parameter of a router's prefix for one of the query, until it knows the whole path.
+    declared = [one for part in _all(root) for one in (*part.path_params, *part.query_params) if one.alias == field]
+    if not declared or field not in given:
+        raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
+    value, errors = declared[0].validate(given[field], {}, loc=("path", field))
+    if errors:
+        raise RequestValidationError(errors if isinstance(errors, list) else [errors])
+    return value.value if isinstance(value, Enum) else value
+
+
+def one_key(values: list[str]) -> str:
+    """Return the key that a header gives."""
+    if len(values) != 1:
+        raise ValueError(f"{'a' if not values else 'one'} header Idempotency-Key is needed")
+    return values[0].strip().strip('"')

@@ -1,0 +1,437 @@
+"""`pgfence.fastapi` in an application of FastAPI, on every driver: locks, keys and answers for errors."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import uuid
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx2
+import pytest
+from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, UploadFile, WebSocket
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from pgfence.config import configure
+from pgfence.errors import (
+    CapacityError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    LockTimeoutError,
+    PgfenceError,
+    SchemaError,
+    UnreachableError,
+)
+from pgfence.fastapi import Idempotent, IdempotentCall, Locked, install_error_handlers
+from pgfence.transaction import TransactionLock
+from support.keyed import Desk
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    import psycopg
+    from sqlalchemy.ext.asyncio import AsyncSession
+
+    from support.worlds import World
+
+REFUSES = """
+    CREATE OR REPLACE FUNCTION refuses() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN RAISE EXCEPTION 'refused at commit'; END $$;
+    CREATE CONSTRAINT TRIGGER refuses AFTER INSERT ON TABLE DEFERRABLE INITIALLY DEFERRED
+        FOR EACH ROW EXECUTE FUNCTION refuses();
+"""
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+class PayIn(BaseModel):
+    amount: int
+    note: str = ""
+
+
+@dataclass
+class PayOut:
+    key: str
+    amount: int
+
+
+class Colour(str, enum.Enum):  # noqa: UP042, as much code of applications has it
+    RED = "red"
+
+
+class Shop:
+    """An application with a session of a world, and clients of it."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.app = FastAPI()
+        install_error_handlers(self.app)
+        self.plain = desk.plain()
+        for engine in (desk.engine, self.plain):
+            configure(engine, namespace=desk.scope)  # what a test leaves behind belongs to it alone
+        self.session = self._async_session if desk.world.is_async else self._sync_session
+
+    async def _async_session(self) -> AsyncIterator[AsyncSession]:
+        async with self.desk.session() as session, session.begin():
+            yield session
+
+    def _sync_session(self) -> Iterator[Session]:
+        with self.desk.session() as session, session.begin():
+            yield session
+
+    @asynccontextmanager
+    async def client(self, **headers: str) -> AsyncIterator[httpx2.AsyncClient]:
+        transport = httpx2.ASGITransport(app=self.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://shop", headers=headers) as client:
+            yield client
+
+    def holding(self, name: str) -> Any:
+        """Hold a lock from elsewhere for a block."""
+        return TransactionLock.begin(self.plain, name)
+
+    def holders(self, name: str) -> int:
+        """Return how many hold a lock."""
+        with self.plain.connect() as connection:
+            return len(TransactionLock(connection, name).holders())
+
+    def locked(self, *names: str, **options: Any) -> Any:
+        """Return what `dependencies=` takes."""
+        return [Depends(Locked(*names, session=self.session, **options), scope="function")]
+
+    def pays(self, path: str = "/payments", **options: Any) -> None:
+        """Serve a payment whose effect is a row."""
+        once = Idempotent(**({"session": self.session, "principal": user, "result": PayOut} | options))
+        needed, desk = Depends(self.session, scope="function"), self.desk
+
+        def work(session: Any, body: PayIn) -> PayOut:
+            session.execute(text(f"INSERT INTO {desk.table.name} VALUES (:amount)"), {"amount": str(body.amount)})
+            if body.note == "fails":
+                raise HTTPException(503)
+            return PayOut(str(uuid.uuid4()), body.amount)
+
+        def pay(
+            body: PayIn, call: IdempotentCall[PayOut] = Depends(once, scope="function"), session: Any = needed
+        ) -> PayOut:
+            return call.run(lambda: work(session, body))
+
+        async def pay_async(
+            body: PayIn, call: IdempotentCall[PayOut] = Depends(once, scope="function"), session: Any = needed
+        ) -> PayOut:
+            async def charge() -> PayOut:
+                return await session.run_sync(work, body)
+
+            return await call.run(charge)
+
+        self.app.post(path, status_code=201)(pay_async if desk.world.is_async else pay)
+
+
+def user(x_user: str | None = Header(default=None)) -> str | None:
+    return x_user
+
+
+@pytest.fixture
+def shop(world: World, admin: psycopg.Connection[Any]) -> Iterator[Shop]:
+    """An application on a desk of this world."""
+    desk = Desk(world, admin, pool_size=10)
+    here = Shop(desk)
+    yield here
+    here.plain.dispose()
+    desk.close()
+
+
+# ---------------------------------------------------------------- locks
+
+
+async def test_the_lock_is_held_from_before_the_endpoint_until_its_commit(shop: Shop) -> None:
+    """The endpoint finds the lock held in its own transaction; after the answer it is free."""
+    seen = []
+
+    def closes(account_id: int, session: Any = Depends(shop.session, scope="function")) -> None:
+        seen.append((account_id, shop.holders(f"account:{account_id}")))
+
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
+    async with shop.client() as client:
+        assert (await client.delete("/accounts/7")).status_code == 200
+    assert seen == [(7, 1)]
+    assert shop.holders("account:7") == 0
+
+
+@pytest.mark.parametrize("path", ["/accounts/7", "/accounts/007", "/accounts/+7"])
+async def test_a_busy_lock_is_423_however_the_number_is_written(shop: Shop, path: str) -> None:
+    """A path says one number in many ways, and the lock is the one of the number that the endpoint gets."""
+
+    def closes(account_id: int) -> None:
+        raise AssertionError
+
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}", timeout=0))(closes)
+    with shop.holding("account:7"):
+        async with shop.client() as client:
+            answer = await client.delete(path)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (423, "1")
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert answer.json() == {"title": "Locked", "status": 423, "detail": "LockTimeoutError"}
+
+
+async def test_a_lock_is_named_by_what_the_endpoint_would_get(shop: Shop) -> None:
+    """A UUID in capitals, a member of an enumeration, a parameter that a dependency declares, or one of a router's prefix."""
+    one = uuid.uuid4()
+
+    def account(account_id: uuid.UUID) -> uuid.UUID:
+        return account_id
+
+    def paints(colour: Colour, shelf: int, account: uuid.UUID = Depends(account)) -> None:
+        raise AssertionError
+
+    router = APIRouter(prefix="/{account_id}")
+    names = "{account_id}/{colour}/{shelf}"
+    router.put("/{colour}", dependencies=shop.locked(names, timeout=0))(paints)
+    shop.app.include_router(router, prefix="/shelves/{shelf}")
+    with shop.holding(f"{one}/red/3"):
+        async with shop.client() as client:
+            answer = await client.put(f"/shelves/03/{str(one).upper()}/red")
+            assert answer.status_code == 423
+            assert (await client.put(f"/shelves/3/{one}/blue")).status_code == 422
+            assert (await client.put("/shelves/3/7/red")).status_code == 422
+
+
+async def test_a_name_that_cannot_be_one_is_the_clients_mistake(shop: Shop) -> None:
+    """A text in the path that is no part of a name is 422, before anything is asked for."""
+
+    def closes(name: str) -> None:
+        raise AssertionError
+
+    shop.app.delete("/accounts/{name}", dependencies=shop.locked("account:{name}"))(closes)
+    async with shop.client() as client:
+        assert (await client.delete("/accounts/a%00b")).status_code == 422
+
+
+async def test_what_authenticates_in_front_of_the_lock_is_asked_first(shop: Shop) -> None:
+    """Dependencies of the decorator run in their order: a stranger does not wait for a lock, nor hold it."""
+
+    def stranger() -> None:
+        raise HTTPException(401)
+
+    def closes(account_id: int) -> None:
+        raise AssertionError
+
+    needed = [Depends(stranger), *shop.locked("account:{account_id}")]
+    shop.app.delete("/accounts/{account_id}", dependencies=needed)(closes)
+    with shop.holding("account:7"):
+        async with shop.client() as client:
+            assert (await client.delete("/accounts/7")).status_code == 401
+
+
+async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
+    """The endpoint would work in another transaction than the one that is locked."""
+
+    def closes(account_id: int, session: Any = Depends(shop.session)) -> None:
+        raise AssertionError
+
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
+    async with shop.client() as client:
+        with pytest.raises(TypeError, match='without scope="function"'):
+            await client.delete("/accounts/7")
+
+
+async def test_a_field_that_nobody_declares_is_refused(shop: Shop) -> None:
+    """It would be the text of the path, which says one number in many ways."""
+
+    def closes() -> None:
+        raise AssertionError
+
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
+    async with shop.client() as client:
+        with pytest.raises(TypeError, match="{account_id}"):
+            await client.delete("/accounts/7")
+
+
+@pytest.mark.parametrize("names", [(), ("account:{}",), ("account:{user.id}",)])
+def test_names_that_can_never_work_are_refused_where_they_stand(names: tuple[str, ...]) -> None:
+    """A lock without a name, or with a field that is no parameter, is a ValueError in the decorator."""
+    with pytest.raises(ValueError, match="a lock needs a name"):
+        Locked(*names, session=user)
+
+
+# ---------------------------------------------------------------- keys
+
+
+async def test_a_request_that_is_sent_again_gets_the_first_answer(shop: Shop) -> None:
+    """C105: one effect; the replay has the same status and body, and says what it is."""
+    shop.pays()
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": '"k1"'}) as client:
+        first = await client.post("/payments", json={"amount": 5, "note": ""})
+        again = await client.post("/payments", json={"note": "", "amount": 5.0}, headers={"Idempotency-Key": "k1"})
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert first.content == again.content
+    assert ("Idempotent-Replayed" in first.headers, again.headers["Idempotent-Replayed"]) == (False, "true")
+    assert shop.desk.effects() == 1
+
+
+async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
+    """C095: they wait for the first one's commit, and get its answer."""
+    shop.pays()
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        answers = await asyncio.gather(*(client.post("/payments", json={"amount": 5}) for _ in range(8)))
+    assert {(answer.status_code, answer.content) for answer in answers} == {(201, answers[0].content)}
+    assert shop.desk.effects() == 1
+
+
+async def test_another_request_under_the_key_is_422_and_another_users_key_is_another(shop: Shop) -> None:
+    """C102: a body or query that differs is refused without the stored answer; another principal or path is independent."""
+    shop.pays()
+    shop.pays("/refunds")
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        first = await client.post("/payments", json={"amount": 5})
+        for path, body in (("/payments", {"amount": 6}), ("/payments?a=1", {"amount": 5})):
+            other = await client.post(path, json=body)
+            assert (other.status_code, other.json()["detail"]) == (422, "IdempotencyKeyReusedError")
+            assert first.json()["key"] not in other.text
+        for path, name in (("/payments", "bob"), ("/refunds", "ann"), ("/payments", "x" * 300), ("/payments", "a\x00")):
+            answer = await client.post(path, json={"amount": 6}, headers={"x-user": name.encode()})
+            assert answer.status_code == 201, answer.text
+    assert shop.desk.effects() == 5
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ([], b'{"amount": 5}'),
+        ([("Idempotency-Key", "a"), ("Idempotency-Key", "a")], b'{"amount": 5}'),
+        ([("Idempotency-Key", "")], b'{"amount": 5}'),
+        ([("Idempotency-Key", '""')], b'{"amount": 5}'),
+        ([("Idempotency-Key", "k" * 256)], b'{"amount": 5}'),
+        ([("Idempotency-Key", "a"), ("x-user", "")], b'{"amount": 5}'),
+        ([("Idempotency-Key", "a")], b'{"amount": 5, "more": NaN}'),
+        ([("Idempotency-Key", "a")], b'{"amount": 5, "more": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    ],
+    ids=["none", "two", "empty", "quotes", "long", "nobody", "nan", "deep"],
+)
+async def test_a_request_without_one_usable_key_and_a_principal_is_400(
+    shop: Shop, headers: list[tuple[str, str]], body: bytes
+) -> None:
+    """C108: whatever a client sends, the answer says what is wrong, and nothing was done."""
+    shop.pays()
+    usual = [("x-user", "ann"), ("Content-Type", "application/json")]
+    if any(name == "x-user" for name, _ in headers):
+        usual = usual[1:]
+    async with shop.client() as client:
+        answer = await client.post("/payments", content=body, headers=[*usual, *headers])
+    assert (answer.status_code, bool(answer.json()["detail"])) == (400, True), answer.text
+    assert shop.desk.effects() == 0
+
+
+async def test_an_error_of_the_endpoint_frees_the_key(shop: Shop) -> None:
+    """C101: the transaction rolls back, and the next request does the work."""
+    shop.pays()
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        assert (await client.post("/payments", json={"amount": 5, "note": "fails"})).status_code == 503
+        assert shop.desk.effects() == 0
+        assert (await client.post("/payments", json={"amount": 5})).status_code == 201
+    assert shop.desk.effects() == 1
+
+
+async def test_a_commit_that_fails_is_no_answer(shop: Shop) -> None:
+    """The client has its 201 after the commit alone: where that fails it gets the error, and nothing is stored."""
+    shop.pays()
+    shop.desk.admin.execute(REFUSES.replace("TABLE", shop.desk.table.name).encode())
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        with pytest.raises(Exception, match="refused at commit"):
+            await client.post("/payments", json={"amount": 5})
+        shop.desk.admin.execute(f"DROP TRIGGER refuses ON {shop.desk.table.name}".encode())
+        assert (await client.post("/payments", json={"amount": 5})).headers.get("Idempotent-Replayed") is None
+    assert shop.desk.effects() == 1
+
+
+async def test_a_form_with_a_file_is_compared_by_what_it_says(shop: Shop) -> None:
+    """C103: a client writes another boundary each time; the file can still be read by the endpoint."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def takes(
+        name: Annotated[str, Form()],
+        file: UploadFile,
+        call: IdempotentCall[int] = Depends(once, scope="function"),
+    ) -> int:
+        content = await file.read()
+
+        async def counted() -> int:
+            return len(content)
+
+        return await call.run(counted) if shop.desk.world.is_async else call.run(lambda: len(content))
+
+    shop.app.post("/files")(takes)
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for content, status, replayed in ((b"abc", 200, None), (b"abc", 200, "true"), (b"abd", 422, None)):
+            answer = await client.post("/files", data={"name": "a"}, files={"file": ("f.txt", content)})
+            assert (answer.status_code, answer.headers.get("Idempotent-Replayed")) == (status, replayed), answer.text
+            assert status == 422 or answer.json() == 3
+
+
+def test_a_result_that_cannot_be_stored_is_refused_where_it_is_named() -> None:
+    """It is a TypeError in the module of the endpoints, before anything is served."""
+    with pytest.raises(TypeError):
+        Idempotent(session=user, principal=user, result=Session)
+
+
+async def test_a_principal_that_is_no_text_is_a_mistake_of_the_program(shop: Shop) -> None:
+    """It is not turned into one silently: the repr of an object would be another one each time."""
+    shop.pays(principal=lambda: 7)
+    async with shop.client(**{"Idempotency-Key": "k1"}) as client:
+        with pytest.raises(TypeError, match="principal must return a str"):
+            await client.post("/payments", json={"amount": 5})
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "wait"),
+    [
+        (LockTimeoutError("who holds it"), 423, "1"),
+        (IdempotencyInProgressError("k", scope="s", key="k", retry_after=0.2), 409, "1"),
+        (IdempotencyKeyReusedError("k", scope="s", key="k"), 422, None),
+        (UnreachableError("host"), 503, None),
+        (CapacityError("full", used=1, limit=1), 503, None),
+        (SchemaError("no tables"), 500, None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, PgfenceError) else None,
+)
+def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
+    error: PgfenceError, status: int, wait: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client learns the class and how long to wait; whoever reads the log learns the rest, with a traceback from 500 on."""
+    app = FastAPI()
+    install_error_handlers(app)
+
+    def fails() -> None:
+        raise error
+
+    app.get("/")(fails)
+    with caplog.at_level(logging.INFO, "pgfence.fastapi"):
+        answer = TestClient(app).get("/")
+    assert (answer.status_code, answer.headers.get("Retry-After")) == (status, wait)
+    assert answer.json()["detail"] == type(error).__name__
+    assert str(error) not in answer.text or len(str(error)) == 1
+    (record,) = caplog.records
+    assert str(error) in record.message
+    assert (record.levelno, bool(record.exc_info)) == (
+        (logging.ERROR, True) if status >= 500 else (logging.INFO, False)
+    )
+
+
+def test_in_a_websocket_the_error_goes_on() -> None:
+    """There is no status to answer with: it ends the connection, and the server logs it."""
+    app = FastAPI()
+    install_error_handlers(app)
+
+    @app.websocket("/")
+    async def fails(socket: WebSocket) -> None:
+        await socket.accept()
+        raise UnreachableError("host")
+
+    with pytest.raises(UnreachableError), TestClient(app).websocket_connect("/") as socket:
+        socket.receive_text()
