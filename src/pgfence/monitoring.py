@@ -1,4 +1,4 @@
-"""What operators do, as functions: `evict`."""
+"""What operators do, as functions: `evict`, `purge`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._sql import evict as statements
 from pgfence.evicting import order_of, perform, perform_async
+from pgfence.purging import expect_batch
+from pgfence.purging import purge as purge_all
+from pgfence.purging import purge_async as purge_all_async
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
     from pgfence.grants import Holder
 
-__all__ = ["evict"]
+__all__ = ["evict", "purge"]
 
 
 @overload
@@ -61,3 +64,34 @@ def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_
     if hasattr(engine, "sync_engine"):
         return perform_async(engine, work, order)
     return perform(engine, work, order).holders
+
+
+@overload
+def purge(engine: AsyncEngine, *, batch: int = 1000) -> Coroutine[Any, Any, int]: ...
+@overload
+def purge(engine: Engine, *, batch: int = 1000) -> int: ...
+def purge(engine: Any, *, batch: int = 1000) -> Any:
+    """Take the idempotency keys away whose time is over, in small transactions, and return how many they were.
+
+    An expired key is new to whoever asks for it, purged or not; purging is for the size of the table. Promised: a key whose
+    time is not over stays, and so does one whose attempt is at work, whatever its time; nobody waits for the purge longer than
+    one batch takes; any number of processes may purge at the same time. All namespaces of the table are purged.
+
+    Not promised: that all are gone afterwards. Keys that expire meanwhile, or that somebody has locked, are left to the next
+    purge. The space is used again once autovacuum has been there; the table's files do not shrink.
+
+    Args:
+        engine: an Engine, or an AsyncEngine: then await it.
+        batch: keys in one transaction, from 1 to 100,000.
+
+    Raises:
+        ValueError: batch is out of range.
+        TypeError: it is no int, or the engine is none.
+        SchemaError: the tables are missing or older than version 2, or this role may not do it: SELECT, UPDATE and DELETE.
+        StandbyError: this server takes no writes.
+        UnreachableError: there was no answer, or the connection was lost. What was purged before stays so.
+    """
+    expect_batch(batch)
+    if hasattr(engine, "sync_engine"):
+        return purge_all_async(engine, batch)
+    return purge_all(engine, batch)

@@ -1,0 +1,71 @@
+"""The statement that takes expired idempotency keys away, one batch of them in a transaction.
+
+It waits for nobody: what another transaction has locked, a claim or another purge, is left to it. Each batch begins where the
+one before has ended, so that an old snapshot somewhere, which keeps the deleted entries in the index, does not make every batch
+walk past all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pgfence._sql.calls import mark, name_of
+from pgfence._sql.idempotency import NEEDED
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import READ_ONLY, sqlstate
+from pgfence._sql.storage import translated
+from pgfence.errors import PgfenceError, StandbyError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+    from pgfence._sql.storage import Place
+
+BEGINNING = float("-inf")
+
+# A stable time, so that the index is used; it is never later than the real one. The row that is deleted is the row that was
+# looked at: both are asked again, since a claim may have renewed it meanwhile.
+_EXPIRED = (
+    "{k}.expires_at <= pg_catalog.statement_timestamp()"
+    " AND ({k}.locked_until IS NULL OR {k}.locked_until <= pg_catalog.statement_timestamp())"
+)
+# Without statistics, or with old ones, the planner takes the expired keys for few, and would sort all of them for each batch.
+_BY_INDEX = "SELECT pg_catalog.set_config('enable_sort', 'off', true)"
+_PURGE = (
+    "WITH gone AS (DELETE FROM {table} AS k WHERE k.ctid = ANY (ARRAY(SELECT e.ctid FROM {table} AS e WHERE "
+    + _EXPIRED.format(k="e")
+    + " AND e.expires_at >= pg_catalog.to_timestamp(CAST({0} AS double precision))"
+    " ORDER BY e.expires_at LIMIT CAST({1} AS bigint) FOR UPDATE SKIP LOCKED)) AND "
+    + _EXPIRED.format(k="k")
+    + " RETURNING k.expires_at)"
+    " SELECT pg_catalog.count(*), CAST(EXTRACT(epoch FROM pg_catalog.max(gone.expires_at)) AS double precision) FROM gone"
+)
+
+
+class Batch(NamedTuple):
+    """What one statement has taken away.
+
+    Attributes:
+        number: of keys.
+        end: when the last of them expired, in seconds since 1970; where the next batch begins.
+    """
+
+    number: int
+    end: float
+
+
+def purge(connection: Connection, place: Place, size: int, begin: float) -> Batch:
+    """Take at most so many expired keys away, in a transaction of its own on a connection at READ COMMITTED."""
+    style = style_of(connection.dialect)
+    text = _PURGE.format(mark(style, 1), mark(style, 2), table=name_of(place, "idempotency_key", style))
+    with connection.begin():
+        connection.exec_driver_sql(_BY_INDEX)
+        count, end = connection.exec_driver_sql(text, (begin, size)).one()
+    return Batch(count, begin if end is None else end)
+
+
+def meaning(error: BaseException, place: Place) -> PgfenceError | None:
+    """Return what an error of this statement means; None if nothing of ours."""
+    if sqlstate(error) == READ_ONLY:
+        return StandbyError("this server takes no writes (a standby, or read-only): purge on the primary")
+    return translated(error, place, NEEDED)

@@ -1,0 +1,70 @@
+"""`pgfence purge`: takes expired idempotency keys away; for a crontab."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pgfence import monitoring
+from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
+from pgfence.cli.report import Speaker
+from pgfence.cli.server import engine_from, settle
+from pgfence.errors import PgfenceError, UnreachableError
+from pgfence.purging import expect_batch
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(
+        "purge",
+        epilog="Exit codes: 0 done, also when there was nothing to do; 64 misuse; 69 unreachable; 78 not allowed there.",
+    )(purge)
+
+
+def purge(
+    batch: Annotated[int, typer.Option(metavar="NUMBER", help="Keys in one transaction.")] = 1000,
+    dsn: Dsn = None,
+    engine: EnginePath = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
+) -> None:
+    """Take the idempotency keys away whose time is over, in small transactions. Any number of hosts may do it at once.
+
+    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
+    """
+    try:
+        expect_batch(batch)
+    except ValueError as error:
+        raise MisuseError(f"--{error}") from None
+    target = engine_from(dsn=dsn, path=engine, environ=os.environ)
+    try:
+        settle(target, schema=schema, prefix=prefix)
+        purged, code, message = _perform(target, batch)
+    finally:
+        target.dispose()
+    if as_json:
+        print(json.dumps({"purged": purged, "exit_code": int(code), "message": message}))
+    elif code is not Code.OK:
+        Speaker().warn(message)
+    elif not quiet:
+        print(message)
+    raise Finish(code)
+
+
+def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
+    try:
+        purged = monitoring.purge(engine, batch=batch)
+    except UnreachableError as error:
+        return None, Code.UNAVAILABLE, str(error)
+    except PgfenceError as error:
+        return None, Code.REFUSED, str(error)
+    return purged, Code.OK, f"{purged} expired keys taken away"

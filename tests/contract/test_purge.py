@@ -1,0 +1,255 @@
+"""monitoring.purge: expired idempotency keys go, batch by batch, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine, event
+from sqlalchemy.orm import Session
+
+from pgfence import monitoring, schema
+from pgfence._sql import purge as statements
+from pgfence._sql import tables as our_tables
+from pgfence._sql.storage import Place
+from pgfence.config import configure
+from pgfence.errors import SchemaError, StandbyError, UnreachableError
+from pgfence.idempotency import idempotent
+from support.keyed import Desk, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Engine
+
+    from support.worlds import World
+
+WHOLE = bool(os.environ.get("PGFENCE_TEST_FAULTS"))
+MANY = 100_000 if WHOLE else 20_000
+pytestmark = pytest.mark.usefixtures("tables")
+
+FILL = (
+    "INSERT INTO pgfence_idempotency_key (scope, key, status, locked_until, result, created_at, expires_at)"
+    " SELECT %(scope)s, %(what)s || n, %(status)s, clock_timestamp() + %(claim)s * interval '1 s', '{}',"
+    " clock_timestamp() - interval '2 days', clock_timestamp() + %(life)s * interval '1 s' + n * interval '1 ms'"
+    " FROM generate_series(1, %(count)s) AS n"
+)
+
+
+class Keys:
+    """Rows of one scope, made by hand."""
+
+    def __init__(self, admin: psycopg.Connection[Any], scope: str) -> None:
+        self.admin = admin
+        self.scope = scope
+
+    def fill(
+        self, what: str, count: int, *, life: float, status: str = "done", claim: float | None = None, scope: str = ""
+    ) -> None:
+        """Make keys that end after so many seconds, each a millisecond later than the one before."""
+        values = {"what": what, "count": count, "life": life, "status": status, "claim": claim}
+        self.admin.execute(FILL, {**values, "scope": scope or self.scope})
+
+    def left(self) -> dict[str, int]:
+        """Return how many of each sort are there."""
+        query = "SELECT rtrim(key, '0123456789'), count(*) FROM pgfence_idempotency_key WHERE scope = %s GROUP BY 1"
+        return dict(self.admin.execute(query, [self.scope]).fetchall())
+
+
+@pytest.fixture
+def keys(admin: psycopg.Connection[Any], name: str) -> Iterator[Keys]:
+    """Keys of this test, in a table in which no other is expired."""
+    admin.execute("DELETE FROM pgfence_idempotency_key WHERE expires_at <= clock_timestamp()")
+    yield Keys(admin, name)
+    admin.execute("DELETE FROM pgfence_idempotency_key WHERE scope = %s", [name])
+
+
+async def test_expired_keys_go_and_the_others_stay(world: World, keys: Keys) -> None:
+    """C109: done, failed or freed, of whatever namespace; a key in time stays, and one at work, whatever its time."""
+    for what, status in (("done", "done"), ("failed", "failed"), ("freed", "free")):
+        keys.fill(what, 7, life=-10, status=status)
+    keys.fill("other", 2, life=-10, scope=f"{keys.scope}\x1f{keys.scope}")
+    keys.fill("lost", 1, life=-10, status="in_progress", claim=-5)
+    keys.fill("working", 1, life=-10, status="in_progress", claim=30)
+    keys.fill("live", 10, life=60)
+    keys.fill("freed live", 1, life=60, status="free", claim=-5)
+    assert await world.call(monitoring.purge, world.engine()) == 24
+    assert keys.left() == {"live": 10, "working": 1, "freed live": 1}
+    assert await world.call(monitoring.purge, world.engine()) == 0
+
+
+@pytest.mark.parametrize("level", ["AUTOCOMMIT", "SERIALIZABLE", None])
+async def test_each_batch_is_a_transaction_of_its_own(world: World, keys: Keys, level: str | None) -> None:
+    """Of 25 keys 10, 10 and 5 are committed, whatever the engine's default is; what was done stays when the next one fails."""
+    engine = world.engine(**({"isolation_level": level} if level else {}))
+    seen: list[int] = []
+
+    def look(*args: Any) -> None:
+        if "DELETE" in args[2]:
+            seen.append(keys.left().get("old", 0))
+            if len(seen) == 7:
+                raise RuntimeError
+
+    event.listen(engine.sync_engine if world.is_async else engine, "before_cursor_execute", look)
+    keys.fill("old", 25, life=-10)
+    assert await world.call(monitoring.purge, engine, batch=10) == 25
+    assert seen == [25, 15, 5, 0]
+    keys.fill("old", 25, life=-10)
+    with pytest.raises(RuntimeError):
+        await world.call(monitoring.purge, engine, batch=10)
+    assert keys.left() == {"old": 5}
+
+
+async def test_a_key_that_is_claimed_anew_is_left_alone(world: World, keys: Keys) -> None:
+    """An expired key under which a transaction is at work is not waited for, and not taken away afterwards."""
+    desk = Desk(world, keys.admin)
+    desk.scope = keys.scope
+    keys.fill("k", 2, life=-10)
+    try:
+        async with desk.at_work("k1"):
+            assert await world.other().call(monitoring.purge, world.engine()) == 1
+        assert await world.call(monitoring.purge, world.engine()) == 0
+        assert await desk.pay("k1") == Receipt("k1")
+        assert desk.effects() == 1
+    finally:
+        desk.close()
+
+
+def purge_of(engine: Engine, longest: list[float]) -> int:
+    """Purge, and note how long the longest statement took."""
+    began = 0.0
+
+    def before(*_: Any) -> None:
+        nonlocal began
+        began = time.monotonic()
+
+    event.listen(engine, "before_cursor_execute", before)
+    event.listen(engine, "after_cursor_execute", lambda *_: longest.append(time.monotonic() - began))
+    return monitoring.purge(engine)
+
+
+def test_four_at_once_beside_claims(keys: Keys, dsn: str, admin: psycopg.Connection[Any]) -> None:
+    """C109: all expired keys go, each once; live ones, one at work and those claimed meanwhile stay; nobody waits for long."""
+    engines = [create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}") for _ in range(5)]
+    keys.fill("old", MANY, life=-MANY)
+    keys.fill("live", 10, life=600)
+    keys.fill("working", 1, life=-10, status="in_progress", claim=600)
+    longest: list[float] = []
+    claims: dict[str, float] = {}
+    with ThreadPoolExecutor(4) as pool:
+        purges = [pool.submit(purge_of, engine, longest) for engine in engines[:4]]
+        # From the end, where the purges come last: these are renewed while they are still there, and new when they are gone.
+        for key in (f"old{number}" for number in range(MANY, 0, -7)):
+            began = time.monotonic()
+            with Session(engines[4]) as session, session.begin():
+                assert idempotent(session, key, scope=keys.scope, result=int).run(lambda: 1) == 1
+            claims[key] = time.monotonic() - began
+            if all(one.done() for one in purges):
+                break
+        gone = sum(one.result() for one in purges)
+    for engine in engines:
+        engine.dispose()
+    assert keys.left() == {"live": 10, "working": 1, "old": len(claims)}
+    assert MANY - len(claims) <= gone <= MANY
+    query = "SELECT key FROM pgfence_idempotency_key WHERE scope = %s AND expires_at < clock_timestamp()"
+    assert admin.execute(query, [keys.scope]).fetchall() == [("working1",)]
+    assert max(longest) < 1
+    assert max(claims.values()) < (0.2 if WHOLE else 1)
+
+
+def index_scan(admin: psycopg.Connection[Any], begin: float, size: int) -> dict[str, Any]:
+    """Return the scan by the index in the plan of the statement as it ran; what it did is taken back."""
+    text = statements._PURGE.format("%s", "%s", table='"pgfence_idempotency_key"')
+    with admin.transaction(force_rollback=True):
+        admin.execute(statements._BY_INDEX)
+        (plan,) = admin.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}".encode(), [begin, size]).fetchone()
+    nodes = [plan[0]["Plan"]]
+    while nodes:
+        node = nodes.pop()
+        if node.get("Index Name") == "pgfence_idempotency_key_expiry":
+            return node
+        nodes += node.get("Plans", [])
+    raise AssertionError(plan)
+
+
+def test_the_index_is_used_and_a_batch_begins_where_the_last_one_ended(
+    keys: Keys, admin: psycopg.Connection[Any], dsn: str
+) -> None:
+    """C109: also right after the rows came, without statistics; and an old snapshot does not make it walk past what is gone."""
+    keys.fill("old", 5_000, life=-6000)
+    keys.fill("live", 5_000, life=600)
+    assert index_scan(admin, statements.BEGINNING, 100)["Actual Rows"] == 100
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    with psycopg.connect(dsn) as old:
+        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        old.execute("SELECT 1")
+        with engine.connect() as connection:
+            end = statements.BEGINNING
+            for _ in range(40):
+                batch = statements.purge(connection, Place(), 100, end)
+                assert batch.number == 100
+                end = batch.end
+        walked, jumped = (index_scan(admin, begin, 100) for begin in (statements.BEGINNING, end))
+    engine.dispose()
+    assert walked["Actual Rows"] == jumped["Actual Rows"] == 100
+    assert 2 * jumped["Shared Hit Blocks"] < walked["Shared Hit Blocks"]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+async def test_a_role_with_the_documented_rights_purges(world: World, keys: Keys, role: Callable[..., str]) -> None:
+    """SELECT, UPDATE and DELETE on the one table; without them the error names the GRANT, and nothing is gone."""
+    login = role()
+    user = login.split("//")[1].split(":")[0]
+    keys.fill("old", 3, life=-10)
+    with pytest.raises(SchemaError, match=r"GRANT SELECT, INSERT, UPDATE, DELETE ON .*idempotency_key") as caught:
+        await world.call(monitoring.purge, world.engine(dsn=login))
+    assert login.split("@")[0].rsplit(":", 1)[1] not in str(caught.value)
+    assert keys.left() == {"old": 3}
+    keys.admin.execute(f"GRANT SELECT, UPDATE, DELETE ON pgfence_idempotency_key TO {user}".encode())
+    assert await world.call(monitoring.purge, world.engine(dsn=login)) == 3
+
+
+async def test_missing_and_older_tables_name_the_command(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """With a prefix nobody installed, and with tables of version 1, the error names `pgfence install`."""
+    prefix = f"old_{name[-12:]}_"
+    for texts in ((), our_tables.creation(Place(prefix=prefix), 1)):
+        for statement in texts:
+            admin.execute(statement.encode())
+        engine = world.engine()
+        configure(engine, prefix=prefix)
+        with pytest.raises(SchemaError, match=f"pgfence install --prefix {prefix}") as caught:
+            await world.call(monitoring.purge, engine)
+        assert caught.value.needed == 2
+    dropping = create_engine(f"postgresql+psycopg://{world.dsn.split('://', 1)[1]}")
+    configure(dropping, prefix=prefix)
+    schema.drop_all(dropping)
+    dropping.dispose()
+
+
+async def test_a_server_that_takes_no_writes_and_one_that_is_not_there(world: World, role: Callable[..., str]) -> None:
+    """StandbyError and UnreachableError; neither message holds a password."""
+    login = role({"default_transaction_read_only": "on"})
+    with pytest.raises(StandbyError, match="primary"):
+        await world.call(monitoring.purge, world.engine(dsn=login))
+    with pytest.raises(UnreachableError) as caught:
+        await world.call(monitoring.purge, world.engine(dsn="postgresql://nobody:secret@127.0.0.1:1/nothing"))
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error"), [(0, ValueError), (100_001, ValueError), (True, TypeError), ("9", TypeError)]
+)
+def test_a_batch_that_is_no_number_of_keys_is_refused(batch: Any, error: type[Exception]) -> None:
+    """Before anything is sent, in both halves."""
+    with pytest.raises(error, match="batch"):
+        monitoring.purge(create_engine("postgresql+psycopg://"), batch=batch)
+    with pytest.raises(TypeError, match="Engine"):
+        monitoring.purge("postgresql://")  # type: ignore[call-overload]
