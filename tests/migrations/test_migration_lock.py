@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine, event, text
 from sqlalchemy.exc import DBAPIError
 
 from pgfence import LockKey
@@ -127,6 +127,41 @@ async def test_a_timeout_names_the_session_and_its_statement_and_harms_nothing(
             assert "SELECT 'building'" in said
         assert connection.scalar(SETTINGS) == before
         assert locks(admin, pid_of(connection)) == 0
+
+    await on(world, work)
+
+
+async def test_limits_of_the_site_end_no_wait_and_hold_for_what_migrates(world: World, dsn: str, key: LockKey) -> None:
+    """statement_timeout and lock_timeout are shorter than the wait, and in the block as they were; what ends idle ones is off."""
+    limits = "statement_timeout=250", "lock_timeout=100", "idle_session_timeout=60000"
+    show = text(
+        "SELECT string_agg(setting, ' ' ORDER BY name) FROM pg_settings WHERE name ~ '^(stat|lock|idle_s).*_timeout'"
+    )
+
+    def work(connection: Connection) -> None:
+        for limit in limits:
+            connection.execute(text(f"SET {limit}"))
+        connection.commit()
+        with psycopg.connect(dsn, autocommit=True) as other:
+            other.execute("SELECT pg_advisory_lock(%s)", [key.value])
+            with pytest.raises(LockTimeoutError):
+                migration_lock(connection, key=key, timeout=0.6).__enter__()
+        with migration_lock(connection, key=key), connection.begin():
+            assert connection.scalar(show) == "0 100 250"
+        assert connection.scalar(show) == "60000 100 250"
+
+    await on(world, work)
+
+
+async def test_a_lock_that_is_free_costs_three_statements_and_two_to_give_back(world: World, key: LockKey) -> None:
+    """The facts of the server, what a holder needs of its session, the lock; unlock, and the settings as they were."""
+    asked: list[str] = []
+
+    def work(connection: Connection) -> None:
+        event.listen(connection.engine, "before_cursor_execute", lambda *what: asked.append(what[2]))
+        with migration_lock(connection, key=key):
+            assert len(asked) == 3
+        assert len(asked) == 5
 
     await on(world, work)
 

@@ -214,7 +214,7 @@ async def test_a_trigger_of_somebody_else_with_our_name_stays(
 async def test_tables_are_not_dropped_while_somebody_counts_on_them(
     world: World, place: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A downgrade past a fenced table, or past a lease that is held, is refused with what to do first."""
+    """A downgrade past a fenced table, or past a lease or a key that is held, is refused with what to do first."""
 
     def up(op: Any) -> None:
         op.create_pgfence(schema=place)
@@ -224,19 +224,57 @@ async def test_tables_are_not_dropped_while_somebody_counts_on_them(
     with pytest.raises(SchemaError, match=r"fence still stands around .*Entry"):
         await perform(world, lambda op: op.drop_pgfence(schema=place))
     await perform(world, lambda op: op.drop_fence("Entry", schema=place, pgfence_schema=place))
-    lease = sql.Identifier(place, "pgfence_lease")
-    admin.execute(
-        sql.SQL(
-            "INSERT INTO {} (name, token, ttl, acquired_at, renewed_at, expires_at, free_at)"
-            " SELECT 'close', 1, 60, now(), now(), now() + '60 s', now() + '60 s'"
-        ).format(lease)
-    )
+    use(admin, place, "lease")
     with pytest.raises(SchemaError, match="the lease 'close' is held"):
         await perform(world, lambda op: op.drop_pgfence(schema=place))
-    assert "pgfence_lease" in names(admin, place)
-    admin.execute(sql.SQL("UPDATE {} SET expires_at = now() - interval '1 s'").format(lease))
+    use(admin, place, "lease", ended=True)
+    use(admin, place, "key")
+    for down in (lambda op: op.drop_pgfence(schema=place), lambda op: op.upgrade_pgfence(2, 1, schema=place)):
+        with pytest.raises(SchemaError, match="the key 'order-1' is held"):
+            await perform(world, down)
+    assert {"pgfence_lease", "pgfence_idempotency_key"} < names(admin, place)
+    use(admin, place, "key", ended=True)
+    await perform(world, lambda op: op.upgrade_pgfence(2, 1, schema=place))
+    assert "pgfence_idempotency_key" not in names(admin, place)
     await perform(world, lambda op: op.drop_pgfence(schema=place))
     assert names(admin, place) == {"Entry"}
+
+
+HELD = {
+    "lease": "INSERT INTO {} (name, token, ttl, acquired_at, renewed_at, expires_at, free_at)"
+    " SELECT 'close', 1, 60, now(), now(), now() + '60 s', now() + '60 s'",
+    "key": "INSERT INTO {} (scope, key, status, locked_until, created_at, expires_at)"
+    " SELECT 'orders', 'order-1', 'in_progress', now() + '60 s', now(), now() + '60 s'",
+}
+ENDED = {
+    "lease": "UPDATE {} SET expires_at = now() - interval '1 s'",
+    "key": "UPDATE {} SET locked_until = now() - interval '1 s'",
+}
+
+
+def use(admin: psycopg.Connection[Any], place: str, what: str, *, ended: bool = False) -> None:
+    """Hold a lease or a key, or let it expire."""
+    table = sql.Identifier(place, "pgfence_lease" if what == "lease" else "pgfence_idempotency_key")
+    # Without the trigger that keeps a key from being committed before it has a result.
+    with admin.transaction():
+        admin.execute("SET LOCAL session_replication_role = replica")
+        admin.execute(sql.SQL((ENDED if ended else HELD)[what]).format(table))
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_a_script_drops_nothing_that_somebody_counts_on(engine: Engine, tmp_path: Path, what: str) -> None:
+    """Run while a lease or a key is held, what `--sql` prints of a downgrade ends with nothing dropped."""
+    with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
+        psql.execute(script_of(engine, tmp_path, "op.create_pgfence()"))
+        use(psql, "public", what)
+        for directive in ("op.drop_pgfence()", "op.upgrade_pgfence(2, 1)")[: 1 if what == "lease" else 2]:
+            with pytest.raises(psycopg.errors.RaiseException, match=f"the {what} .* is held"):
+                psql.execute(script_of(engine, tmp_path, directive))
+            psql.execute("ROLLBACK")
+        use(psql, "public", what, ended=True)
+        for directive in ("op.upgrade_pgfence(2, 1)", "op.drop_pgfence()", "op.drop_pgfence()"):
+            psql.execute(script_of(engine, tmp_path, directive))
+        assert psql.execute("SELECT to_regclass('pgfence_lease')").fetchone() == (None,)
 
 
 def test_tables_want_a_transaction(engine: Engine) -> None:
@@ -502,7 +540,7 @@ def test_what_does_not_say_what_was_there_cannot_be_reversed(operation: Any) -> 
 
 @pytest.mark.parametrize("earlier", range(1, VERSION))
 def test_tables_of_an_earlier_version_come_to_the_newest_and_back(engine: Engine, tmp_path: Path, earlier: int) -> None:
-    """A lease held across the way up and down stays held, with its token; what the newer version brought goes with it."""
+    """Rows stay, and a lease held across the way up and down stays held, with its token; what the newer brought goes with it."""
     at = f"from_, to = {earlier}, {VERSION}; "
     project = Project(tmp_path / "alembic", engine, MetaData())
     project.write(f"op.create_pgfence(version={earlier})", "op.drop_pgfence()")
@@ -510,6 +548,8 @@ def test_tables_of_an_earlier_version_come_to_the_newest_and_back(engine: Engine
     project.upgrade("+1")
     with engine.connect() as connection:
         assert versions_of(connection) == {earlier}
+        connection.execute(text("SELECT pgfence_enter_gate_v1('gate', 7)"))
+        connection.commit()
     lease = Lease(engine, "across", ttl=60)
     with lease.hold() as held:
         project.upgrade()
@@ -520,6 +560,7 @@ def test_tables_of_an_earlier_version_come_to_the_newest_and_back(engine: Engine
         project.downgrade("-1")
         with engine.connect() as connection:
             assert versions_of(connection) == {earlier}
+            assert connection.execute(text("SELECT resource, token FROM pgfence_gate")).all() == [("gate", 7)]
         held.renew()
         token = held.token
         with pytest.raises(SchemaError, match="the lease 'across' is held"):

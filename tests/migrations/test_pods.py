@@ -18,13 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from support.pods import Pod
+
 FULL = bool(os.environ.get("PGFENCE_TEST_FAULTS"))
 ROUNDS = 20 if FULL else 1
 KILLS = 20 if FULL else 2
 PODS = 5
 LOCK = "with migration_lock(connection, timeout=LOCK_WAIT):"
 TOGETHER = ('"transaction_per_migration": True', '"transaction_per_migration": False')
-MIGRATING = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^SELECT pg_sleep'"
+MIGRATING = (
+    "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^(SELECT pg_sleep|CREATE INDEX)'"
+)
+BUILDING = f"{MIGRATING} AND wait_event_type = 'Lock'"
+ALTERING = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND query ~ '^ALTER' AND state = 'active'"
+VALID = "SELECT indisvalid FROM pg_index WHERE indexrelid = 'item_t'::regclass"
 
 pytestmark = pytest.mark.timeout(600 if FULL else 120)
 
@@ -36,17 +43,32 @@ def own(dsn: str) -> Iterator[str]:
         yield other
 
 
-@pytest.mark.parametrize("changed", [(), (TOGETHER,)], ids=["transaction per migration", "one transaction"])
-@pytest.mark.parametrize(("template", "driver"), [("sync", "psycopg"), ("async", "asyncpg")])
+@pytest.mark.parametrize(
+    ("template", "driver", "changed"),
+    [
+        ("sync", "psycopg", ()),
+        ("sync", "psycopg", (TOGETHER,)),
+        ("async", "asyncpg", ()),
+        ("async", "asyncpg", (TOGETHER,)),
+        ("sync", "psycopg2", (TOGETHER,)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "together" if value else "per migration",
+)
 def test_pods_that_migrate_at_once_all_succeed(
     tmp_path: Path, own: str, template: str, driver: str, changed: tuple[tuple[str, str], ...]
 ) -> None:
-    """C048, C049, C050: all exit with 0, each revision is applied once, and the index that was built concurrently is valid."""
+    """C048 to C052: all exit with 0, each revision is applied once and under the lock, and the index is valid.
+
+    Whoever waits is never idle in a transaction.
+    """
     project = Project(tmp_path, template, driver, own, changed=changed)
-    for _ in range(ROUNDS):
-        assert [pod.said for pod in project.round(PODS) if pod.code] == []
-        project.expect_head()
-        project.clear()
+    with project.watched() as states:
+        for _ in range(ROUNDS):
+            assert [pod.said for pod in project.round(PODS, SLOW="0.3") if pod.code] == []
+            project.expect_head()
+            project.clear()
+    assert "idle" in states
+    assert states <= {"active", "idle"}
 
 
 def test_without_the_lock_pods_fail(tmp_path: Path, own: str) -> None:
@@ -65,18 +87,38 @@ def test_after_a_kill_the_next_pod_ends_at_head(tmp_path: Path, own: str) -> Non
     """C056: SIGKILL at any moment, also in the middle of a statement: no manual step is needed."""
     project = Project(tmp_path, "sync", "psycopg", own)
     for number in range(KILLS):
-        killed = project.start(PAUSE="60")
+        [killed] = project.together(1, PAUSE="60")
         if number:
-            time.sleep(random.uniform(0.3, 2.0))
+            time.sleep(random.uniform(0, 0.5))
         else:
             blocking(lambda: project.query(MIGRATING), 15)
-        killed.kill()
-        killed.communicate()
-        blocking(lambda: not project.query(MIGRATING), 3)
+        _kill(project, killed)
         after = project.run()
         assert after.code == 0, after.said
         project.expect_head()
         project.clear()
+
+
+def test_an_index_that_a_kill_left_invalid_is_built_by_the_next_pod(tmp_path: Path, own: str) -> None:
+    """C049, C056: SIGKILL while the build waits for a snapshot of somebody else."""
+    project = Project(tmp_path, "sync", "psycopg", own)
+    with psycopg.connect(own) as other:
+        other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        other.execute("SELECT 1")
+        killed = project.start()
+        blocking(lambda: project.query(BUILDING), 15)
+        _kill(project, killed)
+        assert project.query(VALID) == [(False,)]
+    after = project.run()
+    assert after.code == 0, after.said
+    assert "left by an interrupted build" in after.said
+    project.expect_head()
+
+
+def _kill(project: Project, pod: Pod) -> None:
+    """Kill a pod, and wait until the server has noticed: within a second, and a second for a busy machine."""
+    pod.kill()
+    blocking(lambda: not project.query(MIGRATING), 2)
 
 
 def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Path, own: str) -> None:
@@ -88,7 +130,6 @@ def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Pat
         second = project.run()
     finally:
         first.kill()
-        first.communicate()
     assert second.code == 75
     assert f"backend {pid}" in second.said
     assert "pg_sleep(60)" in second.said
@@ -158,9 +199,10 @@ def test_two_heads_are_refused_before_anything_is_locked(tmp_path: Path, own: st
     assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
 
 
-def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str) -> None:
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg"])
+def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: str) -> None:
     """Three schemas, three pods: each tenant gets each revision once, whoever comes first."""
-    project = Project(tmp_path, "multitenant", "psycopg", own)
+    project = Project(tmp_path, "multitenant", driver, own)
     tenants = ["tenant_a", "tenant_b", 'tenant_"C']
     with psycopg.connect(own, autocommit=True) as connection:
         for tenant in tenants:
@@ -168,9 +210,47 @@ def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str) -> None:
     assert [pod.said for pod in project.round(3) if pod.code] == []
     for tenant in tenants:
         quoted = psycopg.sql.Identifier(tenant).as_string()
-        assert project.query(f"SELECT count(*) FROM {quoted}.applied") == [(3,)]
+        assert sorted(project.query(f"SELECT revision FROM {quoted}.applied")) == [("001",), ("002",), ("003",)]
         assert project.query(f"SELECT version_num FROM {quoted}.alembic_version") == [("003",)]
     assert project.query("SELECT to_regclass('public.alembic_version')") == [(None,)]
+
+
+@pytest.mark.parametrize(
+    ("template", "driver"),
+    [("sync", "psycopg2"), ("async", "asyncpg"), ("multitenant", "psycopg"), ("multitenant", "asyncpg")],
+)
+def test_a_table_in_use_is_tried_again(tmp_path: Path, own: str, template: str, driver: str) -> None:
+    """DDL gives way to those who use the table after DDL_WAIT, and what was committed before is not done once more."""
+    changed = [('DDL_WAIT = "5s"', 'DDL_WAIT = "200ms"')]
+    project = Project(tmp_path, template, driver, own, changed=changed)
+    with psycopg.connect(own) as user:
+        user.execute("CREATE SCHEMA tenant_a")
+        user.execute("CREATE TABLE public.used (x int)")
+        user.commit()
+        user.execute("SELECT * FROM public.used")
+        pod = project.start(DDL="ALTER TABLE public.used ADD COLUMN y int")
+        blocking(lambda: project.query(ALTERING), 15)
+        blocking(lambda: not project.query(ALTERING), 5)
+    assert pod.ended().code == 0
+    schema = "tenant_a" if template == "multitenant" else "public"
+    assert sorted(project.query(f"SELECT revision FROM {schema}.applied")) == [("001",), ("002",), ("003",)]
+    assert project.query("SELECT count(*) FROM pg_attribute WHERE attrelid = 'used'::regclass AND attname = 'y'") == [
+        (1,)
+    ]
+
+
+def test_a_table_in_use_for_too_long_ends_the_migration(tmp_path: Path, own: str) -> None:
+    """After DDL_ATTEMPTS with the server's own error; what was committed before is recorded."""
+    changed = [('DDL_WAIT = "5s"', 'DDL_WAIT = "100ms"'), ("DDL_ATTEMPTS = 5", "DDL_ATTEMPTS = 1")]
+    project = Project(tmp_path, "sync", "psycopg", own, changed=changed)
+    with psycopg.connect(own) as user:
+        user.execute("CREATE TABLE used (x int)")
+        user.commit()
+        user.execute("SELECT * FROM used")
+        ended = project.run(DDL="ALTER TABLE used ADD COLUMN y int")
+    assert ended.code not in (0, 75)
+    assert "lock timeout" in ended.said
+    assert project.query("SELECT version_num FROM alembic_version") == [("002",)]
 
 
 def _default_key() -> int:

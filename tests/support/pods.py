@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import mkdtemp, mkstemp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psycopg
+from alembic.config import main
 
 from pgfence.migrations import _environment
 from support.waiting import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+_HELD = (
+    "FROM pg_locks WHERE locktype = 'advisory' AND granted"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+# Each says that it was applied once for each session that holds an advisory lock at that moment.
+_APPLIED = f"INSERT INTO applied SELECT '{{}}' {_HELD}"
+_INSIDE = f"CREATE TABLE IF NOT EXISTS inside AS SELECT count(*) {_HELD}"
 REVISIONS = {
     "001": """
     op.execute(f"SELECT pg_sleep({os.environ.get('SLOW', '0')})")
     op.execute("CREATE TABLE applied (revision text)")
     op.execute("CREATE TABLE item AS SELECT g AS id, 'x' AS t FROM generate_series(1, 20000) AS g")
-    op.execute("INSERT INTO applied VALUES ('001')")
+    op.execute(APPLIED)
 """,
     "002": """
     with op.get_context().autocommit_block():
-        op.create_index("item_t", "item", ["t"], postgresql_concurrently=True)
-    op.execute("INSERT INTO applied VALUES ('002')")
+        op.create_index_safely("item_t", "item", ["t"])
+        op.execute(INSIDE)
+    op.execute(APPLIED)
 """,
     "003": """
     op.execute(f"SELECT pg_sleep({os.environ.get('PAUSE', '0')})")
-    op.execute("INSERT INTO applied VALUES ('003')")
+    op.execute(os.environ.get("DDL", "SELECT 1"))
+    op.execute(APPLIED)
 """,
 }
 HEAD = "003"
@@ -42,6 +53,7 @@ import os
 from alembic import op
 
 revision, down_revision = {revision!r}, {before!r}
+APPLIED, INSIDE = {applied!r}, {inside!r}
 
 
 def upgrade() -> None:{body}
@@ -61,7 +73,25 @@ if "GATE" in os.environ:
         time.sleep(0.005)
 
 def url() -> str:"""
-_ALEMBIC = [sys.executable, "-c", "from alembic.config import main; main(prog='alembic')"]
+_WAITING = """
+    SELECT state FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
+    AND query LIKE '%try_advisory_lock%'
+"""
+# A pod is a process of its own, forked from one that has imported what each of them would import for most of a second.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    [
+        "alembic.command",
+        "alembic.config",
+        "asyncpg",
+        "pgfence.alembic_plugin.implementations",
+        "pgfence.migrations",
+        "psycopg",
+        "psycopg2",
+        "sqlalchemy.dialects.postgresql",
+        "sqlalchemy.ext.asyncio",
+    ]
+)
 
 
 class Ended(NamedTuple):
@@ -69,6 +99,45 @@ class Ended(NamedTuple):
 
     code: int
     said: str
+
+
+class Pod:
+    """A process that runs `alembic`."""
+
+    def __init__(self, folder: Path, words: Sequence[str], environment: dict[str, str]) -> None:
+        descriptor, name = mkstemp(dir=folder)
+        os.close(descriptor)
+        self._output = Path(name)
+        self._process = _FORKS.Process(target=_alembic, args=(folder, self._output, words, environment))
+        self._process.start()
+
+    def kill(self) -> None:
+        """Kill it, and wait until it is gone."""
+        self._process.kill()
+        self._process.join()
+
+    def ended(self, deadline: float = 30) -> Ended:
+        """Wait for its end, and kill it if it does not end.
+
+        Args:
+            deadline: seconds.
+        """
+        self._process.join(deadline)
+        said = self._output.read_text(encoding="utf-8")
+        if self._process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"a pod did not end within {deadline:g} s: {said}")
+        return Ended(self._process.exitcode, said)
+
+
+def _alembic(folder: Path, output: Path, words: Sequence[str], environment: dict[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with output.open("w", encoding="utf-8") as written:
+        for standard in (1, 2):
+            os.dup2(written.fileno(), standard)
+    main(words, prog="alembic")
 
 
 class Project:
@@ -98,32 +167,51 @@ class Project:
         env.write_text(text.replace("def url() -> str:", _GATE), encoding="utf-8")
         before = None
         for revision, body in REVISIONS.items():
-            script = _REVISION.format(revision=revision, before=before, body=body)
+            script = _REVISION.format(
+                revision=revision, before=before, body=body, applied=_APPLIED.format(revision), inside=_INSIDE
+            )
             (folder / "migrations" / "versions" / f"{revision}.py").write_text(script, encoding="utf-8")
             before = revision
 
-    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *words: str, **environment: str) -> Pod:
         """Start `alembic` with these words."""
-        return subprocess.Popen(
-            [*_ALEMBIC, *(words or ("upgrade", "head"))],
-            cwd=self.folder,
-            env=os.environ | {"MIGRATION_URL": self.url} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        given = os.environ | {"MIGRATION_URL": self.url} | environment
+        return Pod(self.folder, words or ("upgrade", "head"), given)
 
     def run(self, *words: str, **environment: str) -> Ended:
         """Run `alembic` with these words to its end."""
-        return ended(self.start(*words, **environment))
+        return self.start(*words, **environment).ended()
 
-    def round(self, pods: int, **environment: str) -> list[Ended]:
-        """Run some pods, all from one moment on."""
+    def together(self, pods: int, **environment: str) -> list[Pod]:
+        """Start some pods, all of which begin at this moment."""
         gate = Path(mkdtemp(dir=self.folder))
         started = [self.start(GATE=str(gate), **environment) for _ in range(pods)]
         blocking(lambda: len(list(gate.iterdir())) == pods, 30)
         (gate / "open").touch()
-        return [ended(pod, 15) for pod in started]
+        return started
+
+    def round(self, pods: int, **environment: str) -> list[Ended]:
+        """Run some pods, all from one moment on, to the end of each."""
+        return [pod.ended(15) for pod in self.together(pods, **environment)]
+
+    @contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """Yield the states that sessions are seen in, all the time, after they have asked for the migration lock."""
+        states: set[str] = set()
+        ends = threading.Event()
+
+        def watch() -> None:
+            with psycopg.connect(self.dsn, autocommit=True) as connection:
+                while not ends.wait(0.005):
+                    states.update(row[0] for row in connection.execute(_WAITING))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            yield states
+        finally:
+            ends.set()
+            watching.join()
 
     def query(self, sql: str) -> list[Any]:
         """Return rows of the database that is migrated."""
@@ -137,18 +225,8 @@ class Project:
             connection.execute("CREATE SCHEMA public")
 
     def expect_head(self) -> None:
-        """Assert that each revision was applied, once, and that the index is valid."""
+        """Assert that each revision was applied, once, under the lock, and that the index is valid."""
         assert self.query("SELECT version_num FROM alembic_version") == [(HEAD,)]
         assert sorted(self.query("SELECT revision FROM applied")) == [(revision,) for revision in REVISIONS]
+        assert self.query("SELECT count FROM inside") == [(1,)]
         assert self.query("SELECT indisvalid FROM pg_index WHERE indexrelid = 'item_t'::regclass") == [(True,)]
-
-
-def ended(pod: subprocess.Popen[str], deadline: float = 30) -> Ended:
-    """Wait for the end of a pod, and kill it if it does not end."""
-    try:
-        said, _ = pod.communicate(timeout=deadline)
-    except subprocess.TimeoutExpired:
-        pod.kill()
-        said, _ = pod.communicate()
-        raise AssertionError(f"a pod did not end within {deadline:g} s: {said}") from None
-    return Ended(pod.returncode, said)

@@ -102,16 +102,39 @@ def installations(connection: Connection) -> set[Place]:
     return {Place(row.nspname, row.proname.removesuffix("enter_gate_v1")) for row in found}
 
 
-def held(connection: Connection, place: Place) -> list[str]:
-    """Return who holds a lease, by name; none where the table is missing."""
-    if plainly(connection, f"SELECT pg_catalog.to_regclass({literal(place.name('lease'))})").scalar_one() is None:
-        return []
-    found = plainly(
-        connection,
-        f"SELECT l.name FROM {place.name('lease')} AS l"
-        " WHERE l.released_at IS NULL AND l.expires_at > pg_catalog.clock_timestamp() ORDER BY 1",
+_USE = {
+    "idempotency_key": ("the key", "key", "locked_until > pg_catalog.clock_timestamp()"),
+    "lease": ("the lease", "name", "released_at IS NULL AND expires_at > pg_catalog.clock_timestamp()"),
+}
+"""What the tables say of somebody who works at this moment: what it is called, its column, and when."""
+
+
+def used(connection: Connection, place: Place, version: int = 0) -> list[str]:
+    """Return the leases and keys that somebody works under at this moment, of the tables that a version has not, if any."""
+    found: list[str] = []
+    for name, (what, column, condition) in _USE.items():
+        if version and name in tables._columns(version):
+            continue
+        if plainly(connection, f"SELECT pg_catalog.to_regclass({literal(place.name(name))})").scalar_one() is not None:
+            rows = plainly(
+                connection, f"SELECT {column} FROM {place.name(name)} WHERE {condition} ORDER BY 1"
+            ).scalars()
+            found += (f"{what} {row!r}" for row in rows)
+    return found
+
+
+def expecting_unused(place: Place, version: int = 0) -> str:
+    """Return a statement that fails where `used` finds something."""
+    checks = (
+        f"    IF pg_catalog.to_regclass({literal(place.name(name))}) IS NOT NULL THEN\n"
+        f"        SELECT {column} INTO found FROM {place.name(name)} WHERE {condition} LIMIT 1;\n"
+        "        IF found IS NOT NULL THEN\n"
+        f"            RAISE EXCEPTION '{what} % is held: stop whoever works under it first', found;\n"
+        "        END IF;\n    END IF;\n"
+        for name, (what, column, condition) in _USE.items()
+        if not version or name not in tables._columns(version)
     )
-    return list(found.scalars())
+    return _block(f"DECLARE\n    found text;\nBEGIN\n{''.join(checks)}END")
 
 
 def adding_version(place: Place, target: Target, column: str) -> list[str]:

@@ -19,9 +19,24 @@ _DOING = (
     "SELECT a.pid, a.state, a.query_start, a.query FROM pg_catalog.pg_stat_activity AS a"
     " WHERE a.pid = ANY (CAST({0} AS integer[]))"
 )
-_CHECK_CLIENT = (
-    "SELECT pg_catalog.set_config(s.name, '1000', false) FROM pg_catalog.pg_settings AS s"
-    " WHERE s.name = 'client_connection_check_interval' AND pg_catalog.strpos(pg_catalog.version(), 'linux') > 0"
+# What would end a session that holds the lock and is quiet, e.g. while a script computes; what lets the server notice that the
+# client is gone, also while a statement runs. The site's limits for statements stay: the migration's own count on them.
+_OURS = {
+    "idle_session_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "4",
+    "tcp_user_timeout": "30000",
+    "client_connection_check_interval": "1000",
+}
+# Behind a pooler the next statement may reach a session of somebody else's.
+_SET_UP = (
+    "SELECT pg_catalog.set_config(s.name, o.value, false)"
+    f" FROM (VALUES {', '.join(str(each) for each in _OURS.items())}) AS o(name, value)"
+    " JOIN pg_catalog.pg_settings AS s ON s.name = o.name"
+    " WHERE pg_catalog.pg_backend_pid() = CAST({0} AS integer) AND (s.name <> 'client_connection_check_interval'"
+    " OR pg_catalog.strpos(pg_catalog.version(), 'linux') > 0)"
 )
 _MARKS = {"format": "%s", "numeric": "$1"}
 _HAS_WRITTEN = "SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL"
@@ -51,9 +66,14 @@ def doing(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
 
 
-def check_client(connection: Connection) -> None:
-    """Let the server look each second whether this client is still there, also while a statement of it runs."""
-    connection.exec_driver_sql(_CHECK_CLIENT)
+def set_up(connection: Connection, backend_pid: int) -> None:
+    """Make the session fit for holding the lock; `server.restore` puts everything back.
+
+    Args:
+        connection: in autocommit.
+        backend_pid: the server process that was asked for its facts.
+    """
+    connection.exec_driver_sql(_SET_UP.format(_MARKS[style_of(connection.dialect)]), (backend_pid,))
 
 
 def has_written(connection: Connection) -> bool:

@@ -29,7 +29,7 @@ from pgfence.alembic_plugin.operations import (
 from pgfence.errors import SchemaError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from sqlalchemy import Connection
@@ -57,37 +57,51 @@ def _write(operations: Operations, script: Iterable[str]) -> None:
 
 @Operations.implementation_for(CreatePgfence)
 def _create(operations: Operations, operation: CreatePgfence) -> None:
-    _move(operations, operation.place, operation.version)
+    _raise(operations, operation.place, operation.version)
 
 
 @Operations.implementation_for(DropPgfence)
 def _drop(operations: Operations, operation: DropPgfence) -> None:
     def work(connection: Connection, place: Place) -> None:
-        if names := migrating.held(connection, place):
-            raise SchemaError(
-                f"the lease {names[0]!r} is held: its holder would go on with a token that the next one gets as well. Stop"
-                f" whoever holds a lease ({len(names)} held), or wait until they have expired, and run this again",
-                needed=VERSION,
-                command="pgfence ps",
-            )
+        _refuse_while_used(migrating.used(connection, place))
         altering.drop_unless_fenced(connection, place)
 
-    _perform(operations, operation.place, work, texts.removal(operation.place))
+    place = operation.place
+    _perform(operations, place, work, [migrating.expecting_unused(place), *texts.removal(place)])
+
+
+def _refuse_while_used(used: Sequence[str]) -> None:
+    if used:
+        raise SchemaError(
+            f"{used[0]} is held: its holder would go on with a token that the next one gets as well, or with an effect of"
+            f" which nobody knows. Stop whoever holds a lease or a key ({len(used)} held), or wait until they have expired,"
+            " and run this again",
+            needed=VERSION,
+            command="pgfence ps",
+        )
 
 
 @Operations.implementation_for(UpgradePgfence)
 def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
-    _move(operations, operation.place, operation.to, down=operation.to < operation.from_)
+    if operation.to < operation.from_:
+        _lower(operations, operation.place, operation.to)
+    else:
+        _raise(operations, operation.place, operation.to)
 
 
-def _move(operations: Operations, place: Place, version: int, *, down: bool = False) -> None:
-    statements = texts.lowering if down else texts.creation
-    _perform(
-        operations,
-        place,
-        lambda connection, settled: migrating.move(connection, settled, statements(settled, version), version),
-        statements(place, version),
-    )
+def _raise(operations: Operations, place: Place, version: int) -> None:
+    def work(connection: Connection, settled: Place) -> None:
+        migrating.move(connection, settled, texts.creation(settled, version), version)
+
+    _perform(operations, place, work, texts.creation(place, version))
+
+
+def _lower(operations: Operations, place: Place, version: int) -> None:
+    def work(connection: Connection, settled: Place) -> None:
+        _refuse_while_used(migrating.used(connection, settled, version))
+        migrating.move(connection, settled, texts.lowering(settled, version), version)
+
+    _perform(operations, place, work, [migrating.expecting_unused(place, version), *texts.lowering(place, version)])
 
 
 @Operations.implementation_for(AddFence)

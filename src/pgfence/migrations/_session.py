@@ -103,11 +103,7 @@ class SessionLock:
     def _acquire(self, own: Connection, limit: float) -> LockTimeoutError | None:
         self._facts = server.read_facts(own, -1, set_up=False)
         judge(self._connection.engine, self._facts, self._driver, config_of(self._connection).pooler)
-        # Before the longer interval of all our sessions, too: a timer that runs already goes off when it was meant to.
-        migration.check_client(own)
-        server.read_facts(own, self._facts.backend_pid, set_up=True)
-        server.put_back(own, self._facts)
-        migration.check_client(own)
+        migration.set_up(own, self._facts.backend_pid)
         if self._wait(own, limit):
             return None
         busy = self._timed_out(own, limit)

@@ -4,6 +4,7 @@ The database is that of MIGRATION_URL, or sqlalchemy.url of the ini file; it mus
 transaction mode. Exit code 75: somebody else has been migrating for longer than LOCK_WAIT.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -11,8 +12,9 @@ from collections.abc import Iterable
 from logging.config import fileConfig
 
 from alembic import context
-from sqlalchemy import Connection, create_engine, event, pool, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import Connection, Engine, create_engine, event, pool, text
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pgfence import LockKey, LockTimeoutError
 from pgfence.migrations import migration_lock
@@ -68,7 +70,17 @@ def migrate(connection: Connection) -> None:
                 context.run_migrations()
 
 
-def waited_in_vain(error: OperationalError) -> bool:
+def migrate_once(engine: Engine) -> None:
+    with engine.connect() as connection:
+        migrate(connection)
+
+
+async def migrate_once_async(engine: Engine) -> None:
+    async with AsyncEngine(engine).connect() as connection:
+        await connection.run_sync(migrate)
+
+
+def waited_in_vain(error: DBAPIError) -> bool:
     return (getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)) == "55P03"
 
 
@@ -78,16 +90,16 @@ def online() -> None:
     @event.listens_for(engine, "connect")
     def set_lock_timeout(dbapi_connection, _record):
         if engine.dialect.name == "postgresql":
-            with dbapi_connection.cursor() as cursor:
-                cursor.execute(f"SET lock_timeout = '{DDL_WAIT}'")
+            cursor = dbapi_connection.cursor()
+            cursor.execute(f"SET lock_timeout = '{DDL_WAIT}'")
+            cursor.close()
             dbapi_connection.commit()
 
     for attempt in range(1, DDL_ATTEMPTS + 1):
         try:
-            with engine.connect() as connection:
-                migrate(connection)
+            asyncio.run(migrate_once_async(engine)) if engine.dialect.is_async else migrate_once(engine)
             return
-        except OperationalError as error:
+        except DBAPIError as error:
             # What is committed stays, and the next attempt goes on after it.
             if not waited_in_vain(error) or attempt == DDL_ATTEMPTS:
                 raise
