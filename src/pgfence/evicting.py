@@ -1,42 +1,56 @@
-"""How an eviction is carried out, by the function and by the command alike."""
+"""How an eviction is carried out, by the function and by the command alike; and what other orders of operators share with it."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pgfence._runtime.opening import unreachable
-from pgfence._sql import evict as statements
-from pgfence._sql.evict import Found, Order
+from pgfence._sql.evict import Order
 from pgfence._sql.storage import place_of
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence.grants import Holder
+
+class Ordered(Protocol):
+    """Something to be done on a connection."""
+
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error of its statements means; None if nothing of ours."""
+
+
+O = TypeVar("O", bound=Ordered)  # noqa: E741
+R = TypeVar("R")
 
 
 def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> Order:
     """Return what is to be done, checked."""
     namespace = config_of(engine).namespace
+    reason, actor = for_the_audit(reason, actor)
     return Order(
         name=stored(name, namespace),
         key=LockKey.of(name, namespace=namespace),
         place=place_of(engine),
-        reason=_words(reason, "reason"),
-        actor=_me() if actor is None else _words(actor, "actor"),
+        reason=reason,
+        actor=actor,
     )
 
 
-def perform(engine: Engine, work: Callable[[Connection, Order], Found], order: Order) -> Found:
+def for_the_audit(reason: str, actor: str | None) -> tuple[str, str]:
+    """Return why and by whom, checked; without an actor it is this process's user and host."""
+    return _words(reason, "reason"), _me() if actor is None else _words(actor, "actor")
+
+
+def perform(engine: Engine, work: Callable[[Connection, O], R], order: O) -> R:
     """Do it on a connection of the engine's."""
     try:
         # Whatever the engine's own default is: each statement has to see what was committed before it.
@@ -48,24 +62,22 @@ def perform(engine: Engine, work: Callable[[Connection, Order], Found], order: O
         raise told from error
 
 
-async def perform_async(
-    engine: AsyncEngine, work: Callable[[Connection, Order], Found], order: Order
-) -> Sequence[Holder]:
-    """As `perform`, on a connection of an async engine's; return who it met."""
+async def perform_async(engine: AsyncEngine, work: Callable[[Connection, O], R], order: O) -> R:
+    """As `perform`, on a connection of an async engine's."""
     try:
         async with engine.connect() as connection:
             await connection.execution_options(isolation_level="READ COMMITTED")
-            return (await connection.run_sync(work, order)).holders
+            return await connection.run_sync(work, order)
     except Exception as error:
         if (told := _told(engine.sync_engine, order, error)) is None:
             raise
         raise told from error
 
 
-def _told(engine: Engine, order: Order, error: Exception) -> PgfenceError | None:
+def _told(engine: Engine, order: Ordered, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
-    return statements.meaning(error, order.place) or unreachable(engine, error)
+    return order.meaning(error) or unreachable(engine, error)
 
 
 def _words(value: object, what: str) -> str:

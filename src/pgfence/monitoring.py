@@ -1,24 +1,30 @@
-"""What operators do, as functions: `evict`, `purge`."""
+"""What operators do, as functions: `evict`, `purge`, `stuck_keys`, `free_key`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
+from pgfence import stuck
 from pgfence._sql import evict as statements
+from pgfence._sql import stuck_keys as keys
 from pgfence.evicting import order_of, perform, perform_async
 from pgfence.purging import expect_batch
 from pgfence.purging import purge as purge_all
 from pgfence.purging import purge_async as purge_all_async
+from pgfence.stuck import StuckKey
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Awaitable, Coroutine, Sequence
 
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from pgfence._sql.evict import Found
+    from pgfence._sql.stuck_keys import Row
     from pgfence.grants import Holder
+    from pgfence.timing import Seconds
 
-__all__ = ["evict", "purge"]
+__all__ = ["StuckKey", "evict", "free_key", "purge", "stuck_keys"]
 
 
 @overload
@@ -62,8 +68,94 @@ def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_
     order = order_of(engine, name, reason=reason, actor=actor)
     work = statements.look if dry_run else statements.evict
     if hasattr(engine, "sync_engine"):
-        return perform_async(engine, work, order)
+        return _holders(perform_async(engine, work, order))
     return perform(engine, work, order).holders
+
+
+async def _holders(evicted: Awaitable[Found]) -> Sequence[Holder]:
+    return (await evicted).holders
+
+
+@overload
+def stuck_keys(
+    engine: AsyncEngine, *, older_than: Seconds = 0, prefix: str = ""
+) -> Coroutine[Any, Any, Sequence[StuckKey]]: ...
+@overload
+def stuck_keys(engine: Engine, *, older_than: Seconds = 0, prefix: str = "") -> Sequence[StuckKey]: ...
+def stuck_keys(engine: Any, *, older_than: Seconds = 0, prefix: str = "") -> Any:
+    """Return the idempotency keys whose effect was begun and not finished, the oldest first.
+
+    Those are keys of effect mode whose attempt is at work or was lost. A key that was freed after a known failure is none, and
+    neither is one in the transaction of a caller, which nobody else sees before it has a result.
+
+    Promised: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, of its steps
+    only the names. The table is read from end to end, one row after the other.
+
+    Args:
+        engine: an Engine, or an AsyncEngine: then await it. A standby will do.
+        older_than: seconds since the key was claimed for the first time, at least.
+        prefix: how the scope begins, without the configured namespace.
+
+    Raises:
+        ValueError: older_than is negative, or the prefix cannot be used.
+        TypeError: one of them is of another type.
+        SchemaError: the tables are missing or older than version 2, or this role may not read them.
+        UnreachableError: there was no answer.
+    """
+    wanted = stuck.look_of(engine, older_than=older_than, prefix=prefix)
+    if hasattr(engine, "sync_engine"):
+        return _stuck_keys(perform_async(engine, keys.look, wanted))
+    return list(map(stuck.stuck_key, perform(engine, keys.look, wanted)))
+
+
+async def _stuck_keys(found: Awaitable[Sequence[Row]]) -> Sequence[StuckKey]:
+    return list(map(stuck.stuck_key, await found))
+
+
+@overload
+def free_key(
+    engine: AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None
+) -> Coroutine[Any, Any, StuckKey | None]: ...
+@overload
+def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
+def free_key(engine: Any, scope: str, key: str, *, reason: str, actor: str | None = None) -> Any:
+    """Let the next caller of an idempotency key begin at once, though an attempt was lost or is at work; write that down.
+
+    In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit. The next caller
+    is the next attempt, with the steps that are done so far. An attempt that is at work all the same is told at its next
+    renewal or step: AttemptLostError; what it stores after this is refused.
+
+    Not promised: that the attempt has stopped, or what it has done outside. Look there first: whoever comes next repeats the
+    step that was not finished, under the same derived key.
+
+    Args:
+        engine: an Engine, or an AsyncEngine: then await it.
+        scope: of the key, without the configured namespace.
+        key: the key.
+        reason: for the audit; not empty.
+        actor: who did it, for the audit; None is this process's user and host.
+
+    Returns:
+        The key as it was found; None if it is unknown, finished or free, and nothing was done.
+
+    Raises:
+        ValueError: scope, key, reason or actor cannot be used.
+        TypeError: one of them is no str.
+        LockTimeoutError: a transaction that is about to store the result is open. Nothing was done.
+        SchemaError: the tables are missing or older than version 2, or this role may not do it. Nothing was done.
+        StandbyError: this server takes no writes. Nothing was done.
+        UnreachableError: there was no answer; if the connection was lost on the way, look before you try again.
+    """
+    order = stuck.order_of(engine, scope, key, reason=reason, actor=actor)
+    if hasattr(engine, "sync_engine"):
+        return _freed(perform_async(engine, keys.free, order))
+    found = perform(engine, keys.free, order)
+    return None if found is None else stuck.stuck_key(found)
+
+
+async def _freed(found: Awaitable[Row | None]) -> StuckKey | None:
+    row = await found
+    return None if row is None else stuck.stuck_key(row)
 
 
 @overload

@@ -80,6 +80,12 @@ class Order:
     actor: str
     only: Found | None = None
 
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error of these statements means; None if nothing of ours."""
+        if sqlstate(error) == READ_ONLY:
+            return StandbyError("this server takes no writes (a standby, or read-only): evict on the primary")
+        return translated(error, self.place)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -215,13 +221,6 @@ def _occupied(connection: Connection, order: Order) -> LockTimeoutError:
         timeout=2.0,
         holders=writers,
     )
-
-
-def meaning(error: BaseException, place: Place) -> PgfenceError | None:
-    """Return what an error of these statements means; None if nothing of ours."""
-    if sqlstate(error) == READ_ONLY:
-        return StandbyError("this server takes no writes (a standby, or read-only): evict on the primary")
-    return translated(error, place)
 
 
 def _as_data(holder: Holder) -> dict[str, Any]:

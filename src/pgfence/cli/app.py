@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from pgfence.cli import evict, init, install, purge
+from pgfence.cli import evict, init, install, keys, purge
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.locks import Terms
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
@@ -184,6 +184,7 @@ def demo(
 install.register(app)
 init.register(app)
 evict.register(app)
+keys.register(app)
 purge.register(app)
 
 

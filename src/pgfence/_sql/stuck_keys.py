@@ -1,0 +1,196 @@
+"""Keys of effects that were begun and not finished: the look at them, and how one is set free in one transaction.
+
+Results, payloads and what steps have saved stay on the server: they may be personal data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql.calls import mark, name_of
+from pgfence._sql.idempotency import NEEDED
+from pgfence._sql.server import style_of
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, sqlstate
+from pgfence._sql.storage import primary, translated
+from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
+from pgfence.keys import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+    from uuid import UUID
+
+    from sqlalchemy import Connection
+
+    from pgfence._sql.storage import Place
+
+_ROW = (
+    "SELECT k.scope, k.key, k.attempt, COALESCE((SELECT pg_catalog.array_agg(s.name ORDER BY s.name)"
+    " FROM pg_catalog.jsonb_object_keys(k.step) AS s(name)), CAST(ARRAY[] AS text[])), k.owner, k.host, k.pid, k.claim_id,"
+    " k.created_at, k.locked_until, k.expires_at, k.locked_until > pg_catalog.clock_timestamp()"
+    " FROM {idempotency_key} AS k WHERE k.status = 'in_progress' AND k.locked_until IS NOT NULL"
+)
+# {0} begins the scope, and from {1} on no other namespace may come.
+_LOOK = (
+    " AND pg_catalog.starts_with(k.scope, CAST({0} AS text))"
+    " AND pg_catalog.strpos(pg_catalog.substr(k.scope, CAST({1} AS integer)), pg_catalog.chr(31)) = 0"
+    " AND k.created_at <= pg_catalog.clock_timestamp() - pg_catalog.make_interval(secs => CAST({2} AS double precision))"
+    " ORDER BY k.created_at, k.scope, k.key"
+)
+_ONE = " AND k.scope = CAST({0} AS text) AND k.key = CAST({1} AS text)"
+_SETTINGS = (
+    "SELECT pg_catalog.set_config('lock_timeout', '2s', true),"
+    " CASE WHEN pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply')"
+    " THEN pg_catalog.set_config('synchronous_commit', 'on', true) END"
+)
+# Whoever was at work names its claim in each statement, so without one none of them finds the row.
+_FREE = (
+    "UPDATE {idempotency_key} AS k SET status = 'free', claim_id = NULL, locked_until = NULL"
+    " WHERE k.scope = CAST({0} AS text) AND k.key = CAST({1} AS text)"
+)
+_AUDIT = (
+    "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
+    " VALUES ('free key', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
+)
+
+
+class Row(NamedTuple):
+    """A key as it stands in the table, without what is stored under it."""
+
+    scope: str
+    key: str
+    attempt: int
+    steps: Sequence[str]
+    owner: str | None
+    host: str | None
+    pid: int | None
+    claim_id: UUID | None
+    since: datetime
+    locked_until: datetime
+    expires_at: datetime
+    running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Which keys are wanted.
+
+    Attributes:
+        place: where the tables are.
+        namespace: the configured one.
+        prefix: how their scopes begin.
+        older: seconds since their claim.
+    """
+
+    place: Place
+    namespace: str
+    prefix: str
+    older: float
+
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error of the statement means; None if nothing of ours."""
+        return translated(error, self.place, NEEDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be done.
+
+    Attributes:
+        place: where the tables are.
+        scope: as it stands in the table.
+        key: likewise.
+        reason: for the audit.
+        actor: for the audit.
+        only: free it only if this attempt is still the newest; None frees whatever is found.
+    """
+
+    place: Place
+    scope: str
+    key: str
+    reason: str
+    actor: str
+    only: Row | None = None
+
+    def __str__(self) -> str:
+        return f"the idempotency key {self.key!r} of scope {self.scope.rpartition(SEPARATOR)[2]!r}"
+
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error of these statements means; None if nothing of ours."""
+        state = sqlstate(error)
+        if state == READ_ONLY:
+            return StandbyError("this server takes no writes (a standby, or read-only): free the key on the primary")
+        if state == NO_RIGHT and self.place.prefix + "audit" in primary(error):
+            command = f"GRANT INSERT ON {self.place.name('audit')} TO <role>"
+            return SchemaError(
+                f"this role may not write to the audit: {primary(error)}. As its owner: {command}; nothing was done",
+                needed=NEEDED,
+                command=command,
+                sqlstate=state,
+            )
+        return translated(error, self.place, NEEDED)
+
+
+def look(connection: Connection, wanted: Look) -> list[Row]:
+    """Return the keys that are wanted, the oldest first."""
+    begin = wanted.namespace + SEPARATOR if wanted.namespace else ""
+    values = (begin + wanted.prefix, len(begin) + 1, wanted.older)
+    return [Row(*row) for row in _run(connection, wanted.place, _ROW + _LOOK, *values)]
+
+
+def find(connection: Connection, order: Order) -> Row | None:
+    """Return one key; None if nobody has begun it, or it is finished or free."""
+    row = _run(connection, order.place, _ROW + _ONE, order.scope, order.key).one_or_none()
+    return None if row is None else Row(*row)
+
+
+def free(connection: Connection, order: Order) -> Row | None:
+    """Set a key free and write that down, in a transaction of its own on a connection at READ COMMITTED.
+
+    Returns:
+        What was found; None if nothing was. With `only` and another attempt there by now: that one, and nothing was done.
+
+    Raises:
+        LockTimeoutError: a transaction that stores its result is open; nothing was done.
+    """
+    try:
+        with connection.begin():
+            _run(connection, order.place, _SETTINGS)
+            found = _locked(connection, order)
+            if found is None or (order.only is not None and found.claim_id != order.only.claim_id):
+                return found
+            _run(connection, order.place, _FREE, order.scope, order.key)
+            stored = order.scope + SEPARATOR + order.key
+            _run(connection, order.place, _AUDIT, stored, order.actor, order.reason, _detail(found))
+            return found
+    except DBAPIError as error:
+        if sqlstate(error) != LOCK_NOT_AVAILABLE:
+            raise
+        raise LockTimeoutError(
+            f"{order} was not freed and nothing was done: a transaction that is about to store its result did not end"
+            " within 2 s. Look again when it has ended",
+            names=(order.key,),
+            timeout=2.0,
+        ) from error
+
+
+def _locked(connection: Connection, order: Order) -> Row | None:
+    row = _run(connection, order.place, _ROW + _ONE + " FOR NO KEY UPDATE", order.scope, order.key).one_or_none()
+    return None if row is None else Row(*row)
+
+
+def _detail(found: Row) -> str:
+    known = ("attempt", "steps", "owner", "host", "pid", "running")
+    times = {name: getattr(found, name).isoformat() for name in ("since", "locked_until", "expires_at")}
+    return json.dumps({name: getattr(found, name) for name in known} | times)
+
+
+def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
+    """Run a text with the names of this place, and its parameters in the style of this driver."""
+    style = style_of(connection.dialect)
+    names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}
+    return connection.exec_driver_sql(text.format(*(mark(style, n) for n in range(1, len(args) + 1)), **names), args)

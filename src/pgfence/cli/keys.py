@@ -1,0 +1,221 @@
+"""`pgfence keys`: idempotency keys that were begun and not finished; `pgfence keys free` lets the next caller begin."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pgfence import monitoring, stuck
+from pgfence._sql import stuck_keys as statements
+from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
+from pgfence.cli.report import Speaker
+from pgfence.cli.server import engine_from, settle
+from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.evicting import perform
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence.stuck import StuckKey
+
+_OLDER = typer.Option(metavar="SECONDS", help="Only keys that were claimed so long ago.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    group = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
+    group.callback(
+        epilog="Exit codes: 0 shown, also if there is none; 64 misuse; 69 unreachable; 78 not allowed there."
+    )(keys)
+    group.command(
+        "free",
+        epilog="Exit codes: 0 freed, or seen with --dry-run; 64 misuse; 67 nothing is stuck under that key; 69 unreachable;"
+        " 75 its result is being stored, or another attempt has it by now; 77 not confirmed; 78 not allowed there.",
+    )(free)
+    app.add_typer(group, name="keys")
+
+
+def keys(
+    context: typer.Context,
+    scope: Annotated[str, typer.Option(metavar="TEXT", help="Only scopes that begin so.")] = "",
+    older_than: Annotated[float, _OLDER] = 0.0,
+    dsn: Dsn = None,
+    engine: EnginePath = None,
+    namespace: Namespace = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Show the keys whose effect was begun and not finished: attempts that are at work, and attempts that were lost.
+
+    Takes no lock, and shows nothing that is stored under a key. The server is named as for the other commands.
+    """
+    if context.invoked_subcommand is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
+            raise MisuseError(f"write {_option(given[0])} behind {context.invoked_subcommand}")
+        return
+    with _target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+        try:
+            found = monitoring.stuck_keys(target, older_than=older_than, prefix=scope)
+        except ValueError as error:
+            raise MisuseError(str(error)) from None
+        except PgfenceError as error:
+            Speaker().warn(str(error))
+            raise Finish(_code(error)) from error
+    if as_json:
+        print(json.dumps({"keys": [_as_data(key) for key in found]}))
+    else:
+        print("\n".join(_table(found)) if found else "Every key that was begun is finished or free.")
+    raise Finish(Code.OK)
+
+
+def free(
+    scope: Annotated[str, typer.Argument(metavar="SCOPE", help="Of the key, as the application gives it.")],
+    key: Annotated[str, typer.Argument(metavar="KEY", help="As the client sent it.")],
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for the audit.")],
+    actor: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Who, for the audit. Default: this user on this host.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be freed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dsn: Dsn = None,
+    engine: EnginePath = None,
+    namespace: Namespace = None,
+    schema: Schema = None,
+    prefix: Prefix = None,
+    as_json: Json = False,
+) -> None:
+    """Let the next caller of KEY begin at once, though an attempt was lost or is at work. Shows the attempt and asks first.
+
+    What that attempt has done outside of the database is not undone: look there first.
+    """
+    with _target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+        report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)
+    if as_json:
+        print(report.as_json(scope, key))
+    elif report.code in {Code.OK, Code.NOBODY}:
+        print("\n".join(report.lines))
+    else:
+        Speaker().warn(" ".join(report.lines))
+    raise Finish(report.code)
+
+
+def _option(parameter: str) -> str:
+    return "--json" if parameter == "as_json" else f"--{parameter.replace('_', '-')}"
+
+
+@contextmanager
+def _target(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
+    target = engine_from(dsn=dsn, path=path, environ=os.environ)
+    try:
+        settle(target, **given)
+        yield target
+    finally:
+        target.dispose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """How it went.
+
+    Attributes:
+        outcome: in one word.
+        code: the exit code.
+        lines: for people.
+        found: what was under the key, if that was seen.
+    """
+
+    outcome: str
+    code: Code
+    lines: list[str]
+    found: StuckKey | None = None
+
+    def as_json(self, scope: str, key: str) -> str:
+        told = {"scope": scope, "key": key, "outcome": self.outcome, "exit_code": int(self.code)}
+        found = self.found and _as_data(self.found)
+        return json.dumps(told | {"found": found, "message": " ".join(self.lines)})
+
+
+class _Freeing:
+    """One call of the command."""
+
+    def __init__(self, engine: Engine, scope: str, key: str, reason: str, actor: str | None) -> None:
+        self._engine = engine
+        try:
+            self._order = stuck.order_of(engine, scope, key, reason=reason, actor=actor)
+        except ValueError as error:
+            raise MisuseError(str(error)) from None
+
+    def run(self, *, dry_run: bool, yes: bool) -> _Report:
+        if not (dry_run or yes or sys.stdin.isatty()):
+            raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
+        try:
+            row = perform(self._engine, statements.find, self._order)
+            if row is None:
+                return _Report(
+                    "nobody", Code.NOBODY, [f"Nothing is stuck under {self._order}: it is unknown, finished or free."]
+                )
+            seen = stuck.stuck_key(row)
+            if dry_run:
+                return _Report("seen", Code.OK, [_line(seen), "Nothing was done."], seen)
+            if not yes and not _confirmed(seen):
+                return _Report("declined", Code.DECLINED, ["nothing was done"], seen)
+            # Between look, answer and this another attempt may have begun: that one was not meant.
+            freed = perform(self._engine, statements.free, replace(self._order, only=row))
+        except LockTimeoutError as error:
+            return _Report("busy", Code.BUSY, [str(error)])
+        except PgfenceError as error:
+            code = _code(error)
+            return _Report("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
+        if freed is None or freed.claim_id != row.claim_id:
+            now = None if freed is None else stuck.stuck_key(freed)
+            said = f"something happened meanwhile, and nothing was done: now {now or 'nothing is stuck there'}"
+            return _Report("changed", Code.BUSY, [said], now)
+        done = f"Freed, and written to the audit. The next caller is attempt {seen.attempt + 1}."
+        return _Report("freed", Code.OK, [_line(seen), done], seen)
+
+
+def _confirmed(seen: StuckKey) -> bool:
+    typer.echo(_line(seen), err=True)
+    try:
+        return typer.confirm("Free it?", err=True)
+    except typer.Abort:  # the end of the input, or Ctrl-C
+        return False
+
+
+def _line(key: StuckKey) -> str:
+    steps = f", done: {', '.join(key.steps)}" if key.steps else ""
+    until = "until" if key.state == "running" else "since"
+    return f"{key} {until} {key.locked_until.isoformat(timespec='seconds')}, begun {key.since.isoformat(timespec='seconds')}{steps}"
+
+
+def _table(found: Sequence[StuckKey]) -> Iterator[str]:
+    """Yield a line for each key below a line of titles; nothing is cut off."""
+    rows: list[tuple[str, ...]] = [("STATE", "ATTEMPT", "BEGUN", "LOCKED UNTIL", "OWNER", "STEPS DONE", "SCOPE", "KEY")]
+    for key in found:
+        times = (at.isoformat(timespec="seconds") for at in (key.since, key.locked_until))
+        who = f"{key.owner or '-'}@{key.host or '-'}:{key.pid or '-'}"
+        rows.append((key.state, str(key.attempt), *times, who, ",".join(key.steps) or "-", key.scope, key.key))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _as_data(key: StuckKey) -> dict[str, Any]:
+    known = ("scope", "key", "state", "attempt", "steps", "owner", "host", "pid")
+    times = {name: getattr(key, name).isoformat() for name in ("since", "locked_until", "expires_at")}
+    return {name: getattr(key, name) for name in known} | times
+
+
+def _code(error: PgfenceError) -> Code:
+    return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED
