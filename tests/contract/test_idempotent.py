@@ -349,8 +349,9 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
             await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
         with pytest.raises(IdempotencyMisuseError, match="at work"):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
-        with pytest.raises(DBAPIError, match="must be rolled back"):
+        with pytest.raises(IdempotencyMisuseError, match="must be rolled back") as caught:
             await desk.world.call(session.commit)
+        assert caught.value.sqlstate == "PF004"
     assert desk.effects() == 0
     await desk.pay("k")
     assert desk.effects() == 1
@@ -441,7 +442,7 @@ async def test_a_block_says_what_it_knows(desk: Desk) -> None:
 
 async def test_a_commit_inside_the_block_is_refused(desk: Desk) -> None:
     """What was claimed and not finished does not commit, whoever says commit."""
-    with pytest.raises(DBAPIError, match="must be rolled back"):
+    with pytest.raises(IdempotencyMisuseError, match="must be rolled back"):
         await desk.pay("k", work=lambda session: (desk.charge("k")(session), session.commit()))
     assert desk.effects() == 0
 

@@ -6,13 +6,18 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sqlalchemy import event
+
 from pgfence._sql.calls import call
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import primary
 from pgfence._sql.transaction import send, send_quick
+from pgfence.errors import IdempotencyMisuseError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
+    from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.exc import DBAPIError
 
     from pgfence._sql.advisory import Style
@@ -22,6 +27,10 @@ NEEDED = 2
 """The version of the tables since which there are idempotency keys."""
 
 UNIQUE_VIOLATION = "23505"
+UNFINISHED = "PF004"
+"""A transaction with a key that was claimed and not finished wants to commit."""
+
+_TRANSLATING = "_pgfence_keys_translating"
 
 _COLUMNS = re.compile(r"\((.*?)\)=\(")
 _COLUMN = re.compile(r'"((?:[^"]|"")+)"|([^\s,"]+)')
@@ -72,6 +81,25 @@ def finish(connection: Connection, place: Place, row: Row, status: str, text: st
     style = style_of(connection.dialect)
     done: bool = send_quick(connection, _finish(place, style), (row.scope, row.key, status, text))
     return done
+
+
+def translate(connection: Connection) -> None:
+    """Have a commit that is refused for an unfinished key raised as our error, whoever commits on this engine."""
+    dialect = vars(connection.dialect)
+    if _TRANSLATING not in dialect:
+        event.listen(connection.engine, "handle_error", _unfinished)
+        dialect[_TRANSLATING] = True
+
+
+def _unfinished(context: ExceptionContext) -> BaseException | None:
+    error = context.original_exception
+    if sqlstate(error) != UNFINISHED:
+        return None
+    return IdempotencyMisuseError(
+        f"{primary(error)}. Nothing of it is committed: an exception of the work was swallowed, or the commit was inside the"
+        " block. Let the exception leave the transaction, or set a savepoint around the call",
+        sqlstate=UNFINISHED,
+    )
 
 
 def _answer(told: str) -> Answer:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import table, update
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._runtime.state import emit
 from pgfence._sql import idempotency as sql
 from pgfence._sql import server
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, READ_ONLY, SERIALIZATION_FAILURE, sqlstate
@@ -26,6 +28,7 @@ from pgfence.errors import (
 )
 from pgfence.idempotency import _recorded
 from pgfence.keys import stored
+from pgfence.timing import WARN_AFTER, clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +37,10 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, SessionTransaction
 
     from pgfence._sql.storage import Place
+    from pgfence.config import Config
     from pgfence.idempotency._codec import Codec
+
+log = logging.getLogger("pgfence.idempotency")
 
 # What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
 _WRITE = update(table("pgfence_idempotency_key"))
@@ -74,21 +80,38 @@ def claim(session: Session, call: Call) -> Claim:
         IdempotencyMisuseError: this transaction is at work under it already.
         Exception: the recorded error.
     """
-    connection = _connection(session)
+    connection = connection_of(session)
     place, config = place_of(connection), config_of(connection)
     row = sql.Row(stored(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
     answer = _sent(place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:
-        answer = _sent(place, lambda: sql.claim(connection, place, row, limit))
+        answer = _waited(connection, place, row, call, limit)
     match answer.outcome:
         case "fresh":
+            _tell(config, "acquired", call)
             return Claim(row, replayed=False, savepoint=session.begin_nested() if call.record else None)
         case "done":
             return Claim(row, replayed=True, result=call.codec.decode(answer.text))
         case "failed":
             raise _recorded.decode(answer.text, call.record, call.codec, str(call))
+    if answer.outcome == "busy":
+        _tell(config, "timeout", call)
     raise _refused(call, answer.outcome, limit)
+
+
+def _waited(connection: Connection, place: Place, row: sql.Row, call: Call, limit: float) -> sql.Answer:
+    began = clock()
+    answer: sql.Answer = _sent(place, lambda: sql.claim(connection, place, row, limit))
+    if (waited := clock() - began) > WARN_AFTER:
+        how = "in vain" if answer.outcome == "busy" else "while another transaction was at work under it"
+        log.warning("waited %.0f s for %s, %s", waited, call, how)
+    return answer
+
+
+def _tell(config: Config, event: str, call: Call) -> None:
+    if config.on_event is not None:
+        emit(config, event, (f"{call.scope}:{call.key}",))
 
 
 def complete(session: Session, call: Call, claimed: Claim, value: Any) -> None:
@@ -112,7 +135,7 @@ def record(session: Session, call: Call, claimed: Claim, error: Exception) -> No
 
 
 def _finish(session: Session, call: Call, claimed: Claim, status: str, text: str) -> None:
-    connection = _connection(session)
+    connection = connection_of(session)
     place = place_of(connection)
     if not _sent(place, lambda: sql.finish(connection, place, claimed.row, status, text)):
         raise IdempotencyMisuseError(
@@ -121,9 +144,15 @@ def _finish(session: Session, call: Call, claimed: Claim, status: str, text: str
         )
 
 
-def _connection(session: Session) -> Connection:
+def connection_of(session: Session) -> Connection:
+    """Return the connection of the session's transaction, which begins here if it has not yet.
+
+    Raises:
+        TransactionStateError: there is no transaction that anything would be committed with.
+    """
     connection = session.connection(bind_arguments={"clause": _WRITE})
     server.style_of(connection.dialect)
+    sql.translate(connection)
     state = driver_state(connection)
     if state.autocommit or state.pipeline:
         where = "in autocommit" if state.autocommit else "in psycopg's pipeline mode"

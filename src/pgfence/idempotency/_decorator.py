@@ -14,7 +14,7 @@ from pgfence.idempotency._functions import ASYNCIO, DAY, ORM, idempotent
 from pgfence.wrapping import called, no_generator, templates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pgfence.timing import Seconds
 
@@ -63,52 +63,60 @@ def idempotent_call(
         ValueError: at the decoration: a field of a template, or a name in `payload`, is no argument.
         PgfenceError: from a call, as `idempotent`.
     """
+    options = {"timeout": timeout, "keep": keep, "record": record}
 
     def decorate(fn: Callable[..., Any]) -> Any:
-        no_generator(fn)
-        signature = inspect.signature(fn)
-        hints = _hints(fn)
-        which = _session(fn, signature, hints)
-        result: Any = hints.get("return")
-        Codec.of(result)
-        if unknown := set(payload or ()) - set(signature.parameters):
-            raise ValueError(
-                f"payload names {sorted(unknown)}, and {called(fn)} has ({', '.join(signature.parameters)})"
-            )
-        naming = templates((key, scope), fn)
-
-        def keyed(args: Any, kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            named: Any = (key, scope) if naming is None else naming(args, kwargs)
-            given = None if payload is None else {name: bound.arguments[name] for name in payload}
-            session: Any = bound.arguments[which]
-            return idempotent(
-                session,
-                named[0],
-                scope=named[1],
-                payload=given,
-                result=result,
-                timeout=timeout,
-                keep=keep,
-                record=record,
-            )
-
+        calls = _Calls(fn, key, scope, payload, options)
         if inspect.iscoroutinefunction(fn):
 
             @functools.wraps(fn)
             async def run_async(*args: Any, **kwargs: Any) -> Any:
-                return await keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+                return await calls.keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
 
             return run_async
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+            return calls.keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
 
         return run
 
     return decorate
+
+
+class _Calls:
+    """What calls of one function are asked for with."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        key: str,
+        scope: str,
+        payload: Sequence[str] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        no_generator(fn)
+        hints = _hints(fn)
+        self._signature = inspect.signature(fn)
+        self._session = _session(fn, self._signature, hints)
+        self._options = {**options, "result": hints.get("return")}
+        Codec.of(self._options["result"])
+        if unknown := set(payload or ()) - set(self._signature.parameters):
+            raise ValueError(
+                f"payload names {sorted(unknown)}, and {called(fn)} has ({', '.join(self._signature.parameters)})"
+            )
+        self._payload = payload
+        self._plain = key, scope
+        self._naming = templates((key, scope), fn)
+
+    def keyed(self, args: Any, kwargs: Any) -> Any:
+        """Return the key of one call, in the transaction of its session."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
+        named: Any = self._plain if self._naming is None else self._naming(args, kwargs)
+        payload = None if self._payload is None else {name: values[name] for name in self._payload}
+        return idempotent(values[self._session], named[0], scope=named[1], payload=payload, **self._options)
 
 
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:

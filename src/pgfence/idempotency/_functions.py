@@ -132,6 +132,7 @@ def idempotent(
         IdempotencyInProgressError: on entering: whoever has the key did not end within the timeout. 409.
         IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
             result cannot be stored. On entering: this transaction is at work under the key; or the stored result cannot be read.
+            From COMMIT, with SQLSTATE PF004: the work was begun and not finished. Nothing is committed then.
         TransactionStateError: autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
