@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -137,12 +138,13 @@ def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Pat
 
 
 def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> None:
-    """C054: `current` and `check` on an empty database while somebody else has the lock."""
+    """C054: `current`, `check` and others, at once, on an empty database while somebody else has the lock."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
     with psycopg.connect(own, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
-        assert project.run("current").code == 0
-        checked = project.run("check")
+        looking = [project.start(*words.split()) for words in ["current", "current", "check", "heads", "history -i"]]
+        assert [pod.ended().code for pod in (*looking[:2], *looking[3:])] == [0, 0, 0, 0]
+        checked = looking[2].ended()
         assert "Target database is not up to date" in checked.said or "No new upgrade" in checked.said
         assert project.query("SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace") == []
         assert project.run("upgrade", "head").code == 75
@@ -181,22 +183,42 @@ def test_a_database_at_head_is_not_locked(tmp_path: Path, own: str) -> None:
         assert project.run("downgrade", "-1").code == 75
 
 
-def test_two_heads_are_refused_before_anything_is_locked(tmp_path: Path, own: str) -> None:
-    """C055: while somebody else has the lock, too; the version table is not made."""
+@pytest.mark.parametrize(
+    ("revision", "told"),
+    [
+        ("004", r"Multiple head .* 003 \(.*/003.py\) and 004 \(.*/fork.py\), which part after 002"),
+        ("003", "003 .* more than once"),
+    ],
+)
+def test_a_fork_is_refused_before_anything_is_locked(tmp_path: Path, own: str, revision: str, told: str) -> None:
+    """C055: two heads, or one id twice, are told with their files, also while somebody has the lock; no table is made."""
     project = Project(tmp_path, "sync", "psycopg", own)
     versions = tmp_path / "migrations" / "versions"
-    fork = (
-        (versions / "003.py")
-        .read_text(encoding="utf-8")
-        .replace("revision, down_revision = '003'", "revision, down_revision = '004'")
-    )
-    (versions / "004.py").write_text(fork, encoding="utf-8")
+    script = (versions / "003.py").read_text(encoding="utf-8")
+    (versions / "fork.py").write_text(script.replace("'003', '002'", f"'{revision}', '002'"), encoding="utf-8")
     with psycopg.connect(own, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
         refused = project.run()
     assert refused.code not in (0, 75)
-    assert "Multiple head revisions" in refused.said
+    assert re.search(told, refused.said)
+    assert "Traceback" not in refused.said
     assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
+
+
+def test_an_alembic_that_is_too_old_is_named(tmp_path: Path, own: str) -> None:
+    """It has no operations of ours: whoever calls one is told which Alembic has them, and a comparison what it leaves out."""
+    older = (
+        "config = context.config\n",
+        "config = context.config\nimport alembic; from alembic import op; alembic.__version__ = '1.17.2'; del op.create_pgfence\n",
+    )
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[older])
+    assert project.run().code == 0
+    assert "fences and version triggers are not compared" in project.run("check").said
+    body = "revision, down_revision = '004', '003'\ndef upgrade():\n    from alembic import op; op.create_pgfence()\n"
+    (tmp_path / "migrations" / "versions" / "004.py").write_text(body, encoding="utf-8")
+    lacking = project.run()
+    assert lacking.code == 1
+    assert "need Alembic 1.20.1 or newer, and this is 1.17.2" in lacking.said
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg"])

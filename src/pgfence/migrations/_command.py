@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import column, select
@@ -11,7 +14,11 @@ from sqlalchemy import table as as_table
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+log = logging.getLogger("pgfence.migrations")
+
 TABLE = "alembic_version"
+NEEDED = (1, 20, 1)
+"""The first Alembic that loads the operations."""
 
 # By the function that a command hands to run_migrations(). Whatever is not among them may write, and is locked.
 _LOOKS = {
@@ -39,18 +46,60 @@ def _environment() -> Any:
 def only_looks() -> bool:
     """Whether the command reads the version and changes nothing: `current`, `check`, `history`, `revision`, `show`."""
     environment = _environment()
-    if environment is None or _function(environment) not in _LOOKS:
+    if environment is None or (function := _function(environment)) not in _LOOKS:
         return False
+    if function == "retrieve_migrations" and (reason := too_old()):
+        log.warning("fences and version triggers are not compared: %s", reason)
     # Alembic itself spares `current` alone: `check` and `revision` would make the version table.
     environment.context_opts["dont_mutate"] = True
     return True
 
 
+def too_old() -> str | None:
+    """Say what this Alembic lacks, if it is one of those that load no operations of others."""
+    version = getattr(sys.modules.get("alembic"), "__version__", "")
+    if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
+        return None
+    needed = ".".join(map(str, NEEDED))
+    return f"pgfence's operations need Alembic {needed} or newer, and this is {version}: pip install 'alembic>={needed}'"
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to the error of a migration that calls an operation which this Alembic has not loaded."""
+    from pgfence_alembic import Directives
+
+    unknown = isinstance(error, AttributeError) and any(f"'{name}'" in str(error) for name in vars(Directives))
+    if unknown and (reason := too_old()):
+        error.add_note(reason)
+
+
 def expect_one_head() -> None:
-    """Have Alembic refuse an upgrade to `head` where there are several, before anything is locked."""
+    """Refuse an upgrade to `head` where there are several, or with two revisions of one name, before anything is locked."""
     environment = _environment()
-    if environment is not None and _upgrades_to(environment) == "head":
-        environment.script.as_revision_number("head")
+    if environment is None or _function(environment) != "upgrade":
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Revision .* is present more than once")
+        try:
+            heads = environment.script.get_heads()
+        except UserWarning as doubled:
+            raise _refused(f"{doubled}, and only one of them would be applied. Give one of the files another id") from None
+    if _upgrades_to(environment) == "head" and len(heads) > 1:
+        raise _refused(_several(environment.script, heads))
+
+
+def _several(scripts: Any, heads: list[str]) -> str:
+    lines = [[each.revision for each in scripts.iterate_revisions(head, "base")] for head in heads]
+    common = next((each for each in lines[0] if all(each in line for line in lines)), None)
+    files = " and ".join(f"{head} ({scripts.get_revision(head).path})" for head in heads)
+    after = f", which part after {common}" if common else ""
+    return f"Multiple head revisions are present: {files}{after}. `alembic merge heads` makes one of them"
+
+
+def _refused(reason: str) -> Exception:
+    from alembic.util import CommandError
+
+    return CommandError(f"{reason}. Nothing was locked or changed")
 
 
 def _function(environment: Any) -> str:

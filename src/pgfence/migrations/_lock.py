@@ -67,6 +67,7 @@ def migration_lock(
         LockTimeoutError: somebody else migrates; it says who, and what they are doing.
         LockLostError: in the block, before a revision is recorded: the session that held the lock is gone, or gave it away.
         TransactionStateError: the connection is in a transaction, on entering or on leaving.
+        alembic.util.CommandError: an upgrade to `head` where there are several, or two revisions with one id.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
         UnreachableError: the server went away.
@@ -110,7 +111,8 @@ def _locked(connection: Connection, limit: float | None, key: LockKey | None, un
     try:
         with lock.watching(lock.expect_held):
             yield
-    except BaseException:
+    except BaseException as error:
+        _command.explain(error)
         lock.abandon()
         raise
     lock.release()
