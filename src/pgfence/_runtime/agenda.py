@@ -16,7 +16,7 @@ from pgfence._runtime.schedule import Schedule
 from pgfence._sql.lease import BATCH
 
 if TYPE_CHECKING:
-    from pgfence._runtime.chores import Chore, Done
+    from pgfence._runtime.chores import Chore, Done, Family
     from pgfence._runtime.grant import Grant
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
@@ -34,7 +34,7 @@ class Agenda:
         self.failures = 0
         """Chores in a row that failed."""
         self.retry_at = 0.0
-        self._due: dict[Place, dict[Grant, None]] = {}
+        self._due: dict[tuple[Place, Family], dict[Grant, None]] = {}
         """What waits for the connection, first come first served."""
         self._wishes: dict[Grant, Wish] = {}
 
@@ -51,7 +51,7 @@ class Agenda:
     def drop(self, grant: Grant) -> Wish | None:
         """Forget a grant, and return what somebody still waits for."""
         self.schedule.remove(grant)
-        self._due.get(grant.place, {}).pop(grant, None)
+        self._due.get(_batch(grant), {}).pop(grant, None)
         return self._wishes.pop(grant, None)
 
     def wish(self, grant: Grant, ttl: float | None, done: Done) -> bool:
@@ -78,21 +78,21 @@ class Agenda:
         """Return (whether something has fallen due, the grants whose time is over and what somebody waits for with each)."""
         due, over = self.schedule.take(now)
         for grant in due:
-            self._due.setdefault(grant.place, {})[grant] = None
+            self._due.setdefault(_batch(grant), {})[grant] = None
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
     def pick(self, now: float) -> Chore | None:
         """Return the next thing to send, which is off the agenda until its answer is noted."""
         while self._due:
-            place, waiting = next(iter(self._due.items()))
+            batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))
             for grant in grants:
                 del waiting[grant]
-            del self._due[place]
+            del self._due[batch]
             if waiting:  # behind the other places
-                self._due[place] = waiting
+                self._due[batch] = waiting
             if grants:
-                return Renewal(place, {grant: self._wishes.pop(grant, None) for grant in grants})
+                return Renewal(*batch, {grant: self._wishes.pop(grant, None) for grant in grants})
         self.endings = [ending for ending in self.endings if now < ending.until]
         for ending in self.endings:
             if ending.at <= now:
@@ -136,7 +136,7 @@ class Agenda:
             for grant in chore.wishes:
                 if grant in self.schedule:
                     grant.progressed = True
-                    self._due.setdefault(grant.place, {})[grant] = None
+                    self._due.setdefault(_batch(grant), {})[grant] = None
         elif isinstance(chore, Ending) and chore.again(now):
             self.endings.append(chore)
         due = [grant for waiting in self._due.values() for grant in waiting]
@@ -149,7 +149,7 @@ class Agenda:
     def _fall_due(self, grant: Grant) -> None:
         grant.asked = True
         self.schedule.plan(grant)
-        self._due.setdefault(grant.place, {})[grant] = None
+        self._due.setdefault(_batch(grant), {})[grant] = None
 
     def _put_back(self, grant: Grant, wish: Wish | None) -> None:
         """Keep a wish that was not fulfilled, before what was asked for since."""
@@ -160,3 +160,8 @@ class Agenda:
             wish.ttl = wish.ttl if later.ttl is None else later.ttl
             wish.done += later.done
         self._wishes[grant] = wish
+
+
+def _batch(grant: Grant) -> tuple[Place, Family]:
+    """Return what grants that are renewed by one statement have in common."""
+    return grant.place, grant.family

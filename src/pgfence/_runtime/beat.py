@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime import native, opening, trust
 from pgfence._runtime.agenda import Agenda
-from pgfence._runtime.chores import Chore, Ending, Forgetting, Renewal, no_answer
+from pgfence._runtime.chores import Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
 from pgfence._runtime.domain import Homes
 from pgfence._runtime.ears import LINGER, Listening
 from pgfence._runtime.grant import log
@@ -28,7 +28,6 @@ from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import when_disposed
 from pgfence._runtime.state import tell
 from pgfence._sql import server
-from pgfence._sql.lease import lease_sql
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._runtime.chores import Done
+    from pgfence._runtime.chores import Done, Family
     from pgfence._runtime.grant import Grant
     from pgfence._runtime.links import Link
+    from pgfence._sql.advisory import Style
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
     from pgfence.config import Config
@@ -63,7 +63,7 @@ class Beat:
         self.config = config
         self.pid = PROCESS.pid
         native.refuse_without_threads()
-        self._style = server.style_of(engine.dialect)
+        self._style: Style = server.style_of(engine.dialect)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._wakes_at = 0.0
@@ -119,16 +119,18 @@ class Beat:
 
     def release_later(self, grant: Grant) -> None:
         """Have a release whose answer was lost repeated in the background, until its TTL is over."""
-        args = grant.stored, grant.stored, str(grant.lease_id), grant.token
-        until = grant.deadline + trust.margin(grant.ttl)
-        if grant.slot is None:
-            self._end(Ending(grant.place, lambda sql: sql.release_late, args, until))
-        else:
-            self._end(Ending(grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), until))
+        self.end_later(release_of(grant))
 
-    def forget_later(self, place: Place, name: str, lease_id: UUID, seconds: float) -> None:
+    def forget_later(self, place: Place, name: str, lease_id: UUID, seconds: float, family: Family = "lease") -> None:
         """Have a grant whose answer was lost ended in the background, by its id; tried for `seconds` (its TTL) at most."""
-        self._end(Forgetting(place, lambda sql: sql.forget_late, (name, name, str(lease_id)), clock() + seconds))
+        args = name, name, str(lease_id)
+        self.end_later(Forgetting(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
+
+    def end_later(self, ending: Ending) -> None:
+        """Have an ending sent in the background, until the server has answered."""
+        with self._lock:
+            self._agenda.endings.append(ending)
+            self._work()
 
     def listen(self, place: Place, name: str, wake: Callable[[], object]) -> Callable[[], None]:
         """Have `wake` called when somebody tells of a release of `name`, until the returned function is called.
@@ -167,11 +169,6 @@ class Beat:
         with self._lock:
             if self._agenda.nudge(grant, clock()):
                 self._look()
-
-    def _end(self, ending: Ending) -> None:
-        with self._lock:
-            self._agenda.endings.append(ending)
-            self._work()
 
     def _work(self) -> None:
         """See that the connection's thread runs and looks for chores."""
@@ -269,7 +266,9 @@ class Beat:
             if self._link is not link:
                 return
             chore.perform(
-                link, lease_sql(chore.place, self._style), min(self._cut_at - clock(), trust.LONGEST_STATEMENT)
+                link,
+                texts(chore.family, chore.place, self._style),
+                min(self._cut_at - clock(), trust.LONGEST_STATEMENT),
             )
         except Exception as error:
             link.hang_up()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pgfence._runtime import trust
-from pgfence._sql.lease import LeaseSql, answers
+from pgfence._sql.effects import EffectSql, effect_sql
+from pgfence._sql.lease import LeaseSql, answers, lease_sql
 from pgfence._sql.storage import translated
 from pgfence.errors import UnreachableError
 from pgfence.timing import clock
@@ -17,10 +18,21 @@ if TYPE_CHECKING:
 
     from pgfence._runtime.grant import Grant
     from pgfence._runtime.links import Link
+    from pgfence._sql.advisory import Style
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
 
     Done = Callable[[Exception | None], object]
+
+Family: TypeAlias = Literal["lease", "effect"]
+"""Whose statements renew and end a grant."""
+
+Texts: TypeAlias = LeaseSql | EffectSql
+
+
+def texts(family: Family, place: Place, style: Style) -> Texts:
+    """Return the statements of a family of grants."""
+    return lease_sql(place, style) if family == "lease" else effect_sql(place, style)
 
 
 class Wish:
@@ -41,21 +53,23 @@ class Chore(ABC):
     """One statement to be sent."""
 
     place: Place
+    family: Family = "lease"
 
     @abstractmethod
     def limit(self, now: float) -> float:
         """Return the seconds it may take, a new connection included."""
 
     @abstractmethod
-    def perform(self, link: Link[Any], sql: LeaseSql, limit: float) -> None:
+    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
         """Send it. Raises whatever went wrong."""
 
 
 class Renewal(Chore):
-    """Some leases of one place, to be renewed by one statement."""
+    """Some grants of one place and family, to be renewed by one statement."""
 
-    def __init__(self, place: Place, wishes: dict[Grant, Wish | None]) -> None:
+    def __init__(self, place: Place, family: Family, wishes: dict[Grant, Wish | None]) -> None:
         self.place = place
+        self.family = family
         self.wishes = wishes
         self.started = 0.0
         self.told: list[tuple[Grant, Answer]] = []
@@ -63,7 +77,7 @@ class Renewal(Chore):
     def limit(self, now: float) -> float:
         return trust.patience(max(0.0, min((grant.deadline for grant in self.wishes), default=math.inf) - now))
 
-    def perform(self, link: Link[Any], sql: LeaseSql, limit: float) -> None:
+    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
         grants = list(self.wishes)
         for grant in grants:
             grant.progressed = False
@@ -85,8 +99,16 @@ class Renewal(Chore):
 class Ending(Chore):
     """A release, or the end of a grant nobody heard of, to be repeated until the server has answered or the TTL is over."""
 
-    def __init__(self, place: Place, text: Callable[[LeaseSql], str], args: tuple[Any, ...], until: float) -> None:
+    def __init__(
+        self,
+        place: Place,
+        text: Callable[[Any], str],
+        args: tuple[Any, ...],
+        until: float,
+        family: Family = "lease",
+    ) -> None:
         self.place = place
+        self.family = family
         self.text = text
         self.args = args
         self.until = until
@@ -98,7 +120,7 @@ class Ending(Chore):
     def limit(self, now: float) -> float:
         return trust.patience(max(trust.SHORTEST_PATIENCE, self.until - now))
 
-    def perform(self, link: Link[Any], sql: LeaseSql, limit: float) -> None:
+    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def again(self, now: float) -> bool:
@@ -112,14 +134,34 @@ class Ending(Chore):
         return self.answer is None and self.again(now)
 
 
+def release_of(grant: Grant) -> Ending:
+    """Return the release of a grant; of a slot it says whether it is done."""
+    args: tuple[Any, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
+    if grant.slot is None:
+        return Ending(grant.place, lambda sql: sql.release_late, args, row_until(grant), grant.family)
+    return Ending(grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), row_until(grant))
+
+
+def row_until(grant: Grant) -> float:
+    """Return until when the server believes in a grant, as far as this process knows."""
+    return grant.deadline + trust.margin(grant.ttl)
+
+
 class Forgetting(Ending):
     """The end of a grant whose answer was lost. The statement that asks for it may still be on its way to the server."""
 
     SETTLED = 5.0
     """Seconds after which it has come to its end: in the server it waits for its row two seconds at most."""
 
-    def __init__(self, place: Place, text: Callable[[LeaseSql], str], args: tuple[Any, ...], until: float) -> None:
-        super().__init__(place, text, args, until)
+    def __init__(
+        self,
+        place: Place,
+        text: Callable[[Any], str],
+        args: tuple[Any, ...],
+        until: float,
+        family: Family = "lease",
+    ) -> None:
+        super().__init__(place, text, args, until, family)
         self._heard: float | None = None
         """When the server answered first."""
 

@@ -10,8 +10,8 @@ from pgfence._runtime.trust import SHORTEST_PATIENCE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pgfence._runtime.chores import Texts
     from pgfence._runtime.links import Link
-    from pgfence._sql.lease import LeaseSql
     from pgfence._sql.storage import Place
 
     Wake = Callable[[], object]
@@ -30,7 +30,7 @@ class Listening(Chore):
     def limit(self, now: float) -> float:
         return 10 * SHORTEST_PATIENCE
 
-    def perform(self, link: Link[Any], sql: LeaseSql, limit: float) -> None:
+    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
         if link.hears:
             link.listen(sql.listen if self.on else sql.unlisten, self.place.channel, on=self.on)
 

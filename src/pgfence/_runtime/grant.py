@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
+    from pgfence._runtime.chores import Family
     from pgfence._runtime.claims import Claim, Granted
     from pgfence._runtime.localqueue import Ticket
     from pgfence.config import Config
@@ -51,11 +52,13 @@ class Grant(BaseHold):
         "done",
         "expires_at",
         "failures",
+        "family",
         "heartbeat",
         "idle",
         "label",
         "lease_id",
         "next_beat",
+        "noun",
         "nudge",
         "place",
         "progressed",
@@ -64,10 +67,16 @@ class Grant(BaseHold):
         "turn",
     )
 
-    noun = "lease"
-
     def __init__(
-        self, claim: Claim, told: Granted, ticket: Ticket, *, lease_id: UUID, started: float, config: Config
+        self,
+        claim: Claim,
+        told: Granted,
+        ticket: Ticket,
+        *,
+        lease_id: UUID,
+        started: float,
+        config: Config,
+        family: Family = "lease",
     ) -> None:
         """Record a grant.
 
@@ -78,10 +87,13 @@ class Grant(BaseHold):
             lease_id: made by this client for this grant.
             started: `timing.clock()` from just before the statement was sent.
             config: of the engine; `on_event` hears of a loss.
+            family: which statements renew and end it.
         """
         super().__init__(claim.names, ticket)
         self.stored = claim.stored
         self.place = claim.place
+        self.family: Family = family
+        self.noun = "lease" if family == "lease" else "attempt at"
         self.heartbeat: Heartbeat = claim.heartbeat
         self.label = claim.identity.owner
         """The owner that the caller named."""
@@ -137,7 +149,7 @@ class Grant(BaseHold):
         """Mark it lost, once; log it, tell `on_event` and the listeners. Callable from any thread, not under the mutex."""
         if not super().lose(reason):
             return False
-        log.warning("the lease %s was lost: %s", named(self.names), reason)
+        log.warning("the %s %s was lost: %s", self.noun, named(self.names), reason)
         emit(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
         return True
 

@@ -13,15 +13,15 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pgfence._runtime import trust
 from pgfence._runtime.aio import contender
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, on_loop
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
-from pgfence._runtime.domain import NO_CONNECTION, Homes
+from pgfence._runtime.domain import Homes
 from pgfence._runtime.lease_domain import (
     RELEASE_BUDGET,
     RETRIES,
-    WARM,
     LeaseDomain,
     again,
     ask_again,
@@ -35,7 +35,7 @@ from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.tables import checking, judged
-from pgfence.errors import LockLostError, UnreachableError
+from pgfence.errors import LockLostError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pgfence.config import Config
 
 HandleT = TypeVar("HandleT")
+LeasesT = TypeVar("LeasesT", bound="AsyncLeases")
 
 
 class AsyncLeases(LeaseDomain[AsyncSession]):
@@ -59,11 +60,9 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         super().__init__(engine.sync_engine, config)
         self.async_engine = engine
         self.loop = asyncio.get_running_loop()
-        self.keeper = AsyncKeeper(engine.sync_engine, config, _no_hold, any_pooler=True, warm=WARM)
+        self.keeper = AsyncKeeper(engine.sync_engine, config, _no_hold, any_pooler=True, warm=self.warm)
 
-    async def acquire(
-        self, claim: Claim, timeout: float, make: Callable[[AsyncLeases, Grant], HandleT]
-    ) -> HandleT | None:
+    async def acquire(self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT]) -> HandleT | None:
         """Return a handle, or None when somebody else has it and `timeout` is 0; see the sync twin."""
         request = self.asked(claim, contender(), timeout)
         ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
@@ -100,7 +99,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
     async def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
         beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
-        bell = None
+        bell, naps = asyncio.Event(), 0
         began = clock()
         cease: Callable[[], None] | None = None
         try:
@@ -108,21 +107,19 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 grant, busy = await self._attempt(request, ticket, claim)
                 if grant is not None:
                     return grant
-                if not request.waits:
-                    return None
                 ticket.seen = busy.holder
                 self.news(request, began, busy)
                 left = request.left
                 if left <= 0:
-                    raise self.timed_out(request, [busy.holder] if busy.holder else [])
-                first = bell is None
-                if bell is None:
-                    bell = asyncio.Event()
+                    self.too_late(request, busy)
+                    return None
+                if cease is None and self.tells:
                     cease = beat.listen(claim.place, claim.stored, partial(on_loop, self.loop, bell.set))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.nap(busy.remaining, left, first=first)):
+                    async with asyncio.timeout(self.nap(busy.remaining, left, naps=naps)):
                         await bell.wait()
                 bell.clear()
+                naps += 1
         finally:
             if cease is not None:
                 cease()
@@ -152,7 +149,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                         return None, Busy(0.0)
                     continue
                 if not refused and grant is None and not isinstance(error, LockLostError):
-                    self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+                    self.forget(claim, lease_id)
                 if isinstance(error, Exception):
                     raise self.misfortune(error, claim, server_spoke=refused) from error
                 raise
@@ -176,9 +173,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
     async def _session(self, request: Request | None = None) -> AsyncSession:
         session = await self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
         if session is None:
-            if request is not None and request.waits:
-                raise self.timed_out(request, (), why=NO_CONNECTION)
-            raise UnreachableError("all connections for leases are in use (max_lock_connections)")
+            raise self.no_session(request)
         return session
 
     async def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
@@ -197,6 +192,23 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             (self.keeper.park if kept else self.keeper.discard)(session)
         return row
 
+    async def insist(self, place: Place, text: str, args: Sequence[Any], seconds: float) -> Any:
+        """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
+
+        Raises:
+            UnreachableError: it has not answered: nobody knows whether it was done.
+            Exception: what the server said.
+        """
+        until, failures = clock() + seconds, 0
+        while True:
+            try:
+                return await self._ask(place, text, args, limit=RELEASE_BUDGET)
+            except Exception as error:
+                failures += 1
+                if clock() > until or not ask_again(error):
+                    raise
+            await asyncio.sleep(trust.retry_after(failures, 10.0))
+
     async def verify(self, place: Place) -> None:
         """Look once whether the tables are as they should be.
 
@@ -205,7 +217,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(await self._ask(place, checking(place), ()), place):
+        if refusal := judged(await self._ask(place, checking(place, self.needed), ()), place, self.needed):
             raise refusal
         self._checked.add(place)
 
@@ -315,16 +327,16 @@ def _no_hold(_: Any) -> None:
     """Sessions of leases hold nothing."""
 
 
-def leases_of(engine: AsyncEngine, config: Config) -> AsyncLeases:
+def leases_of(engine: AsyncEngine, config: Config, kind: type[LeasesT]) -> LeasesT:
     """Return the domain of an engine on the running loop; a connection cannot leave its loop."""
     home = Homes.of(engine.sync_engine)
     loop = asyncio.get_running_loop()
-    domain = home.get(("leases", id(loop)))
-    if isinstance(domain, AsyncLeases) and domain.loop is loop and domain.pid == PROCESS.pid:
+    domain = home.get((kind, id(loop)))
+    if isinstance(domain, kind) and domain.loop is loop and domain.pid == PROCESS.pid:
         return domain
     with MUTEX:
         for place, other in list(home.items()):
             if isinstance(other, AsyncLeases) and other.loop.is_closed():
                 del home[place]
-    domain = home["leases", id(loop)] = AsyncLeases(engine, config)
+    domain = home[kind, id(loop)] = kind(engine, config)
     return domain

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgfence._runtime.beat import beat_of
 from pgfence._runtime.claims import adopted
-from pgfence._runtime.domain import Domain
+from pgfence._runtime.domain import NO_CONNECTION, Domain
 from pgfence._runtime.grant import Grant
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import from_driver, lost_connection, unreachable
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._runtime.beat import Beat
+    from pgfence._runtime.chores import Family
     from pgfence._runtime.claims import Busy, Claim, Granted
     from pgfence._runtime.domain import Request
     from pgfence._runtime.localqueue import Contender, Ticket
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 RETRIES = 10
 LONGEST_SLEEP = 1.0
-WARM = 1
 RELEASE_BUDGET = 5.0
 
 
@@ -53,6 +53,14 @@ class LeaseDomain(Domain[S]):
     """The leases of one engine in this process."""
 
     once_only = "a lease is not re-entrant. Pass the handle on"
+    family: ClassVar[Family] = "lease"
+    noun: ClassVar[str] = "the lease"
+    needed: ClassVar[int] = 1
+    """The version of the tables that these grants need."""
+    warm: ClassVar[int] = 1
+    """How many idle connections are kept."""
+    tells: ClassVar[bool] = True
+    """Whether a release is told of (NOTIFY)."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
         super().__init__(engine, config)
@@ -77,12 +85,16 @@ class LeaseDomain(Domain[S]):
 
     def granted(self, claim: Claim, ticket: Ticket, lease_id: UUID, started: float, told: Granted) -> Grant | None:
         """Record a grant and have it renewed; None: the answer came when its time was over already."""
-        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.config)
+        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.config, family=self.family)
         if grant.state == "lost":
-            self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+            self.forget(claim, lease_id)
             return None
         self.record(grant)
         return grant
+
+    def forget(self, claim: Claim, lease_id: UUID) -> None:
+        """Have a grant whose answer was lost, or came too late, ended in the background."""
+        self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl, self.family)
 
     def record(self, grant: Grant) -> None:
         ticket = grant.ticket
@@ -202,7 +214,7 @@ class LeaseDomain(Domain[S]):
 
     def misfortune(self, error: Exception, claim: Claim, *, server_spoke: bool) -> Exception:
         """Return what an error of an attempt means to the caller."""
-        if told := translated(error, claim.place):
+        if told := translated(error, claim.place, self.needed):
             return told
         if server_spoke and not isinstance(error, UnreachableError):
             return error
@@ -211,22 +223,37 @@ class LeaseDomain(Domain[S]):
             return error  # a signal handler's
         reason = str(told_unreachable or error).strip()
         return UnreachableError(
-            f"the server gave no answer for the lease {named(claim.names)} ({reason or place_in_words(self.engine)}): whether it was"
+            f"the server gave no answer for {self.noun} {named(claim.names)} ({reason or place_in_words(self.engine)}): whether it was"
             " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
         )
 
     def refusal(self, error: Exception, place: Place, *, server_spoke: bool) -> Exception | None:
         """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
-        if told := translated(error, place):
+        if told := translated(error, place, self.needed):
             return told
         return None if server_spoke else unreachable(self.engine, error, "Nothing is known")
 
-    def nap(self, remaining: float, left: float, *, first: bool) -> float:
+    def too_late(self, request: Request, busy: Busy) -> None:
+        """Raise that it was not free in time; return where the caller did not want to wait.
+
+        Raises:
+            LockTimeoutError: somebody has it still.
+        """
+        if request.waits:
+            raise self.timed_out(request, [busy.holder] if busy.holder else [])
+
+    def no_session(self, request: Request | None) -> PgfenceError:
+        """Return that all connections are in use."""
+        if request is not None and request.waits:
+            return self.timed_out(request, (), why=NO_CONNECTION)
+        return UnreachableError("all connections for leases are in use (max_lock_connections)")
+
+    def nap(self, remaining: float, left: float, *, naps: int) -> float:
         """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left.
 
         Only the first sleep is of random length: it is enough to keep waiters apart, and from then on each asks once a second.
         """
-        longest = LONGEST_SLEEP * random.uniform(0.5, 1.0) if first else LONGEST_SLEEP
+        longest = LONGEST_SLEEP if naps else LONGEST_SLEEP * random.uniform(0.5, 1.0)
         return min(left, longest, max(0.0, remaining) + random.uniform(0.005, 0.05))
 
     def news(self, request: Request, began: float, busy: Busy) -> None:

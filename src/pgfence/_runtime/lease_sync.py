@@ -7,12 +7,12 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pgfence._runtime import trust
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
-from pgfence._runtime.domain import NO_CONNECTION, Homes
+from pgfence._runtime.domain import Homes
 from pgfence._runtime.lease_domain import (
     RELEASE_BUDGET,
     RETRIES,
-    WARM,
     LeaseDomain,
     again,
     ask_again,
@@ -30,7 +30,7 @@ from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.tables import checking, judged
-from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
+from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pgfence.config import Config
 
 HandleT = TypeVar("HandleT")
+LeasesT = TypeVar("LeasesT", bound="SyncLeases")
 
 
 class SyncLeases(LeaseDomain[SyncSession]):
@@ -52,9 +53,9 @@ class SyncLeases(LeaseDomain[SyncSession]):
 
     def __init__(self, engine: Engine, config: Config) -> None:
         super().__init__(engine, config)
-        self.keeper = SyncKeeper(engine, config, _no_hold, any_pooler=True, warm=WARM)
+        self.keeper = SyncKeeper(engine, config, _no_hold, any_pooler=True, warm=self.warm)
 
-    def acquire(self, claim: Claim, timeout: float, make: Callable[[SyncLeases, Grant], HandleT]) -> HandleT | None:
+    def acquire(self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT]) -> HandleT | None:
         """Return a handle, or None when somebody else has it and `timeout` is 0.
 
         Args:
@@ -102,7 +103,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
     def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
         beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
-        bell = None
+        bell, naps = threading.Event(), 0
         began = clock()
         cease: Callable[[], None] | None = None
         try:
@@ -110,19 +111,17 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 grant, busy = self._attempt(request, ticket, claim)
                 if grant is not None:
                     return grant
-                if not request.waits:
-                    return None
                 ticket.seen = busy.holder
                 self.news(request, began, busy)
                 left = request.left
                 if left <= 0:
-                    raise self.timed_out(request, [busy.holder] if busy.holder else [])
-                first = bell is None
-                if bell is None:
-                    bell = threading.Event()
+                    self.too_late(request, busy)
+                    return None
+                if cease is None and self.tells:
                     cease = beat.listen(claim.place, claim.stored, bell.set)
-                bell.wait(self.nap(busy.remaining, left, first=first))
+                bell.wait(self.nap(busy.remaining, left, naps=naps))
                 bell.clear()
+                naps += 1
         finally:
             if cease is not None:
                 cease()
@@ -152,7 +151,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                         return None, Busy(0.0)
                     continue
                 if not refused and grant is None and not isinstance(error, LockLostError):
-                    self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl)
+                    self.forget(claim, lease_id)
                 if isinstance(error, Exception):
                     raise self.misfortune(error, claim, server_spoke=refused) from error
                 raise
@@ -176,9 +175,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
     def _session(self, request: Request | None = None) -> SyncSession:
         session = self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
         if session is None:
-            if request is not None and request.waits:
-                raise self.timed_out(request, (), why=NO_CONNECTION)
-            raise UnreachableError("all connections for leases are in use (max_lock_connections)")
+            raise self.no_session(request)
         return session
 
     def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
@@ -197,6 +194,23 @@ class SyncLeases(LeaseDomain[SyncSession]):
             (self.keeper.park if kept else self.keeper.discard)(session)
         return row
 
+    def insist(self, place: Place, text: str, args: Sequence[Any], seconds: float) -> Any:
+        """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
+
+        Raises:
+            UnreachableError: it has not answered: nobody knows whether it was done.
+            Exception: what the server said.
+        """
+        until, failures = clock() + seconds, 0
+        while True:
+            try:
+                return self._ask(place, text, args, limit=RELEASE_BUDGET)
+            except Exception as error:
+                failures += 1
+                if clock() > until or not ask_again(error):
+                    raise
+            time.sleep(trust.retry_after(failures, 10.0))
+
     def verify(self, place: Place) -> None:
         """Look once whether the tables are as they should be.
 
@@ -205,7 +219,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(self._ask(place, checking(place), ()), place):
+        if refusal := judged(self._ask(place, checking(place, self.needed), ()), place, self.needed):
             raise refusal
         self._checked.add(place)
 
@@ -328,14 +342,14 @@ def _no_hold(_: Any) -> None:
     """Sessions of leases hold nothing."""
 
 
-def leases_of(engine: Engine, config: Config) -> SyncLeases:
+def leases_of(engine: Engine, config: Config, kind: type[LeasesT]) -> LeasesT:
     """Return the domain of an engine in this process; a forked child gets one of its own."""
     home = Homes.of(engine)
-    domain = home.get("leases")
-    if isinstance(domain, SyncLeases) and domain.pid == PROCESS.pid:
+    domain = home.get(kind)
+    if isinstance(domain, kind) and domain.pid == PROCESS.pid:
         return domain
     with MUTEX:
-        domain = home.get("leases")
-        if not isinstance(domain, SyncLeases) or domain.pid != PROCESS.pid:
-            domain = home["leases"] = SyncLeases(engine, config)
+        domain = home.get(kind)
+        if not isinstance(domain, kind) or domain.pid != PROCESS.pid:
+            domain = home[kind] = kind(engine, config)
     return domain

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERSION = 2
 """Of the tables and functions this release makes. Leases, tokens, fences and slots are content with 1, which may stay."""
 
-FILES = {1: ("gate", "lease", "token", "slot"), 2: ("idempotency",)}
+FILES = {1: ("gate", "lease", "token", "slot"), 2: ("idempotency", "effects")}
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105
 GATE_TIMEOUT = "PF003"

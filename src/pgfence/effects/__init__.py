@@ -1,3 +1,9 @@
 """Effects outside the database: claimed first, done once, continued where they stopped."""
 
 from __future__ import annotations
+
+from pgfence.effects._aio import AsyncIdempotentEffect
+from pgfence.effects._handles import AsyncAttempt, Attempt
+from pgfence.effects._sync import IdempotentEffect
+
+__all__ = ["AsyncAttempt", "AsyncIdempotentEffect", "Attempt", "IdempotentEffect"]

@@ -1,47 +1,212 @@
-"""What an attempt at an effect is asked for with, and what the server answers."""
+"""One attempt at an effect, from its claim to its end, for whatever runs under it.
+
+Nothing here knows of functions or requests: texts go in, and come back as they were. Every call is a round trip on a session
+of ours, and none is made in a transaction of the user.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pgfence._runtime.claims import Refused
+from pgfence._runtime.sync import for_certain
+from pgfence.effects._claim import Settled, claim_of
+from pgfence.effects._domain import AsyncEffects, SyncEffects
+from pgfence.effects._record import Record
+from pgfence.effects._wanted import Reply, Stored, Wanted
+from pgfence.errors import PgfenceError
+from pgfence.lease import _aio as lease_aio
+from pgfence.lease import _sync as lease_sync
+
+if TYPE_CHECKING:
+    from pgfence._runtime.grant import Grant
+    from pgfence.lease._aio import AsyncEngineSource
+    from pgfence.lease._sync import EngineSource
+
+__all__ = ["AsyncRunning", "Reply", "Running", "Stored", "Wanted", "claim", "claim_async"]
+
+WHY = "a key is claimed by a commit of its own before the work begins"
 
 
-class Wanted(NamedTuple):
-    """What a key is asked for with.
+def claim(engine: EngineSource, wanted: Wanted, timeout: float) -> Running | Stored:
+    """Claim a key for an attempt, or return what came of it before.
 
-    Attributes:
-        scope: whose key it is and for what.
-        key: what the client repeats.
-        fingerprint: of the request; None compares nothing.
-        ttl: seconds that a claim outlives a dead attempt.
-        keep: seconds from the end of the work on for which its result is kept.
-        takeover: whether an attempt that was lost is followed by another one.
+    Args:
+        engine: an Engine, or a function that returns one.
+        wanted: what is asked for.
+        timeout: seconds to wait for another attempt; 0 does not wait.
+
+    Raises:
+        IdempotencyKeyReusedError: the key belongs to another payload, whatever its state.
+        IdempotencyInProgressError: another attempt is at work, and did not end within the timeout.
+        AttemptLostError: one was lost, and `wanted.takeover` allows no other.
+        UnreachableError: no answer; a claim nobody heard of is ended in the background.
+        SchemaError: the tables are missing, too old, or not open to this role.
+        StandbyError: nothing can be written on this server.
+    """
+    what = "an effect"
+    domain, place = lease_sync.domain_of(lease_sync.source_of(engine, what, WHY), what, SyncEffects)
+    try:
+        running = domain.acquire(claim_of(wanted, place, domain.config.namespace), timeout, partial(Running, wanted))
+    except Settled as settled:
+        return settled.result
+    except Refused as refused:
+        raise _answer(refused) from None
+    assert running is not None
+    return running
+
+
+async def claim_async(engine: AsyncEngineSource, wanted: Wanted, timeout: float) -> AsyncRunning | Stored:
+    """Claim a key for an attempt, or return what came of it before; see `claim`."""
+    what = "an effect"
+    domain, place = lease_aio.domain_of(lease_aio.source_of(engine, what, WHY), what, AsyncEffects)
+    try:
+        running = await domain.acquire(
+            claim_of(wanted, place, domain.config.namespace), timeout, partial(AsyncRunning, wanted)
+        )
+    except Settled as settled:
+        return settled.result
+    except Refused as refused:
+        raise _answer(refused) from None
+    assert running is not None
+    return running
+
+
+def _answer(refused: Refused) -> BaseException:
+    return refused.__cause__ or refused
+
+
+class Running(Record):
+    """An attempt at work, for threads. Its claim is renewed until one of `finish`, `finish_reply`, `free` and `let_lapse`.
+
+    Each of these ends it, once. One that is dropped before lapses.
     """
 
-    scope: str
-    key: str
-    fingerprint: bytes | None
-    ttl: float
-    keep: float
-    takeover: bool = True
+    _domain: SyncEffects
+
+    def __init__(self, wanted: Wanted, domain: SyncEffects, grant: Grant) -> None:
+        super().__init__(wanted, domain, grant)
+
+    def save_step(self, name: str, text: str) -> None:
+        """Save what a step came to, so that an attempt after this one has it.
+
+        Args:
+            name: of the step.
+            text: JSON.
+
+        Raises:
+            AttemptLostError: this attempt does not count any more.
+            IdempotencyMisuseError: it has ended.
+            UnreachableError: no answer: nobody knows whether it is saved.
+        """
+        self.check()
+        self._saved(name, text, self._domain.insist(*self._step(name, text), self._patience))
+
+    def finish(self, status: str, text: str) -> None:
+        """Store what came of it: "done" with a result or "failed" with an error, as JSON.
+
+        Raises:
+            AttemptLostError: another attempt counts by now; nothing is stored.
+            IdempotencyMisuseError: it has ended before.
+            UnreachableError: no answer. It is tried again in the background until the claim's time is over.
+        """
+        self._end(status, text, None)
+
+    def finish_reply(self, reply: Reply) -> None:
+        """Store a reply of HTTP; otherwise as `finish`."""
+        self._end("done", None, reply)
+
+    def _end(self, status: str, text: str | None, reply: Reply | None) -> None:
+        self._leave()
+        statement = self._finish(status, text, reply)
+        try:
+            row = self._domain.insist(*statement, self._patience)
+        except BaseException as error:
+            for_certain(partial(self._unfinished, statement[2], error))
+            if told := self._unanswered(error):
+                raise told from error
+            raise
+        self._finished(row)
+
+    def confirm(self) -> bool:
+        """Say whether it is finished, by a transaction of the caller; this ends the attempt here.
+
+        Raises:
+            AttemptLostError: another attempt counts by now.
+        """
+        self._leave()
+        try:
+            return self._confirmed(self._domain.insist(*self._finish(None, None, None), self._patience))
+        except Exception as error:
+            if self._held_up(error):
+                return False
+            if told := self._unanswered(error):
+                raise told from error
+            raise
+
+    def free(self) -> None:
+        """Let anybody run at once: it is known that nothing came of this attempt. Without an answer it is tried in the background."""
+        self._leave()
+        try:
+            self._freed(self._domain.insist(*self._free(), 0.0))
+        except BaseException as error:
+            for_certain(partial(self._domain.unanswered, self._grant, error))
+            if not isinstance(error, PgfenceError):
+                raise
 
 
-class Reply(NamedTuple):
-    """A recorded answer of HTTP, byte for byte."""
+class AsyncRunning(Record):
+    """An attempt at work, for tasks; see `Running`. A cancel during one of its ends is made up for in the background."""
 
-    status: int
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
+    _domain: AsyncEffects
 
+    def __init__(self, wanted: Wanted, domain: AsyncEffects, grant: Grant) -> None:
+        super().__init__(wanted, domain, grant)
 
-class Stored(NamedTuple):
-    """What came of a key before.
+    async def save_step(self, name: str, text: str) -> None:
+        """Save what a step came to; see the sync twin."""
+        self.check()
+        self._saved(name, text, await self._domain.insist(*self._step(name, text), self._patience))
 
-    Attributes:
-        status: "done" or "failed".
-        text: a result or an error, as its codec wrote it; None where a reply is stored.
-        reply: a recorded answer of HTTP.
-    """
+    async def finish(self, status: str, text: str) -> None:
+        """Store what came of it; see the sync twin."""
+        await self._end(status, text, None)
 
-    status: str
-    text: str | None
-    reply: Reply | None
+    async def finish_reply(self, reply: Reply) -> None:
+        """Store a reply of HTTP; otherwise as `finish`."""
+        await self._end("done", None, reply)
+
+    async def _end(self, status: str, text: str | None, reply: Reply | None) -> None:
+        self._leave()
+        statement = self._finish(status, text, reply)
+        try:
+            row = await self._domain.insist(*statement, self._patience)
+        except BaseException as error:
+            self._unfinished(statement[2], error)
+            if told := self._unanswered(error):
+                raise told from error
+            raise
+        self._finished(row)
+
+    async def confirm(self) -> bool:
+        """Say whether it is finished, by a transaction of the caller; see the sync twin."""
+        self._leave()
+        try:
+            return self._confirmed(await self._domain.insist(*self._finish(None, None, None), self._patience))
+        except Exception as error:
+            if self._held_up(error):
+                return False
+            if told := self._unanswered(error):
+                raise told from error
+            raise
+
+    async def free(self) -> None:
+        """Let anybody run at once; see the sync twin."""
+        self._leave()
+        try:
+            self._freed(await self._domain.insist(*self._free(), 0.0))
+        except BaseException as error:
+            self._domain.unanswered(self._grant, error)
+            if not isinstance(error, PgfenceError):
+                raise

@@ -150,8 +150,8 @@ def idempotent(
         fingerprint=fingerprint(payload),
         codec=Codec.of(result),
         timeout=None if timeout is None else seconds(timeout),
-        keep=_life(keep),
-        record=_errors(record),
+        keep=life_of(keep),
+        record=errors_of(record),
     )
     kind: Any = AsyncIdem if isinstance(session, takes_async) else Idem
     return kind(session, call)
@@ -201,16 +201,26 @@ def _real(session: Any) -> Any:
     return session.registry() if hasattr(session, "registry") else session
 
 
-def _life(keep: Seconds) -> float:
+def life_of(keep: Seconds) -> float:
+    """Return the seconds for which a record is kept.
+
+    Raises:
+        TypeError, ValueError: it is no time from a second to a hundred years.
+    """
     life = seconds(keep, "keep")
     if not 1 <= life <= 3_153_600_000:
         raise ValueError(f"keep must be from a second to a hundred years, not {keep!r}")
     return life
 
 
-def _errors(record: Sequence[type[Exception]]) -> tuple[type[Exception], ...]:
+def errors_of(record: Sequence[type[Exception]], what: str = "record") -> tuple[type[Exception], ...]:
+    """Return classes of errors.
+
+    Raises:
+        TypeError: something else is among them.
+    """
     found: tuple[Any, ...] = tuple(record) if isinstance(record, (tuple, list)) else (record,)
     for one in found:
         if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise TypeError(f"record takes classes of errors, not {one!r}")
+            raise TypeError(f"{what} takes classes of errors, not {one!r}")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from sqlalchemy import Connection, Engine
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from pgfence.timing import Seconds
 
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
+
+LeasesT = TypeVar("LeasesT", bound=AsyncLeases)
+
+WHY = "a lease outlives transactions and connections. Write under it with lease.begin(async_sessionmaker)"
 
 
 class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
@@ -112,7 +116,7 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        domain, place = domain_of(source_of(engine, "AsyncLease.adopt"), "AsyncLease.adopt")
+        domain, place = domain_of(source_of(engine, "AsyncLease.adopt"), "AsyncLease.adopt", AsyncLeases)
         claim, reference = claim_of(domain.engine, ref, place)
         return await domain.adopt(claim, reference, AsyncHeldLease)
 
@@ -133,11 +137,11 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
         return other
 
     def _place(self) -> tuple[AsyncLeases, Claim]:
-        domain, place = domain_of(self._engine, type(self).__name__)
+        domain, place = domain_of(self._engine, type(self).__name__, AsyncLeases)
         return domain, self._claim(place, domain.config.namespace)
 
 
-def source_of(engine: Any, what: str) -> AsyncEngineSource:
+def source_of(engine: Any, what: str, why: str = WHY) -> AsyncEngineSource:
     """Refuse what no lease can be taken through.
 
     Raises:
@@ -146,19 +150,16 @@ def source_of(engine: Any, what: str) -> AsyncEngineSource:
     if isinstance(engine, (Engine, Connection)):
         raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: use the sync twin")
     if hasattr(engine, "get_bind") or hasattr(engine, "registry") or hasattr(engine, "sync_connection"):
-        raise TypeError(
-            f"{what} needs an AsyncEngine, not {type(engine).__name__}: a lease outlives transactions and connections. Write"
-            " under it with lease.begin(async_sessionmaker)"
-        )
+        raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: {why}")
     if not hasattr(engine, "sync_engine") and not callable(engine):
         raise TypeError(f"{what} needs an AsyncEngine, or a function that returns one, not {type(engine).__name__}")
     return cast("AsyncEngineSource", engine)
 
 
-def domain_of(source: AsyncEngineSource, what: str) -> tuple[AsyncLeases, Any]:
-    """Return the leases of an engine on the running loop, and where its tables are."""
+def domain_of(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
+    """Return the leases, or the like, of an engine on the running loop, and where its tables are."""
     found: Any = source
     engine = found if hasattr(found, "sync_engine") else found()
     if not hasattr(engine, "sync_engine"):
         raise TypeError(f"{what} needs an AsyncEngine, not {engine!r}: use the sync twin")
-    return leases_of(engine, config_of(engine, pin=True)), place_of(engine)
+    return leases_of(engine, config_of(engine, pin=True), kind), place_of(engine)

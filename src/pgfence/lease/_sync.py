@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Engine
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from pgfence.timing import Seconds
 
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
+LeasesT = TypeVar("LeasesT", bound=SyncLeases)
+
+WHY = "a lease outlives transactions and connections. Write under it with lease.begin(sessionmaker)"
 
 
 class Lease(Leased, Verbs[HeldLease]):
@@ -128,7 +131,7 @@ class Lease(Leased, Verbs[HeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        domain, place = domain_of(source_of(engine, "Lease.adopt"), "Lease.adopt")
+        domain, place = domain_of(source_of(engine, "Lease.adopt"), "Lease.adopt", SyncLeases)
         claim, reference = claim_of(domain.engine, ref, place)
         return domain.adopt(claim, reference, HeldLease)
 
@@ -149,11 +152,11 @@ class Lease(Leased, Verbs[HeldLease]):
         return other
 
     def _place(self) -> tuple[SyncLeases, Claim]:
-        domain, place = domain_of(self._engine, type(self).__name__)
+        domain, place = domain_of(self._engine, type(self).__name__, SyncLeases)
         return domain, self._claim(place, domain.config.namespace)
 
 
-def source_of(engine: Any, what: str) -> EngineSource:
+def source_of(engine: Any, what: str, why: str = WHY) -> EngineSource:
     """Refuse what no lease can be taken through.
 
     Raises:
@@ -162,10 +165,7 @@ def source_of(engine: Any, what: str) -> EngineSource:
     if isinstance(engine, Engine):
         return engine
     if hasattr(engine, "get_bind") or hasattr(engine, "registry") or hasattr(engine, "exec_driver_sql"):
-        raise TypeError(
-            f"{what} needs an Engine, not {type(engine).__name__}: a lease outlives transactions and connections. Write under"
-            " it with lease.begin(sessionmaker)"
-        )
+        raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: {why}")
     if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
         raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: use the Async twin")
     if not callable(engine):
@@ -173,9 +173,9 @@ def source_of(engine: Any, what: str) -> EngineSource:
     return cast("EngineSource", engine)
 
 
-def domain_of(source: EngineSource, what: str) -> tuple[SyncLeases, Any]:
-    """Return the leases of an engine in this process, and where its tables are."""
+def domain_of(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
+    """Return the leases, or the like, of an engine in this process, and where its tables are."""
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
         raise TypeError(f"{what} needs a sync Engine, not {engine!r}: use the Async twin")
-    return leases_of(engine, config_of(engine, pin=True)), place_of(engine)
+    return leases_of(engine, config_of(engine, pin=True), kind), place_of(engine)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pgfence._runtime import aio
 from pgfence._runtime.claims import Refused, holder_of
+from pgfence._runtime.lease_aio import AsyncLeases
 from pgfence.lease._aio import domain_of, source_of
 from pgfence.once._claim import answer
 from pgfence.once._handles import AsyncSlot
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime, timedelta
 
-    from pgfence._runtime.lease_aio import AsyncLeases
     from pgfence.errors import LockTimeoutError
     from pgfence.grants import Holder
     from pgfence.lease._aio import AsyncEngineSource
@@ -206,5 +206,5 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         return [] if row is None else [holder_of(claim, row)]
 
     def _place(self) -> tuple[AsyncLeases, SlotClaim]:
-        domain, place = domain_of(self._engine, type(self).__name__)
+        domain, place = domain_of(self._engine, type(self).__name__, AsyncLeases)
         return domain, self._due(place, domain.config.namespace)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pgfence._runtime import sync
 from pgfence._runtime.claims import Refused, holder_of
+from pgfence._runtime.lease_sync import SyncLeases
 from pgfence.lease._sync import domain_of, source_of
 from pgfence.once._claim import answer
 from pgfence.once._handles import Slot
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime, timedelta
 
-    from pgfence._runtime.lease_sync import SyncLeases
     from pgfence.errors import LockTimeoutError
     from pgfence.grants import Holder
     from pgfence.lease._sync import EngineSource
@@ -232,5 +232,5 @@ class Once(Slotted, Verbs[Slot]):
         return [] if row is None else [holder_of(claim, row)]
 
     def _place(self) -> tuple[SyncLeases, SlotClaim]:
-        domain, place = domain_of(self._engine, type(self).__name__)
+        domain, place = domain_of(self._engine, type(self).__name__, SyncLeases)
         return domain, self._due(place, domain.config.namespace)

@@ -1,0 +1,111 @@
+"""The statements of attempts at effects: each calls one function of the server. Texts only; `_runtime` sends them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pgfence._sql.calls import call, mark, name_of
+from pgfence._sql.storage import quoted
+from pgfence._sql.transaction import send_quick
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from sqlalchemy import Connection
+
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
+
+_CLAIM = (
+    "text",
+    "text",
+    "bytea",
+    "text",
+    "double precision",
+    "double precision",
+    "boolean",
+    "text",
+    "text",
+    "integer",
+)
+_RENEW = ("text[]", "text[]", "bigint[]", "double precision[]")
+_STEP = ("text", "text", "bigint", "text", "text")
+_FINISH = ("text", "text", "bigint", "double precision", "text", "text", "integer", "text", "bytea", "boolean")
+_FREE = ("text", "text", "bigint")
+_FORGET = ("text", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class EffectSql:
+    """The texts for one place and one way of marking parameters.
+
+    A name is scope, U+001F and key. What the heartbeat sends has the names that it has for leases.
+
+    Attributes:
+        claim: scope, key, fingerprint, claim id, ttl, keep, whether a lost attempt is followed, owner, host, pid. One row:
+            outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status, headers as JSON, body; and
+            of the attempt at work owner, host, pid, since.
+        renew: lists of names, claim ids, attempts, ttls. One value, for `lease.answers`.
+        step: name, claim id, attempt, step, value as JSON. One value: the attempt that counts; NULL: none of ours.
+        finish: name, claim id, attempt, keep, status, result as JSON, HTTP status, headers as JSON, body, whether the
+            transaction is ours. One value, as of `step`.
+        free: name, claim id, attempt. One value: "released", or why not.
+        finish_late: name, and then as finish; of the heartbeat, which must not wait for one row. NULL: ask again.
+        release_late: likewise, as free.
+        forget_late: likewise: name, claim id. Whether it ended something.
+        listen: without parameters.
+        unlisten: without parameters.
+    """
+
+    claim: str
+    renew: str
+    step: str
+    finish: str
+    free: str
+    finish_late: str
+    release_late: str
+    forget_late: str
+    listen: str
+    unlisten: str
+
+
+@cache
+def effect_sql(place: Place, style: Style) -> EffectSql:
+    """Return the texts for one place."""
+
+    def ask(function: str, kinds: Sequence[str], columns: str = "r") -> str:
+        return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
+
+    def late(function: str, kinds: Sequence[str], missing: str) -> str:
+        return (
+            f"WITH n AS (SELECT CAST({mark(style, 1)} AS text) AS name), s AS (SELECT name,"
+            " pg_catalog.split_part(name, pg_catalog.chr(31), -1) AS key FROM n),"
+            f" f AS MATERIALIZED (SELECT k.key FROM {keys} AS k, s WHERE k.key = s.key AND k.scope ="
+            " pg_catalog.left(s.name, -1 - pg_catalog.length(s.key)) FOR NO KEY UPDATE OF k SKIP LOCKED)"
+            f" SELECT CASE WHEN EXISTS (SELECT FROM f) THEN {call(place, style, function, kinds, 2)}"
+            f" WHEN NOT EXISTS (SELECT FROM {keys} AS k, s WHERE k.key = s.key AND k.scope ="
+            f" pg_catalog.left(s.name, -1 - pg_catalog.length(s.key))) THEN {missing} END"
+        )
+
+    keys = name_of(place, "idempotency_key", style)
+    return EffectSql(
+        claim=ask("claim_effect_v1", _CLAIM, "r.*"),
+        renew=ask("renew_keys_v1", _RENEW),
+        step=ask("save_step_v1", _STEP),
+        finish=ask("finish_effect_v1", _FINISH),
+        free=ask("free_effect_v1", _FREE),
+        finish_late=late("finish_effect_v1", _FINISH, "0"),
+        release_late=late("free_effect_v1", _FREE, "'superseded'"),
+        forget_late=late("forget_effect_v1", _FORGET, "false"),
+        listen=f"LISTEN {quoted(place.channel)}",
+        unlisten=f"UNLISTEN {quoted(place.channel)}",
+    )
+
+
+def finish_inside(connection: Connection, place: Place, style: Style, values: tuple[Any, ...]) -> int | None:
+    """Store what came of an attempt in the caller's own transaction; answers as `finish`."""
+    answer: int | None = send_quick(connection, effect_sql(place, style).finish, values)
+    return answer

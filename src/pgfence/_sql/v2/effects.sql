@@ -1,0 +1,223 @@
+-- Attempts at effects outside the database: the claim is committed first, and everything later names it.
+-- Each function is one round trip in a transaction of its own: the row is locked first, the clock is read after that, and
+-- only then is anything decided. A row is known to renewals by its name, which is scope, U+001F and key.
+
+-- Answers what the key's row says: "granted", with the steps that attempts before have saved; "busy", with the seconds for
+-- which its claim is good; "done" or "failed", with what is stored; "reused", by another payload; or "lost", an attempt of
+-- which nobody knows what it did, where p_takeover allows no other one.
+CREATE FUNCTION @claim_effect_v1@(
+    p_scope text, p_key text, p_fingerprint bytea, p_claim text, p_ttl double precision, p_keep double precision,
+    p_takeover boolean, p_owner text, p_host text, p_pid integer
+) RETURNS TABLE (
+    outcome text, attempt integer, locked_until timestamptz, remaining double precision, step text, result text,
+    http_status integer, http_headers text, http_body bytea, owner text, host text, pid integer, since timestamptz
+) LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+DECLARE
+    r @idempotency_key@;
+    place bigint := pg_catalog.pg_typeof(r)::oid::bigint;
+    named bigint := pg_catalog.hashtextextended(p_scope || pg_catalog.chr(31) || p_key, place);
+    family integer := (named >> 32)::integer;
+    at timestamptz;
+    until timestamptz;
+    next integer;
+    steps jsonb;
+    told text;
+BEGIN
+    -- First a look that locks nothing; what it finds free is looked at again behind the locks.
+    FOR looks IN 1..2 LOOP
+        IF looks = 1 THEN
+            SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key;
+        ELSE
+            -- An attempt that a crash forgets would be made again under the same number.
+            IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+                PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
+            END IF;
+            PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+            -- The same two as a transaction that claims the key takes, which may be at work: see claim_key_v1.
+            IF NOT pg_catalog.pg_try_advisory_xact_lock(family, (pg_catalog.hashtextextended(
+                COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named) >> 32)::integer) THEN
+                told := 'busy';
+            ELSIF NOT pg_catalog.pg_try_advisory_xact_lock(named) THEN
+                told := CASE WHEN EXISTS (SELECT FROM pg_catalog.pg_locks AS n JOIN pg_catalog.pg_locks AS f USING (pid, database)
+                    WHERE n.locktype = 'advisory' AND n.granted AND n.objsubid = 1 AND n.classid = family::oid
+                    AND n.objid = ((named << 32) >> 32)::integer::oid
+                    AND f.locktype = 'advisory' AND f.granted AND f.objsubid = 2 AND f.classid = family::oid
+                    AND pid <> pg_catalog.pg_backend_pid()
+                    AND database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())
+                ) THEN 'reused' ELSE 'busy' END;
+            END IF;
+            IF told IS NOT NULL THEN
+                RETURN QUERY SELECT told, NULL::integer, NULL::timestamptz, 0::double precision, NULL::text, NULL::text,
+                    NULL::integer, NULL::text, NULL::bytea, NULL::text, NULL::text, NULL::integer, NULL::timestamptz;
+                RETURN;
+            END IF;
+            SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key FOR NO KEY UPDATE;
+        END IF;
+        at := pg_catalog.clock_timestamp();
+        IF r.scope IS NOT NULL AND r.expires_at > at THEN
+            told := CASE
+                WHEN r.fingerprint IS DISTINCT FROM p_fingerprint THEN 'reused'
+                WHEN r.status IN ('done', 'failed') THEN r.status
+                WHEN r.status = 'in_progress' AND COALESCE(r.locked_until > at, true) THEN 'busy'
+                WHEN r.status = 'in_progress' AND NOT p_takeover THEN 'lost' END;
+        ELSE
+            told := NULL;
+        END IF;
+        IF told IS NOT NULL THEN
+            RETURN QUERY SELECT told, r.attempt, r.locked_until,
+                GREATEST(0, EXTRACT(epoch FROM r.locked_until - at))::double precision, NULL::text,
+                r.result::text, r.http_status, r.http_headers::text, r.http_body, r.owner, r.host, r.pid, r.created_at;
+            RETURN;
+        END IF;
+    END LOOP;
+    until := at + pg_catalog.make_interval(secs => p_ttl);
+    -- Numbers go on after whoever was lost or failed; what has ended and expired begins anew.
+    next := CASE WHEN r.scope IS NULL OR (r.expires_at <= at AND r.status IN ('done', 'failed')) THEN 1 ELSE r.attempt + 1 END;
+    steps := CASE WHEN r.expires_at > at THEN r.step END;
+    INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, attempt, step, locked_until, claim_id, owner, host, pid,
+        created_at, expires_at)
+    VALUES (p_scope, p_key, p_fingerprint, 'in_progress', next, steps, until, p_claim::uuid, p_owner, p_host, p_pid,
+        at, at + pg_catalog.make_interval(secs => GREATEST(p_keep, p_ttl)))
+    ON CONFLICT (scope, key) DO UPDATE SET
+        fingerprint = excluded.fingerprint, status = excluded.status, attempt = excluded.attempt, step = excluded.step,
+        locked_until = excluded.locked_until, claim_id = excluded.claim_id, owner = excluded.owner, host = excluded.host,
+        pid = excluded.pid, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
+        created_at = CASE WHEN r.expires_at > at THEN k.created_at ELSE excluded.created_at END,
+        expires_at = CASE WHEN r.expires_at > at THEN GREATEST(k.expires_at, excluded.expires_at) ELSE excluded.expires_at END
+        -- Nobody else writes a key without our locks, but by hand.
+        WHERE r.scope IS NOT NULL;
+    RETURN QUERY SELECT CASE WHEN FOUND THEN 'granted' ELSE 'busy' END, next, until, p_ttl, steps::text, NULL::text,
+        NULL::integer, NULL::text, NULL::bytea, p_owner, p_host, p_pid, at;
+END $$;
+
+-- Renews many at a time, in the words of renew_leases_v1. Of one that has ended as its holder wanted it says "ok", for
+-- whoever is about to stop asking; nothing is changed then.
+CREATE FUNCTION @renew_keys_v1@(
+    p_names text[], p_claims text[], p_attempts bigint[], p_ttls double precision[]
+) RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    r @idempotency_key@;
+    at timestamptz;
+    until timestamptz;
+    named text;
+    answers jsonb[] := '{}';
+    answer jsonb;
+BEGIN
+    IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+        PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
+    END IF;
+    PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    FOR i IN 1 .. COALESCE(pg_catalog.cardinality(p_names), 0) LOOP
+        named := pg_catalog.split_part(p_names[i], pg_catalog.chr(31), -1);
+        SELECT k.* INTO r FROM @idempotency_key@ AS k
+        WHERE k.scope = pg_catalog.left(p_names[i], -1 - pg_catalog.length(named)) AND k.key = named
+        FOR NO KEY UPDATE SKIP LOCKED;
+        at := pg_catalog.clock_timestamp();
+        until := at + pg_catalog.make_interval(secs => p_ttls[i]);
+        IF NOT FOUND THEN
+            PERFORM 1 FROM @idempotency_key@ AS k
+            WHERE k.scope = pg_catalog.left(p_names[i], -1 - pg_catalog.length(named)) AND k.key = named;
+            answer := CASE WHEN FOUND THEN '["busy"]'::jsonb ELSE '["lost", "superseded"]'::jsonb END;
+        ELSIF r.claim_id IS DISTINCT FROM p_claims[i]::uuid OR r.attempt <> p_attempts[i] THEN
+            answer := '["lost", "superseded"]'::jsonb;
+        ELSIF r.status = 'in_progress' AND r.locked_until <= at THEN
+            answer := '["lost", "expired"]'::jsonb;
+        ELSE
+            IF r.status = 'in_progress' THEN
+                UPDATE @idempotency_key@ AS k SET locked_until = until, expires_at = GREATEST(k.expires_at, until)
+                WHERE k.scope = r.scope AND k.key = r.key;
+            END IF;
+            answer := pg_catalog.jsonb_build_array('ok', EXTRACT(EPOCH FROM until), p_ttls[i]);
+        END IF;
+        answers := answers || answer;
+    END LOOP;
+    RETURN pg_catalog.array_to_json(answers)::text;
+END $$;
+
+-- Saves what a step of an attempt returned. Answers the attempt that counts now: another one means that it was lost; NULL,
+-- that the key is gone or has another life.
+CREATE FUNCTION @save_step_v1@(p_name text, p_claim text, p_attempt bigint, p_step text, p_value text) RETURNS integer
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
+    whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
+BEGIN
+    IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+        PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
+    END IF;
+    PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    UPDATE @idempotency_key@ AS k
+    SET step = COALESCE(k.step, '{}') || pg_catalog.jsonb_build_object(p_step, p_value::jsonb)
+    WHERE k.scope = whose AND k.key = named AND k.claim_id = p_claim::uuid AND k.attempt = p_attempt
+        AND k.status = 'in_progress';
+    IF FOUND THEN
+        RETURN p_attempt;
+    END IF;
+    RETURN (SELECT NULLIF(k.attempt, p_attempt) FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named);
+END $$;
+
+-- Stores what came of it, once. Answers as save_step_v1; asked again after a lost answer, it says the same. Without a status
+-- it stores nothing, and answers 0 where nothing is stored.
+-- In the caller's own transaction it keeps the row locked to the end: nobody takes over in between.
+CREATE FUNCTION @finish_effect_v1@(
+    p_name text, p_claim text, p_attempt bigint, p_keep double precision, p_status text, p_result text,
+    p_http_status integer, p_http_headers text, p_http_body bytea, p_own boolean
+) RETURNS integer LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
+    whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
+    r @idempotency_key@;
+BEGIN
+    IF p_own THEN
+        IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+            PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
+        END IF;
+        PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    END IF;
+    SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named FOR NO KEY UPDATE;
+    IF r.claim_id IS DISTINCT FROM p_claim::uuid OR r.attempt <> p_attempt THEN
+        RETURN NULLIF(r.attempt, p_attempt);
+    ELSIF r.status = 'in_progress' THEN
+        IF p_status IS NULL THEN
+            RETURN 0;
+        END IF;
+        UPDATE @idempotency_key@ AS k SET
+            status = p_status, result = p_result::jsonb, http_status = p_http_status,
+            http_headers = p_http_headers::jsonb, http_body = p_http_body,
+            expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
+        WHERE k.scope = whose AND k.key = named;
+    ELSIF r.status NOT IN ('done', 'failed') THEN
+        RETURN NULL;
+    END IF;
+    RETURN p_attempt;
+END $$;
+
+-- Frees the key of an attempt of which it is known that nothing came of it. Answers as release_lease_v1.
+CREATE FUNCTION @free_effect_v1@(p_name text, p_claim text, p_attempt bigint) RETURNS text
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
+BEGIN
+    PERFORM pg_catalog.set_config('synchronous_commit', 'off', true);  -- a crash may forget it: it lapses then
+    PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    UPDATE @idempotency_key@ AS k SET status = 'free', locked_until = NULL
+    WHERE k.scope = pg_catalog.left(p_name, -1 - pg_catalog.length(named)) AND k.key = named
+        AND k.claim_id = p_claim::uuid AND k.attempt = p_attempt AND k.status = 'in_progress';
+    RETURN CASE WHEN FOUND THEN 'released' ELSE 'superseded' END;
+END $$;
+
+-- Ends a claim whose answer never arrived, by the id the client made for it: nothing was done under it.
+CREATE FUNCTION @forget_effect_v1@(p_name text, p_claim text) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
+    whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
+BEGIN
+    PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    -- First the lock: the claim may be written and not yet committed, and its row would not be found by its id.
+    PERFORM 1 FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named FOR NO KEY UPDATE;
+    UPDATE @idempotency_key@ AS k SET status = 'free', locked_until = NULL
+    WHERE k.scope = whose AND k.key = named AND k.claim_id = p_claim::uuid AND k.status = 'in_progress';
+    RETURN FOUND;
+END $$;

@@ -1,0 +1,135 @@
+"""AsyncIdempotentEffect, for tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from pgfence.blocks import attach
+from pgfence.effects._attempts import WHY, Stored, claim_async
+from pgfence.effects._handles import NOTHING, AsyncAttempt
+from pgfence.effects._request import Effects
+from pgfence.idempotency._functions import DAY
+from pgfence.lease._aio import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from pgfence.effects._attempts import AsyncRunning
+    from pgfence.lease._aio import AsyncEngineSource
+    from pgfence.timing import Seconds
+
+T = TypeVar("T")
+
+
+class AsyncIdempotentEffect(Effects[T]):
+    """Do something outside of the database once, however often it is asked for; see `AsyncIdempotentEffect`.
+
+    Promises, arguments and errors are those of the sync twin, with an AsyncEngine and a coroutine function. The heartbeat is a
+    thread of its own, so a blocked loop cannot lose the claim. A cancel is an end of which nobody knows what was done; one that
+    arrives while the result is being stored does not keep it from being stored.
+    """
+
+    @overload
+    def __init__(
+        self,
+        engine: AsyncEngineSource,
+        key: str,
+        *,
+        scope: str,
+        payload: object = None,
+        result: type[T],
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: AsyncIdempotentEffect[Any],
+        engine: AsyncEngineSource,
+        key: str,
+        *,
+        scope: str,
+        payload: object = None,
+        result: None = None,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
+    ) -> None: ...
+    def __init__(
+        self,
+        engine: Any,
+        key: str,
+        *,
+        scope: str,
+        payload: object = None,
+        result: Any = None,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
+    ) -> None:
+        super().__init__(
+            key,
+            scope=scope,
+            payload=payload,
+            result=result,
+            ttl=ttl,
+            keep=keep,
+            timeout=timeout,
+            record=record,
+            free=free,
+            takeover=takeover,
+        )
+        self._engine = source_of(engine, type(self).__name__, WHY)
+
+    async def run(self, fn: Callable[[AsyncAttempt], Awaitable[T]], /) -> T:
+        """Run a coroutine function in an attempt of its own, or return what came of the one that was first; see the sync twin.
+
+        Args:
+            fn: gets the attempt.
+
+        Raises:
+            PgfenceError: as from the sync twin.
+        """
+        self._expect(fn)
+        found = await claim_async(self._engine, self._wanted, self._timeout)
+        if isinstance(found, Stored):
+            return self._replay(found)
+        attempt = AsyncAttempt(found, self._codec)
+        try:
+            value = await fn(attempt)
+            if attempt._completed is not NOTHING:
+                return await self._confirmed(attempt, found)
+            text = self._encoded(value, repr(attempt))
+        except BaseException as error:
+            await self._failed(found, error)
+            raise
+        await found.finish("done", text)
+        return value
+
+    async def _confirmed(self, attempt: AsyncAttempt, running: AsyncRunning) -> T:
+        if not await running.confirm():
+            raise self._uncommitted(attempt)
+        value: T = attempt._completed
+        return value
+
+    async def _failed(self, running: AsyncRunning, error: BaseException) -> None:
+        """End an attempt that did not come to a result. The error wins over what goes wrong here."""
+        text = self._failure(error)
+        try:
+            if text is not None:
+                await running.finish("failed", text)
+            elif isinstance(error, self._free):
+                await running.free()
+            else:
+                running.let_lapse()
+        except Exception as failure:
+            attach(error, failure, "while the attempt was ended")

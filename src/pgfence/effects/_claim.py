@@ -1,0 +1,130 @@
+"""What is asked of the server for an attempt, and what its answers mean. No I/O, as for every grant."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, host, owner_of
+from pgfence._runtime.trust import Terms
+from pgfence._sql.effects import effect_sql
+from pgfence.effects._wanted import Reply, Stored, Wanted
+from pgfence.errors import AttemptLostError, IdempotencyKeyReusedError
+from pgfence.grants import Holder
+from pgfence.keys import SEPARATOR, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+    from datetime import datetime
+
+    from pgfence._runtime.claims import Steps
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
+
+
+class Settled(Refused):
+    """The key needs no attempt any more."""
+
+    def __init__(self, result: Stored) -> None:
+        self.result = result
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectClaim(Claim):
+    """A key that is asked for.
+
+    Attributes:
+        wanted: with what.
+        scope: as it stands in the table.
+    """
+
+    wanted: Wanted
+    scope: str
+
+    kind = "effect"
+
+    @cached_property
+    def places(self) -> tuple[Hashable, ...]:
+        """No line in this process: the server decides, so that another payload is told of before a wait."""
+        return ()
+
+    def attempt(self, style: Style, lease_id: str) -> Steps:
+        wanted = self.wanted
+        row = yield (
+            effect_sql(self.place, style).claim,
+            (
+                self.scope,
+                wanted.key,
+                wanted.fingerprint,
+                lease_id,
+                wanted.ttl,
+                wanted.keep,
+                wanted.takeover,
+                owner_of(self.identity),
+                host(),
+                os.getpid(),
+            ),
+        )
+        outcome, attempt, until, remaining, steps, *rest = row
+        match outcome:
+            case "granted":
+                return Granted(attempt, until, remaining, None, decoded(steps) or {})
+            case "busy":
+                return Busy(remaining, None if attempt is None else self._holder(attempt, until, rest[4:]))
+        raise self._refusal(outcome, attempt, rest[:4])
+
+    def _holder(self, attempt: int, until: datetime, row: Sequence[Any]) -> Holder:
+        owner, where, pid, since = row
+        return Holder(
+            name=self.names[0],
+            key=None,
+            kind=self.kind,
+            mode="exclusive",
+            owner=owner,
+            host=where,
+            pid=pid,
+            backend_pid=None,
+            application_name=None,
+            purpose="",
+            token=attempt,
+            since=since,
+            expires_at=until,
+        )
+
+    def _refusal(self, outcome: str, attempt: int, row: Sequence[Any]) -> Refused:
+        wanted = self.wanted
+        if outcome in ("done", "failed"):
+            text, status, headers, body = row
+            reply = None
+            if status is not None:
+                reply = Reply(
+                    status, tuple((name, value) for name, value in json.loads(headers or "[]")), bytes(body or b"")
+                )
+            return Settled(Stored(outcome, text, reply))
+        refused = Refused()
+        if outcome == "lost":
+            refused.__cause__ = AttemptLostError(
+                f"attempt {attempt} at {wanted} was lost, and nobody knows what it did: look for its effect, then free the key",
+                scope=wanted.scope,
+                key=wanted.key,
+                attempt=attempt,
+                newest=attempt,
+            )
+        else:
+            refused.__cause__ = IdempotencyKeyReusedError(
+                f"{wanted} belongs to a request with another payload: a new request needs a key of its own",
+                scope=wanted.scope,
+                key=wanted.key,
+            )
+        return refused
+
+
+def claim_of(wanted: Wanted, place: Place, namespace: str) -> EffectClaim:
+    """Return what to ask the server for."""
+    scope = stored(wanted.scope, namespace, "the scope")
+    return EffectClaim(
+        stored=scope + SEPARATOR + wanted.key, place=place, terms=Terms(wanted.ttl), wanted=wanted, scope=scope
+    )

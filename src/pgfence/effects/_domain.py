@@ -1,0 +1,78 @@
+"""Effects on the runtime of leases: the rules that differ."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pgfence._runtime.lease_aio import AsyncLeases
+from pgfence._runtime.lease_domain import LONGEST_SLEEP, LeaseDomain
+from pgfence._runtime.lease_sync import SyncLeases
+from pgfence._runtime.watch import WATCHER
+from pgfence.effects._claim import EffectClaim
+from pgfence.errors import IdempotencyInProgressError, LockNotHeldError, UnreachableError
+
+if TYPE_CHECKING:
+    from pgfence._runtime.chores import Family
+    from pgfence._runtime.claims import Busy
+    from pgfence._runtime.domain import Request
+    from pgfence._runtime.grant import Grant
+    from pgfence.errors import PgfenceError
+
+FIRST_NAP = 0.02
+
+
+class _Effects(LeaseDomain[Any]):
+    """Where a claim of an effect differs from a lease.
+
+    Nobody is told (NOTIFY) of its end. The end is a commit that has to be on disk, and commits that tell of something wait
+    for each other in the whole database. A waiter asks again, at first after milliseconds, later once a second.
+    """
+
+    family: ClassVar[Family] = "effect"
+    noun = "the claim of"
+    needed = 2
+    warm = 5
+    tells = False
+
+    def too_late(self, request: Request, busy: Busy) -> None:
+        claim: Any = request.sql
+        assert isinstance(claim, EffectClaim)
+        if busy.holder is None:
+            who = "another transaction is at work under"
+        else:
+            who = f"attempt {busy.holder.token} ({busy.holder}) is at work under"
+        waited = f", and did not end within {request.deadline.timeout:g} s" if request.waits else ""
+        raise IdempotencyInProgressError(
+            f"{who} {claim.wanted}{waited}",
+            scope=claim.wanted.scope,
+            key=claim.wanted.key,
+            retry_after=max(0.1, busy.remaining) if busy.remaining else None,
+        )
+
+    def no_session(self, request: Request | None) -> PgfenceError:
+        return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
+
+    def nap(self, remaining: float, left: float, *, naps: int) -> float:
+        longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(naps, 20)) * random.uniform(0.5, 1.0)
+        # A claim that is not renewed ends by itself.
+        return min(left, longest, remaining + random.uniform(0.005, 0.05)) if remaining else min(left, longest)
+
+    def abandon(self, hold: Grant) -> None:
+        """Stop renewing the claim of an attempt that was dropped before its end; called by a finaliser."""
+
+        def lapse() -> None:
+            try:
+                self.let_lapse(hold)
+            except LockNotHeldError:
+                return
+
+        WATCHER.post(lapse)
+
+
+class SyncEffects(_Effects, SyncLeases):
+    """The attempts of the threads of this process through one engine."""
+
+
+class AsyncEffects(_Effects, AsyncLeases):
+    """The attempts of the tasks of one loop through one engine."""

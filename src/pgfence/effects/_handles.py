@@ -1,0 +1,163 @@
+"""What the function of an effect gets in hand: the attempt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._sql.effects import finish_inside
+from pgfence._sql.idempotency import NEEDED
+from pgfence._sql.storage import translated
+from pgfence.effects._attempts import AsyncRunning, Running
+from pgfence.errors import IdempotencyMisuseError
+from pgfence.idempotency._claim import connection_of
+from pgfence.idempotency._keys import expect_key
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from sqlalchemy.orm import Session, scoped_session
+
+    from pgfence.effects._record import Record
+    from pgfence.idempotency._codec import Codec
+
+R = TypeVar("R")
+RunningT = TypeVar("RunningT", bound="Record")
+NOTHING: Any = object()
+
+
+class _Attempt(Generic[RunningT]):
+    """What both twins know."""
+
+    def __init__(self, running: RunningT, codec: Codec) -> None:
+        self._running = running
+        self._codec = codec
+        self._completed: Any = NOTHING
+
+    def __repr__(self) -> str:
+        return repr(self._running).replace("Running", "Attempt")
+
+    @property
+    def number(self) -> int:
+        """Which attempt it is: 1 for the first. It only grows, so it can be told to whoever must not obey an older one."""
+        return self._running.number
+
+    def check(self) -> None:
+        """Raise unless this attempt counts as far as this process knows. No I/O: call it as often as you like.
+
+        Raises:
+            AttemptLostError: its claim could not be renewed in time, or another attempt has taken over.
+            IdempotencyMisuseError: the attempt has ended.
+        """
+        self._running.check()
+
+    def _derived(self, name: str) -> str:
+        """Return the key of a step for the provider.
+
+        Raises:
+            TypeError, ValueError: it is no name of a step.
+        """
+        if ":" in expect_key(name, "the name of a step"):
+            raise ValueError(
+                f"the name of a step must not contain a colon, which stands between the key and it: {name!r}"
+            )
+        if self._completed is not NOTHING:
+            raise IdempotencyMisuseError(f"{self!r} is complete: no step comes after complete()")
+        return f"{self._running.key}:{name}"
+
+    def _saved(self, name: str) -> Any:
+        text = self._running.steps.get(name)
+        return NOTHING if text is None else self._codec.decode(text)
+
+    def _encoded(self, name: str, value: Any) -> str:
+        try:
+            return self._codec.encode(value)
+        except IdempotencyMisuseError as error:
+            error.add_note(f"the step {name!r} of {self!r} was done, and what it returned is not saved")
+            raise
+
+    def _complete(self, session: Session, value: Any) -> None:
+        self._running.check()
+        text = self._codec.encode(value)
+        connection = connection_of(session)
+        try:
+            answer = finish_inside(connection, *self._running.inside(text))
+        except DBAPIError as error:
+            if told := translated(error, self._running.place, NEEDED):
+                raise told from error
+            raise
+        self._running.expect(answer)
+        self._completed = value
+
+
+class Attempt(_Attempt[Running]):
+    """One attempt at an effect, for threads."""
+
+    def step(self, name: str, fn: Callable[[str], R], /) -> R:
+        """Do a step that an attempt before this one may have done, and save what it returns.
+
+        Promised: a step that was saved is never done again, and returns an equal value; before a step is done the claim stands,
+        as far as this process knows. Not promised: that a step of which nothing is saved was not done, for an attempt may die
+        in between; so pass the derived key to the provider, who then does it once.
+
+        Args:
+            name: of the step, once in each effect: the rules of keys, without a colon. The same name gets the same value.
+            fn: gets the derived key, `<key>:<name>`, which is the same in each attempt. It is the key alone, without the scope:
+                where one provider's account serves several scopes, the key has to name them.
+
+        Raises:
+            AttemptLostError: this attempt does not count any more; the step was not done, or was done and is not saved.
+            IdempotencyMisuseError: its value cannot be stored.
+            UnreachableError: no answer: nobody knows whether it is saved.
+            TypeError, ValueError: `name` cannot be the name of a step.
+        """
+        derived = self._derived(name)
+        saved = self._saved(name)
+        if saved is not NOTHING:
+            return cast("R", saved)
+        self.check()
+        value = fn(derived)
+        self._running.save_step(name, self._encoded(name, value))
+        return value
+
+    def complete(self, session: Session | scoped_session[Any], value: Any, /) -> None:
+        """Store the result in the caller's own transaction, so that it is committed together with the rows of the business.
+
+        Promised: if the transaction commits, the key is done with this result, and `run` returns it. An attempt that does not
+        count any more is refused here, with its transaction, and none takes over until the transaction has ended.
+
+        Args:
+            session: its transaction must end before the function returns.
+            value: of the types that can be stored.
+
+        Raises:
+            AttemptLostError: this attempt does not count any more: roll back.
+            IdempotencyMisuseError: the value cannot be stored.
+            TransactionStateError: autocommit.
+        """
+        self._complete(_real(session), value)
+
+
+class AsyncAttempt(_Attempt[AsyncRunning]):
+    """One attempt at an effect, for tasks."""
+
+    async def step(self, name: str, fn: Callable[[str], Awaitable[R]], /) -> R:
+        """Do a step that an attempt before this one may have done, and save what it returns; see the sync twin."""
+        derived = self._derived(name)
+        saved = self._saved(name)
+        if saved is not NOTHING:
+            return cast("R", saved)
+        self.check()
+        value = await fn(derived)
+        await self._running.save_step(name, self._encoded(name, value))
+        return value
+
+    async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
+        """Store the result in the caller's own transaction; see the sync twin."""
+        await _real(session).run_sync(self._complete, value)
+
+
+def _real(session: Any) -> Any:
+    return session.registry() if hasattr(session, "registry") else session

@@ -1,0 +1,204 @@
+"""What both twins of an attempt at work know and say. No I/O."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.chores import Ending, row_until
+from pgfence._runtime.lease_domain import RELEASE_BUDGET
+from pgfence._runtime.state import emit
+from pgfence._sql.effects import effect_sql
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence.errors import AttemptLostError, IdempotencyMisuseError, LockNotHeldError, UnreachableError
+from pgfence.timing import clock
+
+if TYPE_CHECKING:
+    from pgfence._runtime.grant import Grant
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.effects import EffectSql
+    from pgfence._sql.storage import Place
+    from pgfence.effects._domain import AsyncEffects, SyncEffects
+    from pgfence.effects._wanted import Reply, Wanted
+
+    Statement = tuple[Place, str, tuple[Any, ...]]
+
+LONGEST_PATIENCE = 30.0
+"""Seconds that the end of an attempt waits for a server that does not answer, at most."""
+
+
+class Record:
+    """An attempt at work: what was claimed, and what is known of it."""
+
+    __slots__ = ("__weakref__", "_domain", "_grant", "_steps", "_wanted")
+
+    def __init__(self, wanted: Wanted, domain: SyncEffects | AsyncEffects, grant: Grant) -> None:
+        self._wanted = wanted
+        self._domain: Any = domain
+        self._grant = grant
+        self._steps: dict[str, str] = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.number} at {self._wanted.scope!r} {self._wanted.key!r}>"
+
+    def __del__(self) -> None:
+        grant = getattr(self, "_grant", None)  # an interrupt may have torn its making
+        if grant is not None and not grant.released and grant.ours:
+            self._domain.abandon(grant)
+
+    @property
+    def number(self) -> int:
+        """Which attempt it is: 1 for the first. It grows with each, so what is stored with a lower one is older."""
+        assert self._grant.token is not None
+        return self._grant.token
+
+    @property
+    def steps(self) -> dict[str, str]:
+        """What attempts before this one, and this one, have saved, as JSON."""
+        return self._steps
+
+    @property
+    def key(self) -> str:
+        """What the client repeats."""
+        return self._wanted.key
+
+    @property
+    def place(self) -> Place:
+        """Of the tables."""
+        return self._grant.place
+
+    def remaining(self) -> float:
+        """Return the seconds for which this process believes in its claim, 0.0 when it is lost or over. No I/O."""
+        return self._grant.remaining()
+
+    def check(self) -> None:
+        """Raise unless the claim stands as far as this process knows. No I/O.
+
+        Raises:
+            AttemptLostError: it was lost.
+            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
+        """
+        state = self._grant.state
+        if state == "lost":
+            raise self._lost(None)
+        if state == "released":
+            raise self._over()
+
+    def let_lapse(self) -> None:
+        """Stop renewing, and say nothing to the server: nobody knows what came of it, until the claim's time is over. No I/O."""
+        try:
+            self._domain.let_lapse(self._grant)
+        except LockNotHeldError:
+            return
+
+    def inside(self, text: str) -> tuple[Place, Style, tuple[Any, ...]]:
+        """Return what `finish_inside` needs to store a result in the caller's transaction."""
+        return self._grant.place, self._domain.style, self._finish("done", text, None, inside=True)[2]
+
+    def expect(self, answer: int | None) -> None:
+        """Judge the answer of `finish_inside`, or of a step.
+
+        Raises:
+            AttemptLostError: another attempt counts by now.
+        """
+        if answer != self.number:
+            self._domain.beat.drop(self._grant)
+            self._grant.lose("superseded")
+            raise self._lost(answer)
+
+    # ------------------------------------------------------------ for the twins
+
+    @property
+    def _sql(self) -> EffectSql:
+        return effect_sql(self._grant.place, self._domain.style)
+
+    @property
+    def _mine(self) -> tuple[str, str, int]:
+        return self._grant.stored, str(self._grant.lease_id), self.number
+
+    @property
+    def _patience(self) -> float:
+        left = row_until(self._grant) - clock()
+        return min(max(left, RELEASE_BUDGET), LONGEST_PATIENCE)
+
+    def _step(self, name: str, text: str) -> Statement:
+        return self._grant.place, self._sql.step, (*self._mine, name, text)
+
+    def _finish(self, status: str | None, text: str | None, reply: Reply | None, *, inside: bool = False) -> Statement:
+        told: tuple[Any, ...] = (None, None, None)
+        if reply is not None:
+            told = reply.status, json.dumps(reply.headers), reply.body
+        return self._grant.place, self._sql.finish, (*self._mine, self._wanted.keep, status, text, *told, not inside)
+
+    def _free(self) -> Statement:
+        return self._grant.place, self._sql.free, self._mine
+
+    def _leave(self) -> None:
+        """Take the right to end it, and stop its heartbeat."""
+        try:
+            self._domain.take_leave(self._grant)
+        except LockNotHeldError:
+            raise self._over() from None
+
+    def _saved(self, name: str, text: str, row: Any) -> None:
+        self.expect(row[0])
+        self._steps[name] = text
+
+    def _finished(self, row: Any) -> None:
+        event = "released" if row[0] == self.number else "lost"
+        grant = self._grant
+        emit(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        if row[0] != self.number:
+            raise self._lost(row[0])
+
+    def _confirmed(self, row: Any) -> bool:
+        if row[0] == 0:
+            return False
+        self._finished(row)
+        return True
+
+    def _freed(self, row: Any) -> None:
+        event = "released" if row[0] == "released" else "lost"
+        grant = self._grant
+        emit(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+
+    def _unfinished(self, args: tuple[Any, ...], error: BaseException) -> None:
+        """Have it stored in the background, unless the server itself has refused."""
+        if isinstance(error, UnreachableError) or sqlstate(error) is None:
+            grant = self._grant
+            args = grant.stored, *args
+            self._domain.beat.end_later(
+                Ending(grant.place, lambda sql: sql.finish_late, args, row_until(grant), grant.family)
+            )
+
+    def _unanswered(self, error: BaseException) -> UnreachableError | None:
+        if not isinstance(error, UnreachableError):
+            return None
+        return UnreachableError(
+            f"the server gave no answer when the result of attempt {self.number} at {self._wanted} was to be stored: {error}."
+            " It is tried again in the background until the claim's time is over; ask for the key again to learn what came of it"
+        )
+
+    def _held_up(self, error: Exception) -> bool:
+        """Say whether a transaction has the row of the key locked."""
+        return sqlstate(error) == LOCK_NOT_AVAILABLE
+
+    def _lost(self, newest: int | None) -> AttemptLostError:
+        newest = max(newest or 0, self.number)
+        why = (
+            f"attempt {newest} has taken over"
+            if newest > self.number
+            else "its claim was not renewed in time, or was ended"
+        )
+        return AttemptLostError(
+            f"attempt {self.number} at {self._wanted} does not count any more: {why}. Nothing that it says is stored; what it"
+            " did outside the database stands",
+            scope=self._wanted.scope,
+            key=self._wanted.key,
+            attempt=self.number,
+            newest=newest,
+        )
+
+    def _over(self) -> IdempotencyMisuseError:
+        why = "has ended already" if self._grant.ours else "belongs to the parent of this forked child"
+        return IdempotencyMisuseError(f"attempt {self.number} at {self._wanted} {why}")

@@ -1,0 +1,119 @@
+"""What both twins of an effect know: the arguments, read once, and what is decided about values and errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_type_hints
+
+from pgfence._runtime.trust import ttl_of
+from pgfence.blocks import attach
+from pgfence.effects._wanted import Wanted
+from pgfence.errors import IdempotencyMisuseError
+from pgfence.idempotency import _recorded
+from pgfence.idempotency._codec import Codec
+from pgfence.idempotency._fingerprint import fingerprint
+from pgfence.idempotency._functions import errors_of, life_of
+from pgfence.idempotency._keys import expect_key
+from pgfence.idempotency._reach import classes_in
+from pgfence.timing import seconds
+from pgfence.wrapping import called
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pgfence.effects._wanted import Stored
+    from pgfence.timing import Seconds
+
+T = TypeVar("T")
+
+
+class Effects(Generic[T]):
+    """The arguments of an effect."""
+
+    def __init__(
+        self,
+        key: str,
+        *,
+        scope: str,
+        payload: object,
+        result: Any,
+        ttl: Seconds,
+        keep: Seconds,
+        timeout: Seconds,
+        record: Sequence[type[Exception]],
+        free: Sequence[type[Exception]],
+        takeover: bool,
+    ) -> None:
+        self._wanted = Wanted(
+            scope=expect_key(scope, "the scope"),
+            key=expect_key(key, "the key"),
+            fingerprint=fingerprint(payload),
+            ttl=ttl_of(ttl),
+            keep=life_of(keep),
+            takeover=takeover,
+        )
+        if self._wanted.keep < self._wanted.ttl:
+            raise ValueError(
+                f"keep={self._wanted.keep:g} is shorter than ttl={self._wanted.ttl:g}: the result would be forgotten before a dead"
+                " attempt is given up"
+            )
+        self._codec = Codec.of(result)
+        self._told = result is not None
+        self._timeout = seconds(timeout)
+        self._record = errors_of(record)
+        self._free = errors_of(free, "free")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._wanted.scope!r} {self._wanted.key!r}>"
+
+    def _expect(self, fn: Callable[..., Any]) -> None:
+        """Refuse a function whose result could not be stored, as far as its annotation tells and nobody has told `result`.
+
+        Raises:
+            IdempotencyMisuseError: it returns something that only `result` could name.
+        """
+        if self._told:
+            return
+        try:
+            returns = get_type_hints(fn).get("return")
+        except (NameError, TypeError):
+            return
+        try:
+            unknown = list(classes_in(returns).values())
+        except TypeError as error:
+            raise IdempotencyMisuseError(f"{called(fn)} was not called: {error}") from None
+        if unknown:
+            raise IdempotencyMisuseError(
+                f"{called(fn)} was not called: it returns a {unknown[0].__qualname__}, and what came of it could not be stored. Say so by"
+                f" result={unknown[0].__qualname__}"
+            )
+
+    def _replay(self, stored: Stored) -> T:
+        """Return what is stored, or raise the recorded error."""
+        if stored.text is None:
+            raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: what is stored is a reply")
+        if stored.status == "failed":
+            raise _recorded.decode(stored.text, self._record, self._codec, str(self._wanted))
+        value: T = self._codec.decode(stored.text)
+        return value
+
+    def _encoded(self, value: Any, what: str) -> str:
+        try:
+            return self._codec.encode(value)
+        except IdempotencyMisuseError as error:
+            error.add_note(f"{what} was done, and nobody will know: what came of it is not stored")
+            raise
+
+    def _uncommitted(self, attempt: object) -> IdempotencyMisuseError:
+        return IdempotencyMisuseError(
+            f"{attempt!r} was completed in a transaction that was not committed by the end of the function: nothing is stored"
+        )
+
+    def _failure(self, error: BaseException) -> str | None:
+        """Return a recorded error as JSON; None: it is none, or cannot be stored, which is noted on it."""
+        if not isinstance(error, self._record):
+            return None
+        try:
+            return _recorded.encode(error, self._codec)
+        except IdempotencyMisuseError as failure:
+            attach(error, failure, "while it was recorded")
+            return None

@@ -1,0 +1,184 @@
+"""IdempotentEffect, for threads."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from pgfence.blocks import attach
+from pgfence.effects._attempts import WHY, Stored, claim
+from pgfence.effects._handles import NOTHING, Attempt
+from pgfence.effects._request import Effects
+from pgfence.idempotency._functions import DAY
+from pgfence.lease._sync import source_of
+from pgfence.wrapping import called
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pgfence.effects._attempts import Running
+    from pgfence.lease._sync import EngineSource
+    from pgfence.timing import Seconds
+
+T = TypeVar("T")
+
+
+class IdempotentEffect(Effects[T]):
+    """Do something outside of the database once, however often it is asked for, and give everybody the same answer.
+
+    ::
+
+        def work(attempt: Attempt) -> str:
+            return attempt.step("charge", lambda key: provider.charge(amount, idempotency_key=key))
+
+
+        receipt = IdempotentEffect(engine, order.key, scope="orders", result=str).run(work)
+
+    The key is claimed first, by a commit of its own; then the function runs, in no transaction of ours; then its result is
+    stored. While it runs a thread renews the claim.
+
+    Promised: of all who ask for the same key and scope, one runs at a time, and at most one result is stored; who comes after
+    that gets it, equal and of the same type. If an attempt dies, another one follows when its claim has run out, with the steps
+    that were saved; a late one that comes back is refused. No connection is held while the function runs.
+
+    Not promised: that nothing is done twice. An attempt may die between what it did and our hearing of it, so a provider that
+    does not honour the derived key of a step may do it twice; see `Attempt.step`. `takeover=False` is for such a one.
+
+    How an attempt ends: by a result or an error of `record`, the key is done; by an error of `free`, anybody may run at once.
+    By any other error, a cancel or a death nobody knows what it did, and the claim stays until its time is over.
+
+    Args:
+        engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
+        key: what the client repeats with the request: 1 to 255 characters, without control characters.
+        scope: whose key it is and for what: the same rules. Never the same for two clients that must not see each other's
+            answers, and never one that `idempotent` is used with.
+        payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
+        result: the type of the result, and of what steps return; see `idempotent`.
+        ttl: seconds that a claim outlives a dead attempt, 0.3 to a day. Not how long the work takes.
+        keep: seconds from the end of the work on for which the result is kept, at least the ttl. After that the key is new
+            again, so it must not be shorter than the client's retries; and no longer than the provider remembers a derived
+            key may an attempt be followed by another one.
+        timeout: seconds to wait for an attempt that is at work; 0 does not wait.
+        record: classes of errors that are an answer too: stored, and raised again each time. They come before `free`.
+        free: classes of errors after which it is known that nothing was done, or that doing it again does no harm.
+        takeover: whether an attempt that was lost is followed by another one. False: until an operator has freed the key, or
+            its time (`keep`) is over, everybody is told that nobody knows what it did.
+
+    Raises:
+        TypeError, ValueError: an argument is unusable; before anything was sent.
+    """
+
+    @overload
+    def __init__(
+        self,
+        engine: EngineSource,
+        key: str,
+        *,
+        scope: str,
+        payload: object = None,
+        result: type[T],
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: IdempotentEffect[Any],
+        engine: EngineSource,
+        key: str,
+        *,
+        scope: str,
+        payload: object = None,
+        result: None = None,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
+    ) -> None: ...
+    def __init__(
+        self,
+        engine: Any,
+        key: str,
+        *,
+        scope: str,
+        payload: object = None,
+        result: Any = None,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
+    ) -> None:
+        super().__init__(
+            key,
+            scope=scope,
+            payload=payload,
+            result=result,
+            ttl=ttl,
+            keep=keep,
+            timeout=timeout,
+            record=record,
+            free=free,
+            takeover=takeover,
+        )
+        self._engine = source_of(engine, type(self).__name__, WHY)
+
+    def run(self, fn: Callable[[Attempt], T], /) -> T:
+        """Run a function in an attempt of its own, or return what came of the one that was first. May be called again.
+
+        Args:
+            fn: gets the attempt.
+
+        Raises:
+            IdempotencyKeyReusedError: the key belongs to another payload, done or in progress. 422.
+            IdempotencyInProgressError: another attempt is at work; `retry_after` says when its claim would end. 409.
+            AttemptLostError: this attempt does not count any more; or, with `takeover=False`, one before it was lost.
+            IdempotencyMisuseError: the result cannot be stored: where the annotation of the function tells, before it runs.
+            UnreachableError: no answer: before the function, nothing was done; after it, the result is stored in the background
+                if the server comes back in time, and to ask again is safe.
+            SchemaError: pgfence's tables are missing, or older than version 2.
+            StandbyError: the server is a standby.
+            Exception: what the function raised; or the recorded error.
+        """
+        if inspect.iscoroutinefunction(fn):
+            raise TypeError(f"{called(fn)} is a coroutine function: it needs an AsyncIdempotentEffect")
+        self._expect(fn)
+        found = claim(self._engine, self._wanted, self._timeout)
+        if isinstance(found, Stored):
+            return self._replay(found)
+        attempt = Attempt(found, self._codec)
+        try:
+            value = fn(attempt)
+            if attempt._completed is not NOTHING:
+                return self._confirmed(attempt, found)
+            text = self._encoded(value, repr(attempt))
+        except BaseException as error:
+            self._failed(found, error)
+            raise
+        found.finish("done", text)
+        return value
+
+    def _confirmed(self, attempt: Attempt, running: Running) -> T:
+        if not running.confirm():
+            raise self._uncommitted(attempt)
+        value: T = attempt._completed
+        return value
+
+    def _failed(self, running: Running, error: BaseException) -> None:
+        """End an attempt that did not come to a result. The error wins over what goes wrong here."""
+        text = self._failure(error)
+        try:
+            if text is not None:
+                running.finish("failed", text)
+            elif isinstance(error, self._free):
+                running.free()
+            else:
+                running.let_lapse()
+        except Exception as failure:
+            attach(error, failure, "while the attempt was ended")
