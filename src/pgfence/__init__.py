@@ -48,6 +48,7 @@ from pgfence.transaction import AsyncTransactionLock, TransactionLock
 
 if TYPE_CHECKING:
     from pgfence import schema
+    from pgfence.effects import AsyncAttempt, AsyncIdempotentEffect, Attempt, IdempotentEffect
     from pgfence.fence import Fenced
     from pgfence.idempotency import AsyncIdem, Idem, Op, idempotent, idempotent_call, insert_once
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
@@ -64,14 +65,17 @@ if TYPE_CHECKING:
 __all__ = [
     "AdvisoryLock",
     "AsyncAdvisoryLock",
+    "AsyncAttempt",
     "AsyncFencedHeld",
     "AsyncHeld",
     "AsyncHeldLease",
     "AsyncIdem",
+    "AsyncIdempotentEffect",
     "AsyncLease",
     "AsyncOnce",
     "AsyncSlot",
     "AsyncTransactionLock",
+    "Attempt",
     "AttemptLostError",
     "CapacityError",
     "CatchUp",
@@ -88,6 +92,7 @@ __all__ = [
     "IdempotencyInProgressError",
     "IdempotencyKeyReusedError",
     "IdempotencyMisuseError",
+    "IdempotentEffect",
     "IfMatch",
     "KeyFamily",
     "Lease",
@@ -143,9 +148,13 @@ __version__: str
 
 
 _LATE = {
+    "AsyncAttempt": "pgfence.effects",
     "AsyncIdem": "pgfence.idempotency",
+    "AsyncIdempotentEffect": "pgfence.effects",
+    "Attempt": "pgfence.effects",
     "Fenced": "pgfence.fence",
     "Idem": "pgfence.idempotency",
+    "IdempotentEffect": "pgfence.effects",
     "IfMatch": "pgfence.versions",
     "Op": "pgfence.idempotency",
     "TransactionAttempt": "pgfence.retrying",
