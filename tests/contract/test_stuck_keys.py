@@ -1,0 +1,403 @@
+"""monitoring.stuck_keys and monitoring.free_key: keys whose effect was begun and not finished, seen and set free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
+
+from pgfence import evicting, monitoring, schema, stuck
+from pgfence._sql import stuck_keys as statements
+from pgfence.config import configure
+from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
+from pgfence.errors import AttemptLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
+from pgfence.idempotency import idempotent
+from pgfence.keys import SEPARATOR, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from sqlalchemy import Engine
+
+    from pgfence.effects import AsyncAttempt, Attempt
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+CLAIM = "11111111-2222-3333-4444-555555555555"
+OTHER = "22222222-2222-3333-4444-555555555555"
+
+
+class Attempts:
+    """What processes elsewhere do, by the server's functions."""
+
+    def __init__(self, admin: psycopg.Connection[Any], scope: str, prefix: str = "pgfence_") -> None:
+        self._admin = admin
+        self.scope = scope
+        self._prefix = prefix
+
+    def claim(self, key: str, claim: str = CLAIM, ttl: float = 60) -> int:
+        """Begin an attempt and return its number."""
+        outcome, number = self._admin.execute(
+            f"SELECT outcome, attempt FROM {self._prefix}claim_effect_v1"
+            "(%s, %s, NULL, %s, %s, 3600, true, 'worker-7', 'host-1', 7)",
+            [self.scope, key, claim, ttl],
+        ).fetchone()
+        assert outcome == "granted"
+        return number
+
+    def step(self, key: str, name: str, number: int = 1, claim: str = CLAIM) -> int | None:
+        """Save what a step of an attempt returned, and return which attempt counts."""
+        return self._ask("save_step_v1(%s, %s, %s, %s, '\"secret\"')", key, claim, number, name)
+
+    def finish(self, key: str, number: int = 1, claim: str = CLAIM) -> int | None:
+        """Store a result, and return which attempt counts."""
+        return self._ask("finish_effect_v1(%s, %s, %s, 3600, 'done', '1', NULL, NULL, NULL, true)", key, claim, number)
+
+    def release(self, key: str, number: int = 1, claim: str = CLAIM) -> str:
+        """Free a key after a known failure."""
+        return self._ask("free_effect_v1(%s, %s, %s)", key, claim, number)
+
+    def renew(self, key: str, number: int = 1, claim: str = CLAIM) -> list[Any]:
+        """Renew a claim, as the heartbeat does."""
+        call = "renew_keys_v1(ARRAY[%s], ARRAY[%s], ARRAY[%s::bigint], ARRAY[60::float])"
+        return json.loads(self._ask(call, key, claim, number))[0]
+
+    def lapse(self, key: str, hours: int = 2) -> None:
+        """Let an attempt be lost, some time ago."""
+        self._admin.execute(
+            f"UPDATE {self._prefix}idempotency_key SET created_at = created_at - make_interval(hours => %(h)s),"
+            " locked_until = locked_until - make_interval(hours => %(h)s) WHERE scope = %(s)s AND key = %(k)s",
+            {"h": hours, "s": self.scope, "k": key},
+        )
+
+    def row(self, key: str) -> tuple[Any, ...] | None:
+        """Return status, attempt and names of steps."""
+        return self._admin.execute(
+            f"SELECT status, attempt, (SELECT array_agg(name) FROM jsonb_object_keys(step) AS name)"
+            f" FROM {self._prefix}idempotency_key WHERE scope = %s AND key = %s",
+            [self.scope, key],
+        ).fetchone()
+
+    def audit(self, key: str) -> list[tuple[Any, ...]]:
+        """Return who freed it and why."""
+        query = f"SELECT action, actor, reason FROM {self._prefix}audit WHERE resource = %s ORDER BY id"
+        return self._admin.execute(query, [self.scope + SEPARATOR + key]).fetchall()
+
+    def _ask(self, call: str, key: str, *rest: Any) -> Any:
+        query = f"SELECT {self._prefix}{call}"
+        return self._admin.execute(query, [self.scope + SEPARATOR + key, *rest]).fetchone()[0]
+
+
+@pytest.fixture
+def attempts(name: str, admin: psycopg.Connection[Any]) -> Attempts:
+    """Attempts under keys of a scope that no other test has."""
+    return Attempts(admin, name)
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[Engine]:
+    """An engine of psycopg, where the driver does not matter."""
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    yield engine
+    engine.dispose()
+
+
+async def test_what_is_known_of_an_attempt_is_shown_and_what_is_stored_is_not(world: World, attempts: Attempts) -> None:
+    """C099: one at work and one that was lost, the oldest first; names of steps, and no word of what they returned."""
+    attempts.claim("fresh")
+    attempts.claim("old")
+    attempts.step("old", "ship")
+    attempts.step("old", "charge")
+    attempts.lapse("old")
+    attempts.claim("old", OTHER)
+    attempts.lapse("old")
+    old, fresh = await world.call(monitoring.stuck_keys, world.engine(), prefix=attempts.scope)
+    assert (old.scope, old.key, old.state, old.attempt) == (attempts.scope, "old", "lost", 2)
+    assert (old.steps, old.owner, old.host, old.pid) == (("charge", "ship"), "worker-7", "host-1", 7)
+    now = datetime.now(UTC)
+    assert now - old.since > timedelta(hours=4) and old.locked_until < now < old.expires_at
+    assert (fresh.key, fresh.state, fresh.attempt, fresh.steps) == ("fresh", "running", 1, ())
+    assert fresh.locked_until > now
+    assert "secret" not in repr(old)
+
+
+async def test_only_what_is_begun_and_not_finished_is_shown(world: World, attempts: Attempts) -> None:
+    """Not a key that is done, not one that was freed, not one in the transaction of a caller."""
+    attempts.claim("done")
+    attempts.finish("done")
+    attempts.claim("failed and free")
+    attempts.release("failed and free")
+    engine = world.engine()
+    sync = create_engine(f"postgresql+psycopg://{world.dsn.split('://', 1)[1]}")
+    with Session(sync) as session, idempotent(session, "mine", scope=attempts.scope) as op:
+        assert list(await world.call(monitoring.stuck_keys, engine, prefix=attempts.scope)) == []
+        op.complete(None)
+    sync.dispose()
+
+
+async def test_age_scope_and_namespace_choose(world: World, attempts: Attempts, admin: psycopg.Connection[Any]) -> None:
+    """older_than counts from the first claim, prefix is of the scope as the caller knows it, namespaces never meet."""
+    attempts.claim("old")
+    attempts.lapse("old")
+    attempts.claim("new")
+    shop = Attempts(admin, stored(attempts.scope, "shop"))
+    shop.claim("in shop")
+
+    async def keys(engine: Any, **chosen: Any) -> list[str]:
+        return [found.key for found in await world.call(monitoring.stuck_keys, engine, **chosen)]
+
+    engine = world.engine()
+    assert await keys(engine, prefix=attempts.scope) == ["old", "new"]
+    assert await keys(engine, prefix=attempts.scope, older_than=timedelta(hours=1)) == ["old"]
+    assert await keys(engine, prefix=attempts.scope, older_than=float("inf")) == []
+    assert await keys(engine, prefix=attempts.scope + "x") == []
+    assert "in shop" not in await keys(engine)
+    configure(engine, namespace="shop")
+    assert await keys(engine, prefix=attempts.scope) == ["in shop"]
+    (found,) = await world.call(monitoring.stuck_keys, engine, prefix=attempts.scope)
+    assert found.scope == attempts.scope
+
+
+def test_looking_waits_for_nobody_and_writes_nothing(engine: Engine, attempts: Attempts, dsn: str) -> None:
+    """Row locks and an unfinished claim of others do not matter, nor that the session may only read."""
+    attempts.claim("held")
+    with psycopg.connect(dsn) as other:
+        other.execute("SELECT FROM pgfence_idempotency_key WHERE scope = %s FOR UPDATE", [attempts.scope])
+        Attempts(other, attempts.scope).claim("not committed")
+        reading = engine.execution_options(postgresql_readonly=True)
+        (found,) = monitoring.stuck_keys(reading, prefix=attempts.scope)
+        other.rollback()
+    assert found.key == "held"
+
+
+async def test_a_freed_key_is_taken_at_once_and_a_late_attempt_is_refused(world: World, attempts: Attempts) -> None:
+    """C101: the next attempt begins with the steps that are done; the one that was at work can neither renew nor store."""
+    number = attempts.claim("k", ttl=3600)
+    attempts.step("k", "charge")
+    found = await world.call(monitoring.free_key, world.engine(), attempts.scope, "k", reason="hung", actor="ann")
+    assert (found.key, found.state, found.attempt, found.steps) == ("k", "running", number, ("charge",))
+    assert attempts.renew("k")[0] == "lost"
+    assert attempts.step("k", "ship") != number
+    assert attempts.finish("k") != number
+    assert attempts.row("k") == ("free", number, ["charge"])
+    assert attempts.claim("k", OTHER) == number + 1
+    assert attempts.finish("k") == number + 1
+    assert attempts.row("k") == ("in_progress", number + 1, ["charge"])
+    assert attempts.audit("k") == [("free key", "ann", "hung")]
+    assert attempts.finish("k", number + 1, OTHER) == number + 1
+
+
+async def test_an_effect_whose_key_was_freed_stores_nothing_any_more(world: World, attempts: Attempts) -> None:
+    """C100, C101: while it is at work another caller is the next attempt, with its steps; the late step and result are refused."""
+    engine, seen = world.engine(), []
+
+    def effect() -> Any:
+        kind = world.pick(IdempotentEffect, AsyncIdempotentEffect)
+        return kind(engine, "k", scope=attempts.scope, result=str)
+
+    def newer(attempt: Attempt) -> str:
+        seen.append((attempt.number, attempt.step("charge", lambda _: "again")))
+        return "newer"
+
+    def hung(attempt: Attempt) -> str:
+        attempt.step("charge", lambda key: key)
+        monitoring.free_key(engine, attempts.scope, "k", reason="hung")
+        assert effect().run(newer) == "newer"
+        with pytest.raises(AttemptLostError) as lost:
+            attempt.step("ship", lambda _: "late")
+        seen.append((lost.value.attempt, lost.value.newest))
+        return "late"
+
+    async def newer_async(attempt: AsyncAttempt) -> str:
+        seen.append((attempt.number, await attempt.step("charge", said("again"))))
+        return "newer"
+
+    async def hung_async(attempt: AsyncAttempt) -> str:
+        await attempt.step("charge", said("k:charge"))
+        await monitoring.free_key(engine, attempts.scope, "k", reason="hung")
+        assert await effect().run(newer_async) == "newer"
+        with pytest.raises(AttemptLostError) as lost:
+            await attempt.step("ship", said("late"))
+        seen.append((lost.value.attempt, lost.value.newest))
+        return "late"
+
+    with pytest.raises(AttemptLostError):
+        await world.call(effect().run, world.pick(hung, hung_async))
+    assert seen == [(2, "k:charge"), (1, 2)]
+    assert attempts.row("k") == ("done", 2, ["charge"])
+    assert await world.call(effect().run, world.pick(newer, newer_async)) == "newer"
+
+
+def said(value: str) -> Callable[[str], Awaitable[str]]:
+    """Return a step that returns a value."""
+
+    async def step(_: str) -> str:
+        return value
+
+    return step
+
+
+async def test_the_audit_says_what_was_found(world: World, attempts: Attempts, admin: psycopg.Connection[Any]) -> None:
+    """Attempt, owner, names of steps and times, and nothing that is stored under the key; without an actor, this user."""
+    attempts.claim("k")
+    attempts.step("k", "charge")
+    attempts.lapse("k")
+    await world.call(monitoring.free_key, world.engine(), attempts.scope, "k", reason="lost")
+    actor, detail, at = admin.execute(
+        "SELECT actor, detail, at BETWEEN clock_timestamp() - interval '1 min' AND clock_timestamp() FROM pgfence_audit"
+        " WHERE resource = %s",
+        [attempts.scope + SEPARATOR + "k"],
+    ).fetchone()
+    assert "@" in actor and at
+    known = {"attempt": 1, "steps": ["charge"], "owner": "worker-7", "host": "host-1", "pid": 7, "running": False}
+    assert known.items() <= detail.items()
+    assert detail.keys() == {*known, "since", "locked_until", "expires_at"}
+
+
+async def test_where_nothing_is_stuck_nothing_is_done(world: World, attempts: Attempts) -> None:
+    """A key that is unknown, done or free already is no error, and no line in the audit."""
+    attempts.claim("done")
+    attempts.finish("done")
+    attempts.claim("free")
+    attempts.release("free")
+    engine = world.engine()
+    for key in ("unknown", "done", "free"):
+        assert await world.call(monitoring.free_key, engine, attempts.scope, key, reason="hung") is None
+        assert attempts.audit(key) == []
+    assert attempts.row("done") == ("done", 1, None)
+
+
+def test_a_result_that_is_being_stored_is_not_overtaken(engine: Engine, attempts: Attempts, dsn: str) -> None:
+    """C100: while a transaction that completes the key is open, freeing it fails after 2 s, and nothing was done."""
+    attempts.claim("k")
+    with psycopg.connect(dsn) as other:
+        Attempts(other, attempts.scope).finish("k")
+        with pytest.raises(LockTimeoutError, match="about to store its result") as caught:
+            monitoring.free_key(engine, attempts.scope, "k", reason="hung")
+        assert caught.value.timeout == 2.0
+        other.commit()
+    assert attempts.row("k") == ("done", 1, None)
+    assert attempts.audit("k") == []
+
+
+def test_another_attempt_than_the_one_that_was_seen_is_left_alone(engine: Engine, attempts: Attempts) -> None:
+    """With `only` the attempt that came meanwhile is shown, and works on."""
+    attempts.claim("k")
+    order = stuck.order_of(engine, attempts.scope, "k", reason="hung", actor="ann")
+    seen = evicting.perform(engine, statements.find, order)
+    attempts.lapse("k")
+    attempts.claim("k", OTHER)
+    found = evicting.perform(engine, statements.free, replace(order, only=seen))
+    assert found is not None and (found.attempt, str(found.claim_id)) == (2, OTHER)
+    assert attempts.row("k") == ("in_progress", 2, None)
+    assert attempts.audit("k") == []
+    assert evicting.perform(engine, statements.free, replace(order, only=found)) is not None
+    assert attempts.row("k") == ("free", 2, None)
+
+
+async def test_place_and_namespace_are_the_configured_ones(
+    world: World, name: str, admin: psycopg.Connection[Any], attempts: Attempts
+) -> None:
+    """Other tables, with a per cent sign in their names, and a scope in a namespace; the other scope keeps its key."""
+    engine = world.engine()
+    configure(engine, namespace="shop", prefix="100%_")
+    await world.call(schema.create_all, engine)
+    attempts.claim("k")
+    claim = '"100%%_claim_effect_v1"(%s, %s, NULL, %s, 60, 3600, true, NULL, NULL, NULL)'
+    admin.execute(f"SELECT FROM {claim}", [stored(name, "shop"), "k", CLAIM])
+    (found,) = await world.call(monitoring.stuck_keys, engine, prefix=name)
+    assert (found.scope, found.owner, found.host, found.pid) == (name, None, None, None)
+    assert await world.call(monitoring.free_key, engine, name, "k", reason="hung") == found
+    assert admin.execute('SELECT resource FROM "100%_audit" ORDER BY id DESC LIMIT 1').fetchone() == (
+        stored(name, "shop") + SEPARATOR + "k",
+    )
+    assert attempts.row("k") == ("in_progress", 1, None)
+
+
+BAD = [
+    ({"scope": ""}, ValueError),
+    ({"scope": 7}, TypeError),
+    ({"key": " "}, ValueError),
+    ({"key": "x" * 256}, ValueError),
+    ({"key": "a\x1fb"}, ValueError),
+    ({"key": None}, TypeError),
+    ({"reason": ""}, ValueError),
+    ({"reason": None}, TypeError),
+    ({"actor": "a\x00b"}, ValueError),
+]
+
+
+async def test_bad_input_is_refused_before_any_statement(world: World) -> None:
+    """Scopes, keys, reasons, actors, ages and prefixes that cannot be used are refused without asking the server."""
+    engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
+    for wrong, error in BAD:
+        arguments = {"scope": "s", "key": "k", "reason": "hung"} | wrong
+        with pytest.raises(error):
+            await world.call(monitoring.free_key, engine, **arguments)
+    for look, error in (
+        ({"older_than": -1}, ValueError),
+        ({"older_than": "1"}, TypeError),
+        ({"prefix": 7}, TypeError),
+        ({"prefix": "a\x00"}, ValueError),
+    ):
+        with pytest.raises(error):
+            await world.call(monitoring.stuck_keys, engine, **look)
+
+
+async def test_without_a_server_it_is_unreachable(world: World) -> None:
+    """Both say that there was no answer."""
+    engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
+    with pytest.raises(UnreachableError):
+        await world.call(monitoring.stuck_keys, engine)
+    with pytest.raises(UnreachableError):
+        await world.call(monitoring.free_key, engine, "s", "k", reason="hung")
+
+
+async def test_without_tables_it_says_what_makes_them(world: World) -> None:
+    """A SchemaError with the command, of the version that has keys."""
+    engine = world.engine()
+    configure(engine, prefix="no_such_")
+    for call in ((monitoring.stuck_keys, engine), (monitoring.free_key, engine, "s", "k")):
+        reason = {} if call[0] is monitoring.stuck_keys else {"reason": "hung"}
+        with pytest.raises(SchemaError, match="pgfence install") as caught:
+            await world.call(*call, **reason)
+        assert caught.value.needed == 2
+
+
+async def test_what_a_role_may_not_do_is_named_and_nothing_is_done(
+    world: World, attempts: Attempts, admin: psycopg.Connection[Any], role: Callable[..., str]
+) -> None:
+    """To look takes SELECT, to free also UPDATE and INSERT on the audit; the message has the GRANT that is missing."""
+    attempts.claim("k")
+    theirs = role()
+    who = psycopg.conninfo.conninfo_to_dict(theirs)["user"]
+    engine = world.engine(dsn=theirs)
+    with pytest.raises(SchemaError, match="GRANT SELECT"):
+        await world.call(monitoring.stuck_keys, engine, prefix=attempts.scope)
+    admin.execute(f"GRANT SELECT ON pgfence_idempotency_key TO {who}")
+    assert len(await world.call(monitoring.stuck_keys, engine, prefix=attempts.scope)) == 1
+    admin.execute(f"GRANT UPDATE ON pgfence_idempotency_key TO {who}")
+    with pytest.raises(SchemaError, match="GRANT INSERT") as caught:
+        await world.call(monitoring.free_key, engine, attempts.scope, "k", reason="hung")
+    assert attempts.row("k") == ("in_progress", 1, None)
+    admin.execute(caught.value.command.replace("<role>", str(who)))
+    assert await world.call(monitoring.free_key, engine, attempts.scope, "k", reason="hung")
+    admin.execute(f"REVOKE ALL ON pgfence_idempotency_key, pgfence_audit FROM {who}")
+
+
+def test_a_server_that_takes_no_writes_says_so(attempts: Attempts, role: Callable[..., str], dsn: str) -> None:
+    """A session that may only read is answered as a standby is."""
+    attempts.claim("k")
+    options = "options=-cdefault_transaction_read_only%3Don"
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}?{options}")
+    with pytest.raises(StandbyError, match="on the primary"):
+        monitoring.free_key(engine, attempts.scope, "k", reason="hung")
+    engine.dispose()
+    assert attempts.audit("k") == []
