@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from enum import Enum
+from functools import partial
 from http import HTTPStatus
 from math import ceil
 from string import Formatter
@@ -19,7 +20,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from pgfence._http.endpoint import payload_of, scope_of
+from pgfence._http.endpoint import key_of, payload_of, scope_of
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
@@ -73,8 +74,7 @@ class Locked:
 
     Raises:
         ValueError: there is no name, or a field is not just the name of a parameter.
-        TypeError: from a request: nobody declares a field; or somebody asks for the session without `scope="function"`, and
-            would get another transaction than the locked one.
+        TypeError: from a request: nobody declares a field; or somebody asks for the session without `scope="function"`.
         PgfenceError: from a request, as `TransactionLock.acquire`.
     """
 
@@ -87,9 +87,7 @@ class Locked:
 
     async def __call__(self, *, request: Request, session: Any) -> None:
         """Take the lock; FastAPI calls this."""
-        root = request.scope["route"].dependant
-        if any(one.call == self._session and one.scope != "function" for one in _all(root)):
-            raise TypeError(f'{request.url.path} asks for a session without scope="function": it is not the locked one')
+        root = _checked(request, self._session)
         values = {field: _value(root, field, request.path_params) for field in self._fields}
         is_async = isinstance(session, kinds("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session"))
         kind: Any = AsyncTransactionLock if is_async else TransactionLock
@@ -97,9 +95,8 @@ class Locked:
             lock = kind(session, *(name.format(**values) for name in self._names))
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-        await (
-            lock.acquire(timeout=self._timeout) if is_async else run_in_threadpool(lock.acquire, timeout=self._timeout)
-        )
+        acquire = partial(lock.acquire, timeout=self._timeout)
+        await (acquire() if is_async else run_in_threadpool(acquire))
 
 
 class IdempotentCall(Generic[T]):
@@ -117,8 +114,7 @@ class IdempotentCall(Generic[T]):
         """Do the work, or return what came of it the first time, with a header `Idempotent-Replayed: true`.
 
         Args:
-            fn: does the work in the session's transaction, and does not commit. On an AsyncSession a coroutine function, and
-                the result is awaited.
+            fn: does the work in the session's transaction. On an AsyncSession it is a coroutine function; await the result.
 
         Raises:
             PgfenceError: as `idempotent`.
@@ -141,7 +137,6 @@ class Idempotent(Generic[T]):
 
     Promised: without one usable key, or without a principal, a request is 400. The key counts for that principal, method and
     path. With another query or body it is 422: JSON and forms are compared by what they say, other bodies as they are.
-
     Not promised: that the endpoint calls `run`.
 
     Args:
@@ -153,18 +148,18 @@ class Idempotent(Generic[T]):
 
     def __init__(self, *, session: Callable[..., Any], principal: Callable[..., str], result: type[T]) -> None:
         Codec.of(result)
-        self._result = result
+        self._session, self._result = session, result
         asked = {"session": Depends(session, scope="function"), "principal": Depends(principal)}
-        self.__signature__ = _signature(
-            request=Request, response=Response, idempotency_key=Header(default=None), **asked
-        )
+        asked["idempotency_key"] = Header(default=None)
+        self.__signature__ = _signature(request=Request, response=Response, **asked)
 
     async def __call__(
         self, *, request: Request, response: Response, session: Any, principal: str, idempotency_key: str | None
     ) -> IdempotentCall[T]:
         """Return the key of the request; FastAPI calls this. The database is asked by `run`."""
+        _checked(request, self._session)
         try:
-            key = one_key(request.headers.getlist("Idempotency-Key"))
+            key = key_of(request.headers.getlist("Idempotency-Key"))
             scope = scope_of(request.method, request.scope["path"], principal)
             once = idempotent(session, key, scope=scope, payload=await payload_of(request), result=self._result)
         except ValueError as error:
@@ -174,19 +169,23 @@ class Idempotent(Generic[T]):
 
 def _signature(**wanted: Any) -> inspect.Signature:
     """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency or a header gives."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, **({"annotation": one} if isinstance(one, type) else {"default": one}))
-            for name, one in wanted.items()
-        ]
-    )
+    one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    given = [(name, what, "annotation" if isinstance(what, type) else "default") for name, what in wanted.items()]
+    return inspect.Signature([one(name, **{where: what}) for name, what, where in given])
 
 
 def _all(dependant: Any) -> Iterator[Any]:
     yield dependant
     for one in dependant.dependencies:
         yield from _all(one)
+
+
+def _checked(request: Request, session: Callable[..., Any]) -> Any:
+    """Return what the endpoint depends on, if it has one session: FastAPI makes one for each scope that is asked for."""
+    root = request.scope["route"].dependant
+    if any(one.call == session and one.scope != "function" for one in _all(root)):
+        raise TypeError(f'{request.url.path} asks for its session without scope="function" too: it would get two')
+    return root
 
 
 def _value(root: Any, field: str, given: dict[str, Any]) -> Any:
@@ -196,12 +195,5 @@ def _value(root: Any, field: str, given: dict[str, Any]) -> Any:
         raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
     value, errors = declared[0].validate(given[field], {}, loc=("path", field))
     if errors:
-        raise RequestValidationError(errors if isinstance(errors, list) else [errors])
+        raise RequestValidationError(errors)
     return value.value if isinstance(value, Enum) else value
-
-
-def one_key(values: list[str]) -> str:
-    """Return the key that a header gives."""
-    if len(values) != 1:
-        raise ValueError(f"{'a' if not values else 'one'} header Idempotency-Key is needed")
-    return values[0].strip().strip('"')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import time
 import uuid
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -169,9 +170,11 @@ async def test_a_busy_lock_is_423_however_the_number_is_written(shop: Shop, path
         raise AssertionError
 
     shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}", timeout=0))(closes)
+    began = time.monotonic()
     with shop.holding("account:7"):
         async with shop.client() as client:
             answer = await client.delete(path)
+    assert time.monotonic() - began < 15  # the default timeout is 30
     assert (answer.status_code, answer.headers["Retry-After"]) == (423, "1")
     assert answer.headers["Content-Type"] == "application/problem+json"
     assert answer.json() == {"title": "Locked", "status": 423, "detail": "LockTimeoutError"}
@@ -227,15 +230,18 @@ async def test_what_authenticates_in_front_of_the_lock_is_asked_first(shop: Shop
 
 
 async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
-    """The endpoint would work in another transaction than the one that is locked."""
+    """The endpoint would work in another transaction than the one that is locked, or that has the key."""
 
     def closes(account_id: int, session: Any = Depends(shop.session)) -> None:
         raise AssertionError
 
+    once = Idempotent(session=shop.session, principal=user, result=int)
     shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
-    async with shop.client() as client:
-        with pytest.raises(TypeError, match='without scope="function"'):
-            await client.delete("/accounts/7")
+    shop.app.put("/accounts/{account_id}", dependencies=[Depends(once, scope="function")])(closes)
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for method in ("DELETE", "PUT"):
+            with pytest.raises(TypeError, match='without scope="function"'):
+                await client.request(method, "/accounts/7")
 
 
 async def test_a_field_that_nobody_declares_is_refused(shop: Shop) -> None:
