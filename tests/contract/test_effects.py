@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy.orm import Session
 
-from pgfence.errors import IdempotencyInProgressError
+from pgfence.config import configure
+from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
+from pgfence.errors import (
+    AttemptLostError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    IdempotencyMisuseError,
+    SchemaError,
+)
+from pgfence.monitoring import free_key
 from support.effects import Gate, Shop
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     import psycopg
@@ -19,6 +34,22 @@ if TYPE_CHECKING:
 ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 1
 CALLERS = 20
 pytestmark = pytest.mark.usefixtures("tables")
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A result with a type that JSON does not have."""
+
+    key: str
+    amount: Decimal = Decimal("1.10")
+
+
+class Declined(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, amount: int) -> None:
+        super().__init__(amount)
+        self.amount = amount
 
 
 @pytest.fixture
@@ -63,3 +94,384 @@ async def test_of_many_at_once_one_runs_and_all_answers_are_equal(shop: Shop) ->
         answers = await asyncio.gather(*callers)
         assert set(answers) == {f"receipt of k{n}:charge"}
         assert shop.provider.asked[f"k{n}:charge"] == 1
+
+
+async def test_a_winner_that_fails_at_random_is_followed_until_one_succeeds(shop: Shop) -> None:
+    """C095: with failures that are known to have done nothing there is exactly one success."""
+    chance = random.Random(1)
+
+    async def work(attempt: Any) -> str:
+        if chance.random() < 0.5:
+            raise ConnectionRefusedError
+        return await shop.charge(attempt)
+
+    async def insist(key: str) -> str:
+        who = shop.world.other()
+        for _ in range(100):
+            try:
+                receipt: str = await shop.run(key, work, who=who, timeout=30, free=[ConnectionRefusedError])
+            except ConnectionRefusedError:
+                continue
+            return receipt
+        raise AssertionError(key)
+
+    for n in range(ROUNDS):
+        answers = await asyncio.gather(*(insist(f"k{n}") for _ in range(CALLERS)))
+        assert set(answers) == {f"receipt of k{n}:charge"}
+        assert shop.provider.asked[f"k{n}:charge"] == 1
+
+
+async def test_what_comes_back_is_equal_and_of_the_same_type(shop: Shop) -> None:
+    """C105: a dataclass with a Decimal, as the result and as what a step returned."""
+
+    async def work(attempt: Any) -> Receipt:
+        receipt: Receipt = await shop.step(attempt, "charge", Receipt)
+        assert receipt.amount == Decimal("1.10")
+        return receipt
+
+    first = await shop.run("k", work, result=Receipt)
+    assert await shop.run("k", work, result=Receipt) == first == Receipt("k:charge")
+
+
+# ---------------------------------------------------------------- how an attempt ends
+
+
+async def test_an_unknown_failure_keeps_the_claim_until_its_time_is_over(shop: Shop) -> None:
+    """C101: nobody knows what was done, so nobody runs at once; after the ttl the next attempt has the steps that were saved."""
+
+    async def work(attempt: Any) -> str:
+        receipt = await shop.charge(attempt)
+        if attempt.number == 1:
+            raise ZeroDivisionError
+        return f"{receipt}, {attempt.number}"
+
+    with pytest.raises(ZeroDivisionError):
+        await shop.run("k", work, ttl=0.5)
+    with pytest.raises(IdempotencyInProgressError):
+        await shop.run("k", work)
+    assert await shop.run("k", work, timeout=5) == "receipt of k:charge, 2"
+    assert shop.provider.asked == {"k:charge": 1}
+
+
+async def test_a_failure_that_did_nothing_frees_the_key_at_once(shop: Shop) -> None:
+    """C101: the next caller runs as another attempt, with the steps of the one before."""
+
+    async def work(attempt: Any) -> str:
+        await shop.charge(attempt)
+        if attempt.number < 3:
+            raise ConnectionRefusedError(attempt.number)
+        return "sent"
+
+    for number in (1, 2):
+        with pytest.raises(ConnectionRefusedError) as told:
+            await shop.run("k", work, free=[OSError])
+        assert told.value.args == (number,)
+        assert (shop.row("k").status, shop.row("k").claim_left) == ("free", None)
+    assert await shop.run("k", work, free=[OSError]) == "sent"
+    assert shop.provider.asked == {"k:charge": 1}
+
+
+async def test_a_recorded_error_is_raised_again_without_running(shop: Shop) -> None:
+    """C101: the same type and data each time, and a note that it is a replay."""
+
+    async def work(attempt: Any) -> str:
+        await shop.charge(attempt)
+        raise Declined(7)
+
+    for asked in (1, 1):
+        with pytest.raises(Declined) as told:
+            await shop.run("k", work, record=[Declined], free=[Exception])
+        assert told.value.amount == 7
+        assert shop.provider.asked == {"k:charge": asked}
+    assert "replayed" in told.value.__notes__[0]
+    assert shop.row("k").status == "failed"
+
+
+async def test_a_result_that_cannot_be_stored_is_refused_before_the_work_where_its_annotation_tells(shop: Shop) -> None:
+    """C105: nothing was done and the key is not taken; where no annotation tells, the outcome is unknown, and it says so."""
+
+    async def annotated(attempt: Any) -> Receipt:
+        return Receipt(await shop.charge(attempt))
+
+    async def silent(attempt: Any) -> Any:
+        return Receipt(await shop.charge(attempt))
+
+    annotated.__annotations__["return"] = Receipt
+    body = shop.body(annotated)
+    body.__annotations__ = {"return": Receipt}
+    with pytest.raises(IdempotencyMisuseError, match="was not called: it returns a Receipt"):
+        await shop.world.call(shop.effect("k", result=None).run, body)
+    assert (shop.provider.done, shop.row("k")) == (0, None)
+    with pytest.raises(IdempotencyMisuseError, match="holds a Receipt") as told:
+        await shop.run("k", silent, result=None)
+    assert "nobody will know" in told.value.__notes__[0]
+    assert shop.row("k").status == "in_progress"
+
+
+async def test_a_cancel_is_an_end_of_which_nobody_knows_what_it_did(shop: Shop) -> None:
+    """The claim is not renewed any more, and the next attempt follows after its time."""
+    if not shop.world.is_async:
+        pytest.skip("threads are not cancelled")
+
+    async def hang(attempt: Any) -> str:
+        await asyncio.sleep(30)
+        return ""
+
+    task = asyncio.create_task(shop.run("k", hang, ttl=0.5))
+    await eventually(lambda: shop.row("k") is not None)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await shop.run("k", timeout=5) == "receipt of k:charge"
+    assert shop.row("k").attempt == 2
+
+
+# ---------------------------------------------------------------- lost, and taken over
+
+
+async def test_a_long_attempt_is_renewed(shop: Shop) -> None:
+    """The heartbeat keeps the claim for longer than its ttl, and the record never ends before the claim."""
+    gate = Gate()
+
+    async def slow(attempt: Any) -> str:
+        await gate.wait()
+        attempt.check()
+        return await shop.charge(attempt)
+
+    work = asyncio.create_task(shop.run("k", slow, who=shop.world.other(), ttl=0.4, keep=1))
+    await gate.reached()
+    claims, ends = [shop.row("k").claim_id], [0.0]
+    for _ in range(5):
+        with pytest.raises(IdempotencyInProgressError):
+            await shop.run("k", timeout=0.2)
+        claims.append(shop.row("k").claim_id)
+        ends.append(shop.row("k").record_left - shop.row("k").claim_left)
+    gate.open()
+    assert await work == "receipt of k:charge"
+    assert len(set(claims)) == 1
+    assert min(ends) > -0.05
+    assert shop.row("k").attempt == 1
+
+
+async def test_a_late_attempt_is_refused_and_the_result_of_the_newest_stays(shop: Shop) -> None:
+    """C100: the one that was taken over can neither save a step nor finish, whatever it believes."""
+    gate = Gate()
+    refused: list[Any] = []
+
+    async def late(attempt: Any) -> str:
+        await gate.wait()
+        try:
+            await shop.step(attempt, "late", lambda key: "too late")
+        except AttemptLostError as error:
+            refused.append(error)
+        return "of the late one"
+
+    work = asyncio.create_task(shop.run("k", late, who=shop.world.other()))
+    await gate.reached()
+    shop.lapse("k")
+    assert await shop.run("k") == "receipt of k:charge"
+    gate.open()
+    with pytest.raises(AttemptLostError, match="attempt 2 has taken over") as told:
+        await work
+    for error in (told.value, refused[0]):
+        assert (error.scope, error.key, error.attempt, error.newest) == (shop.scope, "k", 1, 2)
+    assert await shop.run("k") == "receipt of k:charge"
+    assert shop.row("k").step == {"charge": "receipt of k:charge"}
+
+
+async def test_an_attempt_whose_claim_ran_out_learns_of_it_by_itself(shop: Shop) -> None:
+    """`check()` and `step()` refuse once the heartbeat has heard it, and the work of the step is not done."""
+    gate = Gate()
+    seen: list[Any] = []
+
+    async def late(attempt: Any) -> str:
+        seen.append(attempt)
+        await gate.wait()
+        return await shop.charge(attempt)
+
+    def lost() -> bool:
+        try:
+            seen[0].check()
+        except AttemptLostError:
+            return True
+        return False
+
+    work = asyncio.create_task(shop.run("k", late, who=shop.world.other(), ttl=0.4))
+    await gate.reached()
+    shop.lapse("k")
+    await eventually(lost)
+    gate.open()
+    with pytest.raises(AttemptLostError, match="not renewed in time"):
+        await work
+    assert shop.provider.done == 0
+
+
+async def test_without_takeover_nobody_follows_until_an_operator_has_freed_the_key(shop: Shop) -> None:
+    """C099: what a lost attempt did is unknown, and stays so for everybody; the operator looks and decides."""
+
+    async def fail(attempt: Any) -> str:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await shop.run("k", fail, takeover=False)
+    with pytest.raises(IdempotencyInProgressError):
+        await shop.run("k", takeover=False)
+    shop.lapse("k")
+    for _ in range(2):
+        with pytest.raises(AttemptLostError, match="nobody knows what it did") as told:
+            await shop.run("k", takeover=False, timeout=3)
+        assert (told.value.attempt, told.value.newest) == (1, 1)
+    await shop.world.call(free_key, shop.engine, shop.scope, "k", reason="the provider has nothing")
+    assert await shop.run("k", takeover=False) == "receipt of k:charge"
+    assert shop.row("k").attempt == 2
+
+
+async def test_an_operator_ends_an_attempt_that_is_at_work(shop: Shop) -> None:
+    """C100: its late finish is refused, and the next caller runs at once."""
+    gate = Gate()
+
+    async def slow(attempt: Any) -> str:
+        await gate.wait()
+        return "late"
+
+    work = asyncio.create_task(shop.run("k", slow, who=shop.world.other()))
+    await gate.reached()
+    await shop.world.call(free_key, shop.engine, shop.scope, "k", reason="it hangs")
+    assert await shop.run("k") == "receipt of k:charge"
+    gate.open()
+    with pytest.raises(AttemptLostError):
+        await work
+    assert shop.row("k").result == "receipt of k:charge"
+
+
+# ---------------------------------------------------------------- whose key it is
+
+
+async def test_another_payload_is_told_of_before_anything_else(shop: Shop) -> None:
+    """C104, C102: while an attempt is at work, with or without a wait, when it was lost, failed or is done."""
+    gate = Gate()
+
+    async def slow(attempt: Any) -> str:
+        await gate.wait()
+        raise ConnectionRefusedError
+
+    async def refused() -> None:
+        for timeout in (0, 5):
+            with pytest.raises(IdempotencyKeyReusedError) as told:
+                await shop.run("k", payload={"amount": 2}, timeout=timeout)
+            assert (told.value.scope, told.value.key) == (shop.scope, "k")
+
+    options: dict[str, Any] = {"payload": {"amount": 1}, "free": [OSError]}
+    work = asyncio.create_task(shop.run("k", slow, who=shop.world.other(), **options))
+    await gate.reached()
+    with pytest.raises(IdempotencyInProgressError):
+        await shop.run("k", payload={"amount": Decimal("1.0")})
+    await refused()
+    gate.open()
+    with pytest.raises(ConnectionRefusedError):
+        await work
+    await refused()
+    assert await shop.run("k", **options) == "receipt of k:charge"
+    await refused()
+    assert await shop.run("k", scope=f"{shop.scope}:other", payload={"amount": 2}) == "receipt of k:charge"
+
+
+async def test_a_record_that_is_over_is_forgotten(shop: Shop) -> None:
+    """After `keep` the key is new: another payload, the first attempt, and no steps; a claim that is renewed never is over."""
+    await shop.run("k", payload=1)
+    shop.expire("k")
+    assert await shop.run("k", payload=2) == "receipt of k:charge"
+    assert shop.provider.asked["k:charge"] == 2
+    assert (shop.row("k").attempt, shop.row("k").status) == (1, "done")
+
+
+async def test_a_key_of_a_transaction_is_answered_and_the_other_way_round(shop: Shop) -> None:
+    """C095: the two ways of using a key know each other's rows: in progress, done, another payload."""
+    async with shop.at_work("k", payload=1):
+        with pytest.raises(IdempotencyInProgressError, match="another transaction"):
+            await shop.run("k", payload=1, timeout=0.05)
+        with pytest.raises(IdempotencyKeyReusedError):
+            await shop.run("k", payload=2)
+    assert await shop.run("k", payload=1) == "of the transaction"
+    gate = Gate()
+
+    async def slow(attempt: Any) -> str:
+        await gate.wait()
+        return await shop.charge(attempt)
+
+    work = asyncio.create_task(shop.run("e", slow, who=shop.world.other(), payload=1))
+    await gate.reached()
+    with pytest.raises(IdempotencyInProgressError):
+        await shop.in_transaction("e", payload=1)
+    with pytest.raises(IdempotencyKeyReusedError):
+        await shop.in_transaction("e", payload=2)
+    gate.open()
+    assert await work == await shop.in_transaction("e", payload=1) == "receipt of e:charge"
+
+
+# ---------------------------------------------------------------- what it needs, and refuses
+
+
+async def test_no_connection_of_the_pool_is_used(world: World, admin: psycopg.Connection[Any]) -> None:
+    """Claims, steps and results go over sessions of our own: a request that has the last connection of the pool is not stuck."""
+    shop = Shop(world, admin, pool_size=1, max_overflow=0, pool_timeout=0.5)
+    async with world.enter(shop.engine.connect()):
+        assert await shop.run("k") == "receipt of k:charge"
+
+
+async def test_the_namespace_separates_keys(shop: Shop) -> None:
+    """Two deployments with different namespaces do not see each other's keys."""
+    configure(shop.engine, namespace="blue")
+    await shop.run("k")
+    assert shop.row("k") is None
+    other = shop.world.engine()
+    configure(other, namespace="green")
+    assert await shop.run("k", engine=lambda: other) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 2}
+
+
+async def test_missing_tables_are_told_of_before_the_work(world: World, admin: psycopg.Connection[Any]) -> None:
+    """A SchemaError that names the command, and nothing was done."""
+    shop = Shop(world, admin)
+    configure(shop.engine, schema="nowhere")
+    with pytest.raises(SchemaError, match="pgfence install --schema nowhere"):
+        await shop.run("k")
+    assert shop.provider.done == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": ""}, "the key must not be empty"),
+        ({"key": "k" * 256}, "not be longer than 255"),
+        ({"key": "a\x1fb"}, "control characters"),
+        ({"scope": "  "}, "the scope must not be blank"),
+        ({"ttl": 0.1}, "ttl must be 0.3 s or more"),
+        ({"keep": 30}, "keep=30 is shorter than ttl=60"),
+        ({"ttl": timedelta(days=2)}, "keep=86400 is shorter than ttl=172800"),
+        ({"timeout": -1}, "timeout must be 0 or more"),
+        ({"payload": float("nan")}, "not even equal to itself"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+    """C108, C110: at the construction, before anything is sent."""
+    given: dict[str, Any] = {"key": "k", "scope": "s"} | options
+    kinds: list[Any] = [IdempotentEffect, AsyncIdempotentEffect]
+    for kind in kinds:
+        with pytest.raises(ValueError, match=message):
+            kind(object, **given)
+
+
+def test_types_that_cannot_be_used_are_refused() -> None:
+    """C105: a class whose instances cannot be stored, what is no class of errors, a coroutine function, what is no engine."""
+    kind: Any = IdempotentEffect
+    for options in ({"result": Gate}, {"record": ["x"]}, {"free": [int]}):
+        with pytest.raises(TypeError):
+            kind(object, "k", scope="s", **options)
+    with pytest.raises(TypeError, match="claimed by a commit of its own"):
+        kind(Session(), "k", scope="s")
+
+    async def work(attempt: Any) -> None: ...
+
+    with pytest.raises(TypeError, match="needs an AsyncIdempotentEffect"):
+        kind(object, "k", scope="s").run(work)

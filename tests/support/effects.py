@@ -6,15 +6,19 @@ import asyncio
 import secrets
 import threading
 from collections import Counter
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from psycopg.rows import namedtuple_row
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
 
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
+from pgfence.idempotency import idempotent
 from support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     import psycopg
 
@@ -109,6 +113,32 @@ class Shop:
             return fn(key)
 
         return await attempt.step(name, asynchronous)
+
+    @asynccontextmanager
+    async def at_work(self, key: str, **options: Any) -> AsyncIterator[None]:
+        """Be at work under a key of `idempotent`; the end of the block commits its result."""
+        async with self.world.enter(self.session()) as session:
+            async with self.world.enter(idempotent(session, key, scope=self.scope, result=str, **options)) as op:
+                assert not op.replayed
+                yield
+                op.complete("of the transaction")
+            await self.world.call(session.commit)
+
+    async def in_transaction(self, key: str, **options: Any) -> Any:
+        """Return what `idempotent` finds under a key."""
+        async with self.world.enter(self.session()) as session:
+            async with self.world.enter(
+                idempotent(session, key, scope=self.scope, result=str, timeout=0, **options)
+            ) as op:
+                assert op.replayed
+                return op.result
+
+    def session(self) -> Any:
+        return self.world.pick(Session, AsyncSession)(self.engine)
+
+    async def soon(self, result: Any) -> Any:
+        """Return what a call of this world came to, in work of this world."""
+        return await result if self.world.is_async else result
 
     def row(self, key: str) -> Any:
         """Return the row of a key as a named tuple; None without one."""

@@ -183,7 +183,7 @@ BEGIN
             RETURN 0;
         END IF;
         UPDATE @idempotency_key@ AS k SET
-            status = p_status, result = p_result::jsonb, http_status = p_http_status,
+            status = p_status, locked_until = NULL, result = p_result::jsonb, http_status = p_http_status,
             http_headers = p_http_headers::jsonb, http_body = p_http_body,
             expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
         WHERE k.scope = whose AND k.key = named;

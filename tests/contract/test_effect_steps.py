@@ -1,0 +1,345 @@
+"""Steps of an effect, its end inside a transaction of the caller, and what the HTTP layers stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+
+from pgfence.config import configure
+from pgfence.effects._attempts import Reply, Stored, Wanted, claim, claim_async
+from pgfence.errors import (
+    AttemptLostError,
+    IdempotencyInProgressError,
+    IdempotencyMisuseError,
+    TransactionStateError,
+)
+from support.effects import Gate, Shop
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import psycopg
+
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+@pytest.fixture
+def shop(world: World, admin: psycopg.Connection[Any]) -> Shop:
+    """Effects of a world, and a provider that counts them."""
+    return Shop(world, admin)
+
+
+@pytest.fixture
+def payments(admin: psycopg.Connection[Any]) -> Iterator[str]:
+    """A table of the business."""
+    name = f"payment_{secrets.token_hex(6)}"
+    admin.execute(f"CREATE TABLE {name} (who text)".encode())
+    yield name
+    admin.execute(f"DROP TABLE {name}".encode())
+
+
+def rows(shop: Shop, table: str) -> list[str]:
+    return [row[0] for row in shop.admin.execute(f"SELECT who FROM {table} ORDER BY who".encode())]
+
+
+# ---------------------------------------------------------------- steps
+
+
+async def test_each_step_is_done_once_with_a_key_of_its_own(shop: Shop) -> None:
+    """The provider gets `<key>:<step>`, the same in each attempt; a step that was saved returns its value."""
+
+    async def work(attempt: Any) -> str:
+        one = await shop.step(attempt, "reserve", shop.provider.charge)
+        assert await shop.step(attempt, "reserve", shop.provider.charge) == one
+        two = await shop.step(attempt, "capture", shop.provider.charge)
+        if attempt.number == 1:
+            raise ConnectionRefusedError
+        return f"{one}, {two}"
+
+    with pytest.raises(ConnectionRefusedError):
+        await shop.run("k", work, free=[OSError])
+    assert await shop.run("k", work) == "receipt of k:reserve, receipt of k:capture"
+    assert shop.provider.asked == {"k:reserve": 1, "k:capture": 1}
+
+
+async def test_a_step_that_was_not_saved_is_done_again_with_the_same_key(shop: Shop) -> None:
+    """C100: the provider recognises it."""
+
+    async def work(attempt: Any) -> str:
+        def charge(key: str) -> str:
+            receipt = shop.provider.charge(key)
+            if attempt.number == 1:
+                raise ConnectionResetError
+            return receipt
+
+        receipt: str = await shop.step(attempt, "charge", charge)
+        return receipt
+
+    with pytest.raises(ConnectionResetError):
+        await shop.run("k", work, free=[OSError])
+    assert await shop.run("k", work) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 2}
+
+
+async def test_values_of_steps_may_be_anything_that_results_may_be(shop: Shop) -> None:
+    """None, texts that jsonb does not take, and bytes come back; what cannot be stored says that the step was done."""
+    values = [None, "\x00 \ud800", b"\xff", {1: (2, 3)}]
+
+    async def work(attempt: Any) -> Any:
+        found = [await shop.step(attempt, f"s{n}", lambda key: values[int(key[-1])]) for n in range(len(values))]
+        if attempt.number == 1:
+            raise ConnectionRefusedError
+        return found
+
+    with pytest.raises(ConnectionRefusedError):
+        await shop.run("k", work, free=[OSError], result=None)
+    assert await shop.run("k", work, result=None) == values
+
+    async def wrong(attempt: Any) -> Any:
+        return await shop.step(attempt, "charge", lambda key: shop)
+
+    with pytest.raises(IdempotencyMisuseError, match="holds a Shop") as told:
+        await shop.run("w", wrong, result=None)
+    assert "the step 'charge' of" in told.value.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["", " ", "a:b", "a\x00", "s" * 256])
+async def test_names_that_no_step_can_have_are_refused_before_it(shop: Shop, name: str) -> None:
+    """C108: the rules of keys, and no colon, which would make two derived keys equal."""
+
+    async def work(attempt: Any) -> str:
+        receipt: str = await shop.step(attempt, name, shop.provider.charge)
+        return receipt
+
+    with pytest.raises(ValueError, match="the name of a step must not"):
+        await shop.run("k", work, free=[ValueError])
+    assert shop.provider.done == 0
+
+
+async def test_an_attempt_that_has_ended_does_nothing_more(shop: Shop) -> None:
+    """One that leaks out of its function is refused, before the work of its step."""
+    leaked: list[Any] = []
+
+    async def work(attempt: Any) -> str:
+        leaked.append(attempt)
+        return "done"
+
+    await shop.run("k", work)
+    with pytest.raises(IdempotencyMisuseError, match="has ended already"):
+        leaked[0].check()
+    with pytest.raises(IdempotencyMisuseError, match="has ended already"):
+        await shop.world.call(leaked[0].step, "late", shop.provider.charge)
+    assert shop.provider.done == 0
+
+
+# ---------------------------------------------------------------- the end inside a transaction
+
+
+async def pay(shop: Shop, attempt: Any, table: str, *, commit: bool = True, then: Any = None) -> str:
+    """Write a row and complete the attempt in one transaction; in the world of the attempt."""
+    session = shop.session()
+    insert = text(f"INSERT INTO {table} VALUES (:who)")
+    try:
+        await shop.soon(session.execute(insert, {"who": f"attempt {attempt.number}"}))
+        await shop.soon(attempt.complete(session, f"paid by {attempt.number}"))
+        if then is not None:
+            await then()
+        await shop.soon(session.commit() if commit else session.rollback())
+    finally:
+        await shop.soon(session.close())
+    return "what the function returns does not count"
+
+
+async def test_the_rows_of_the_business_and_the_end_of_the_key_are_committed_together(
+    shop: Shop, payments: str
+) -> None:
+    """The result is what was completed with, for the first caller too."""
+
+    async def work(attempt: Any) -> str:
+        await shop.charge(attempt)
+        return await pay(shop, attempt, payments)
+
+    assert await shop.run("k", work) == await shop.run("k", work) == "paid by 1"
+    assert rows(shop, payments) == ["attempt 1"]
+    assert shop.provider.asked == {"k:charge": 1}
+
+
+async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
+    """C100: it is refused inside its own transaction, whose rows roll back with it; the result is that of the newest."""
+    gate = Gate()
+
+    async def late(attempt: Any) -> str:
+        await gate.wait()
+        return await pay(shop, attempt, payments)
+
+    async def work(attempt: Any) -> str:
+        return await pay(shop, attempt, payments)
+
+    slow = asyncio.create_task(shop.run("k", late, who=shop.world.other()))
+    await gate.reached()
+    shop.lapse("k")
+    assert await shop.run("k", work) == "paid by 2"
+    gate.open()
+    with pytest.raises(AttemptLostError, match="does not count any more"):
+        await slow
+    assert rows(shop, payments) == ["attempt 2"]
+    assert shop.row("k").result == "paid by 2"
+
+
+async def test_nobody_takes_over_between_complete_and_the_commit(shop: Shop, payments: str) -> None:
+    """C100: the claim has run out, and the row of the key is locked: the next caller waits, and gets the result."""
+    gate = Gate()
+
+    async def work(attempt: Any) -> str:
+        return await pay(shop, attempt, payments, then=gate.wait)
+
+    first = asyncio.create_task(shop.run("k", work, who=shop.world.other(), ttl=0.4))
+    await gate.reached()
+    second = asyncio.create_task(shop.run("k", work, who=shop.world.other(), timeout=20))
+    await eventually(lambda: shop.row("k").claim_left < -0.1)
+    assert not second.done()
+    gate.open()
+    assert await second == await first == "paid by 1"
+    assert rows(shop, payments) == ["attempt 1"]
+
+
+async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(shop: Shop, payments: str) -> None:
+    """C101: complete() alone stores nothing, and the function that forgot its commit is told so."""
+
+    async def work(attempt: Any) -> str:
+        with pytest.raises(IdempotencyMisuseError, match="holds a Shop"):
+            await shop.soon(attempt.complete(shop.session(), shop))
+        await pay(shop, attempt, payments, commit=False)
+        with pytest.raises(IdempotencyMisuseError, match="no step comes after complete"):
+            await shop.charge(attempt)
+        return ""
+
+    with pytest.raises(IdempotencyMisuseError, match="was not committed"):
+        await shop.run("k", work)
+    assert rows(shop, payments) == []
+    assert shop.row("k").status == "in_progress"
+    assert shop.row("k").claim_left > 0
+    with pytest.raises(IdempotencyInProgressError):
+        await shop.run("k", work)
+
+
+async def test_autocommit_is_refused(shop: Shop) -> None:
+    """The result would be stored at once, whatever becomes of the rows."""
+
+    async def work(attempt: Any) -> str:
+        session = shop.session()
+        try:
+            await shop.soon(session.connection(execution_options={"isolation_level": "AUTOCOMMIT"}))
+            await shop.soon(attempt.complete(session, "x"))
+        finally:
+            await shop.soon(session.close())
+        return ""
+
+    with pytest.raises(TransactionStateError):
+        await shop.run("k", work)
+
+
+# ---------------------------------------------------------------- what the HTTP layers stand on
+
+
+async def taken(shop: Shop, **options: Any) -> Any:
+    """Claim the key "k" as a middleware does."""
+    wanted = Wanted(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
+    return await shop.world.call(shop.world.pick(claim, claim_async), shop.engine, wanted, 0)
+
+
+async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
+    """C105: status, headers in their order and repeated ones, and a body that is no text."""
+    reply = Reply(201, (("location", "/p/7"), ("x", "1"), ("x", "é")), bytes(range(256)))
+    running = await taken(shop)
+    assert (running.number, running.steps, 25 < running.remaining() <= 30) == (1, {}, True)
+    await shop.world.call(running.finish_reply, reply)
+    assert await taken(shop) == Stored("done", None, reply)
+    with pytest.raises(IdempotencyMisuseError, match="was used over HTTP"):
+        await shop.run("k")
+    with pytest.raises(IdempotencyMisuseError, match="has ended already"):
+        await shop.world.call(running.finish, "done", "1")
+
+
+async def test_an_empty_reply_and_a_text_come_back(shop: Shop) -> None:
+    """A reply without headers and body is a reply; a text is none."""
+    running = await taken(shop)
+    await shop.world.call(running.finish_reply, Reply(204, (), b""))
+    assert await taken(shop) == Stored("done", None, Reply(204, (), b""))
+    shop.expire("k")
+    running = await taken(shop)
+    await shop.world.call(running.save_step, "a", '{"b": 1}')
+    assert running.steps == {"a": '{"b": 1}'}
+    await shop.world.call(running.finish, "failed", "[1]")
+    assert await taken(shop) == Stored("failed", "[1]", None)
+
+
+async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:
+    """Freed: the next one runs at once. Lapsed, or dropped by a program that forgot it: it is renewed no more."""
+    running = await taken(shop)
+    await shop.world.call(running.free)
+    running = await taken(shop)
+    assert running.number == 2
+    running.let_lapse()
+    running.let_lapse()
+    with pytest.raises(IdempotencyMisuseError):
+        running.check()
+    with pytest.raises(IdempotencyInProgressError, match="attempt 2"):
+        await taken(shop)
+    shop.lapse("k")
+    running = await taken(shop, ttl=0.5)
+    number, grant = running.number, running._grant
+    del running
+    await shop.world.call(int)  # the contender forgets its last answer with the next
+    gc.collect()
+    assert number == 3
+    await eventually(lambda: grant.released)
+    await eventually(lambda: shop.row("k").claim_left < 0)
+
+
+async def test_events_tell_of_each_attempt(shop: Shop) -> None:
+    """`on_event` hears of a claim, of its end and of its loss, with the attempt as the token."""
+    events: list[Any] = []
+    configure(shop.engine, on_event=events.append)
+    running = await taken(shop)
+    shop.lapse("k")
+    second = await taken(shop)
+    with pytest.raises(AttemptLostError):
+        await shop.world.call(running.finish, "done", "1")
+    await shop.world.call(second.free)
+    name = f"{shop.scope}:k"
+    assert [(one.event, one.name, one.token) for one in events] == [
+        ("acquired", name, 1),
+        ("acquired", name, 2),
+        ("lost", name, 1),
+        ("released", name, 2),
+    ]
+
+
+def child_of(running: Any) -> int:
+    """Return the exit code of a child that asks whether the attempt is its own: 0 if it was told that it is not."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            running.check()
+        except IdempotencyMisuseError as error:
+            os._exit(0 if "parent of this forked child" in str(error) else 1)
+        os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
+    """It belongs to the parent, and the end of the child ends nothing."""
+    running = await taken(shop)
+    assert child_of(running) == 0
+    running.check()
+    await shop.world.call(running.free)
