@@ -1,4 +1,4 @@
-"""2 FastAPI async, idempotent payment."""
+"""2 FastAPI async, idempotent payment; the same for code outside of a request and for the outside world."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -6,13 +6,13 @@ from decimal import Decimal
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Request
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from app import AsyncSessionLocal, Base, async_engine
-from pgfence import PgfenceError, idempotent
+from app import Account, AsyncSessionLocal, Base, async_engine, engine, get_session
+from pgfence import Attempt, IdempotentEffect, idempotent, idempotent_call, insert_once
+from pgfence.fastapi import Locked, install_error_handlers
 
 
 class Payment(Base):
@@ -31,16 +31,16 @@ class PayOut(BaseModel):
     amount: Decimal
 
 
-async def session() -> AsyncIterator[AsyncSession]:
+async def get_async_session() -> AsyncIterator[AsyncSession]:
     async with AsyncSessionLocal.begin() as opened:
         yield opened
 
 
-def user(request: Request) -> int:
+def get_user(request: Request) -> int:
     return int(request.headers["x-user"])
 
 
-def key(idempotency_key: Annotated[str, Header()]) -> str:
+def get_key(idempotency_key: Annotated[str, Header()]) -> str:
     return idempotency_key.strip('"')  # the header is a quoted string; many clients leave the quotes away
 
 
@@ -51,14 +51,15 @@ async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
 
 
 app = FastAPI(lifespan=lifespan)
+install_error_handlers(app)
 
 
 @app.post("/payments", status_code=201)
 async def pay(
     body: PayIn,
-    user: Annotated[int, Depends(user)],
-    key: Annotated[str, Depends(key)],
-    session: Annotated[AsyncSession, Depends(session, scope="function")],
+    user: Annotated[int, Depends(get_user)],
+    key: Annotated[str, Depends(get_key)],
+    session: Annotated[AsyncSession, Depends(get_async_session, scope="function")],
 ) -> PayOut:
     async def charge() -> PayOut:
         payment = Payment(user_id=user, amount=body.amount)
@@ -73,7 +74,38 @@ async def pay(
     return await once.run(charge)
 
 
-@app.exception_handler(PgfenceError)
-def refused(request: Request, error: PgfenceError) -> JSONResponse:
-    again = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
-    return JSONResponse({"detail": type(error).__name__}, error.http_status, again)
+@app.delete(
+    "/accounts/{account_id}",
+    dependencies=[Depends(get_user), Depends(Locked("account:{account_id}", session=get_session), scope="function")],
+)
+def close(account_id: int, session: Annotated[Session, Depends(get_session, scope="function")]) -> None:
+    session.delete(session.get_one(Account, account_id))
+
+
+def guarded_block(session: Session, key: str) -> int:
+    with idempotent(session, key, scope="import", result=int) as op:
+        if op.replayed:
+            return op.result
+        op.complete(7)
+        return 7
+
+
+@idempotent_call(key="{event_id}", scope="webhook:orders", payload=["amount"])
+def webhook(session: Session, event_id: str, amount: int) -> bool:
+    session.add(Payment(user_id=0, amount=amount))
+    return True
+
+
+def once_per_row(session: Session, number: int) -> Payment:
+    return insert_once(session, Payment(id=number, user_id=1, amount=1), key=[Payment.id])
+
+
+def provider_charge(idempotency_key: str) -> str:
+    return f"charged under {idempotency_key}"
+
+
+def charge_outside(key: str) -> str:
+    def work(attempt: Attempt) -> str:
+        return attempt.step("charge", provider_charge)
+
+    return IdempotentEffect(engine, key, scope="orders", result=str).run(work)
