@@ -54,7 +54,7 @@ def test_it_waits_for_older_releases_and_gives_the_lock_back(half: str, dsn: str
         pod = subprocess.Popen([sys.executable, "-c", UPGRADE], cwd=tmp_path, env=pages.environment(own))
         try:
             waits = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'try_advisory_lock'"
-            blocking(lambda: old.execute(f"{waits} AND pid <> pg_backend_pid()".encode()).fetchone(), 15)
+            blocking(lambda: old.execute(f"{waits} AND pid <> pg_backend_pid()".encode()).fetchone(), 40)
             assert old.execute("SELECT to_regclass('alembic_version')").fetchone() == (None,)
             assert old.execute(HELD.encode()).fetchone() == (1,)
             old.execute("SELECT pg_advisory_unlock(%s)", [OLD])
