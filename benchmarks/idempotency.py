@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from benchmarks import report, rounds
 from benchmarks.place import server
 from pgfence import schema
+from pgfence.effects import IdempotentEffect
 from pgfence.idempotency import idempotent
 from pgfence.idempotency._codec import Codec
 
@@ -95,12 +96,26 @@ def replayed(place: Place, stack: ExitStack) -> Callable[[], object]:
     return cycle
 
 
+def effect(place: Place, stack: ExitStack) -> Callable[[], object]:
+    engine = sa.create_engine(place.url())
+    stack.callback(engine.dispose)
+
+    def cycle() -> None:
+        number = next(NUMBERS)
+        IdempotentEffect(engine, f"effect {number}", scope="pay", payload={"n": number}, result=int).run(
+            lambda _: number
+        )
+
+    return cycle
+
+
 def run(quick: bool) -> dict[str, Any]:
     """Measure the work, the replay and the codec."""
     effort = rounds.Effort.of(quick=quick)
     bars, tables = [], []
     pairs: tuple[tuple[str, str, float, dict[str, Make]], ...] = (
         ("keyed", "a transaction of one INSERT under a key, against a bare one", 1.7, {"bare": bare, "keyed": keyed}),
+        ("effect", "an effect that does nothing, against a bare INSERT", 2.3, {"bare": bare, "effect": effect}),
         ("replayed", "a replay, against one SELECT", 1.2, {"bare": selected, "replayed": replayed}),
     )
     with server(durable=True) as place:
@@ -128,7 +143,8 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Idempotency keys",
         "method": (
             "One cycle is a transaction of an ORM Session, with fsync: one INSERT by Core, bare or as the work of a key with a"
-            " payload; or a replay, against a SELECT by primary key. The result of the codec is a list of dataclasses."
+            " payload; an effect, which is claimed and finished by a commit each; or a replay, against a SELECT by primary key."
+            " The result of the codec is a list of dataclasses."
         ),
         "bars": bars,
         "tables": tables,
