@@ -65,19 +65,60 @@ async def on_the_locks_own_connection(engine, lock, held):
     kept.append((other, connection))
 """
 
-# Three wait in line behind the holder, one of them at the server; a thread that is no daemon is waited for.
+# What is registered first runs last: by then our connections are closed, and the threads that lost theirs go on for a while.
+LAST = """
+import atexit, threading
+
+inside = []
+
+@atexit.register
+def look_at_threads():
+    if inside:
+        print("left inside the driver", file=sys.stderr)
+    for thread in threading.enumerate():
+        if thread.name == "waits":
+            thread.join(0.1)
+"""
+
+# Three wait in line behind the holder, one of them at the server; a thread that is no daemon is waited for. The others must
+# not come back with a new connection when the end has cut theirs: exit() takes OpenSSL down under whoever is inside.
 THREADS_WAIT = """
+from sqlalchemy import event
+
 def while_threads_wait(engine, lock, held):
     def wait(mine, timeout):
         with contextlib.suppress(LockTimeoutError):
             mine.acquire(timeout=timeout)
 
-    elsewhere = AdvisoryLock(create_engine(sys.argv[1]), sys.argv[2])
+    other = create_engine(sys.argv[1])
+    event.listen(other, "do_connect", lambda *_: os.write(2, b"connects at the end\\n") if kept else None)
+    elsewhere = AdvisoryLock(other, sys.argv[2])
     for mine, timeout, daemon in ((lock, 60, True), (elsewhere, 60, True), (elsewhere, 1.5, False)):
-        threading.Thread(target=wait, args=(mine, timeout), daemon=daemon).start()
+        threading.Thread(target=wait, args=(mine, timeout), daemon=daemon, name="waits").start()
     with engine.connect() as connection:
         while not connection.scalar(text(WAITS)):
             time.sleep(0.01)
+    kept.append(held)
+
+def while_a_thread_connects(engine, lock, held):
+    began, ends = threading.Event(), threading.Event()
+
+    @event.listens_for(engine, "do_connect")
+    def connect(dialect, record, args, options):
+        inside.append(dialect)
+        began.set()
+        ends.wait(5)
+        connection = dialect.connect(*args, **options)
+        inside.clear()
+        return connection
+
+    def look():
+        with contextlib.suppress(UnreachableError):
+            lock.holders()
+
+    threading.Thread(target=look, daemon=True).start()
+    began.wait(5)
+    atexit.register(ends.set)
     kept.append(held)
 """
 
@@ -120,8 +161,8 @@ async def test_a_program_that_ends_while_it_holds_ends_in_silence(
     """Exit code 0, not a word on stderr, and the lock is free, whoever still holds or waits when the interpreter ends."""
     ways = program(world, WAYS) + world.pick(THREADS_WAIT, TASKS_WAIT)
     names = [line.split("(")[0].split()[-1] for line in ways.splitlines() if line.startswith(("def ", "async def "))]
-    assert len(names) == 6
-    code = program(world, ENDINGS).format(ways=ways, names=f"({', '.join(names)})")
+    assert len(names) == (6 if world.is_async else 7)
+    code = LAST + program(world, ENDINGS).format(ways=ways, names=f"({', '.join(names)})")
     assert await run(code, world, name) == (0, "".join(f"{each} 0\n" for each in names), "")
     await freed(admin, name, within=1)
     await freed(admin, f"{name}!", within=1)

@@ -6,9 +6,11 @@ import atexit
 import os
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
+from pgfence._runtime.process import PROCESS
 from pgfence.errors import PgfenceError
 from pgfence.timing import clock
 
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EXIT_BUDGET = 1.0
-"""Seconds that the end of the interpreter may wait for all of our connections' farewells."""
+"""Seconds that the end of the interpreter may wait for all of our connections' farewells, and for those being opened."""
+LAST_PAUSE = 5.0
+"""Seconds after which a daemon thread goes on although the interpreter ends: somebody must be waiting for it."""
 
 
 class Ends(Protocol):
@@ -34,10 +38,22 @@ def register(one: Ends) -> None:
     _ALL.add(one)
 
 
-def _end_all() -> None:
+def end_all() -> None:
+    """Tell everybody that the interpreter ends. A second time finds nobody at work."""
+    PROCESS.ending = True
     end = clock() + EXIT_BUDGET
     for one in list(_ALL):
         one.end(max(0.0, end - clock()))
+
+
+def pause_at_the_end() -> None:
+    """Keep a daemon thread from entering a driver while the interpreter ends.
+
+    It would be in C code there, and exit() takes OpenSSL down under it. If the end does not come, for a hook of atexit waits
+    for this very thread, it goes on.
+    """
+    if PROCESS.ending and threading.current_thread().daemon:
+        time.sleep(LAST_PAUSE)
 
 
 def _bury_in_child() -> None:
@@ -46,7 +62,7 @@ def _bury_in_child() -> None:
     _ALL.clear()
 
 
-atexit.register(_end_all)
+atexit.register(end_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_bury_in_child)
 

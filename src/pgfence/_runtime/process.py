@@ -8,11 +8,13 @@ import os
 class Process:
     """This process. A forked child finds its own number here before any other code of it runs."""
 
-    __slots__ = ("forks", "pid")
+    __slots__ = ("ending", "forks", "pid")
 
     def __init__(self) -> None:
         self.forks = 0
         """How often it has forked: a child has a copy of a socket that was being opened at that moment."""
+        self.ending = False
+        """The interpreter ends; daemon threads are still about."""
         self.renew()
 
     def forked(self) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pgfence._runtime import native
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import place
 from pgfence._runtime.references import when_disposed
@@ -153,7 +154,7 @@ class Keeper(ABC, Generic[S]):
         self._limit = 0
         self._warned = False
         when_disposed(engine, self.disposed)
-        weakref.finalize(engine.dialect, close_all, self.sessions)
+        weakref.finalize(engine.dialect, _last_hour, weakref.ref(engine.dialect), self.sessions)
         WATCHER.keep(self)
 
     def settle(self, session: S) -> None:
@@ -239,6 +240,7 @@ class Keeper(ABC, Generic[S]):
 
         One more is tried every few seconds, for a driver may hang long after the server is back.
         """
+        native.pause_at_the_end()
         now = time.monotonic()
         with MUTEX:
             if self.stuck < self.roster.limit or now - self._opening_began > OPEN_BUDGET:
@@ -258,6 +260,12 @@ class Keeper(ABC, Generic[S]):
         if judged == "warn" and not self._warned:
             log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
         self._warned = judged == "warn"
+
+
+def _last_hour(dialect: Callable[[], object], sessions: set[Any]) -> None:
+    if dialect() is not None:  # nobody collected it: the interpreter ends
+        native.end_all()
+    close_all(sessions)
 
 
 def close_all(sessions: set[Any]) -> None:

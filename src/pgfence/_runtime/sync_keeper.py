@@ -6,6 +6,7 @@ import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
+from pgfence._runtime import native
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import judge, open_connection
@@ -46,7 +47,7 @@ class Gate:
 class Opening:
     """A connection being opened for somebody who may have gone by the time it is there."""
 
-    __slots__ = ("abandoned", "counts", "done", "error", "gate", "session")
+    __slots__ = ("__weakref__", "_over", "abandoned", "counts", "done", "error", "gate", "session")
 
     def __init__(self, *, counts: bool) -> None:
         self.gate = Gate()
@@ -55,6 +56,16 @@ class Opening:
         self.session: SyncSession | None = None
         self.error: Exception | None = None
         self.abandoned = False
+        self._over = threading.Event()
+        native.register(self)
+
+    def left_driver(self) -> None:
+        """Let the interpreter end, if it waits for that."""
+        self._over.set()
+
+    def end(self, seconds: float) -> None:
+        """Wait, for the interpreter ends: exit() must not meet the thread inside the driver."""
+        self._over.wait(seconds)
 
     def abandon(self, given_up: Callable[[], None]) -> SyncSession | None:
         """Stop waiting. Returns the session if it came in the last moment."""
@@ -119,8 +130,7 @@ class SyncKeeper(Keeper[SyncSession]):
         opening = Opening(counts=keys > 0)
         self.begin_opening(counts=opening.counts)
         given_up = self.given_up if opening.counts else self.stuck_visitor
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(self._opener, opening), name="pgfence-opener", daemon=True).start()
+        native.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
         try:
             opening.gate.wait(budget)
         except BaseException:
@@ -146,6 +156,7 @@ class SyncKeeper(Keeper[SyncSession]):
         except Exception as caught:
             error = caught
         finally:
+            opening.left_driver()
             with MUTEX:
                 self.opened(session, generation, counts=opening.counts, given_up=opening.abandoned)
                 opening.session, opening.error, opening.done = session, error, True
