@@ -67,7 +67,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_bury_in_child)
 
 
-def start(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+def start(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
     """Start a daemon thread of ours."""
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     thread.start()
