@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 REFUSES = """
     CREATE OR REPLACE FUNCTION refuses() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN RAISE EXCEPTION 'refused at commit'; END $$;
-    CREATE CONSTRAINT TRIGGER refuses AFTER INSERT ON TABLE DEFERRABLE INITIALLY DEFERRED
+    CREATE CONSTRAINT TRIGGER refuses AFTER INSERT ON {table} DEFERRABLE INITIALLY DEFERRED
         FOR EACH ROW EXECUTE FUNCTION refuses();
 """
 pytestmark = pytest.mark.usefixtures("tables")
@@ -86,8 +86,8 @@ class Shop:
             yield session
 
     @asynccontextmanager
-    async def client(self, **headers: str) -> AsyncIterator[httpx2.AsyncClient]:
-        transport = httpx2.ASGITransport(app=self.app)
+    async def client(self, *, raises: bool = False, **headers: str) -> AsyncIterator[httpx2.AsyncClient]:
+        transport = httpx2.ASGITransport(app=self.app, raise_app_exceptions=raises)
         async with httpx2.AsyncClient(transport=transport, base_url="http://shop", headers=headers) as client:
             yield client
 
@@ -99,6 +99,10 @@ class Shop:
         """Return how many hold a lock."""
         with self.plain.connect() as connection:
             return len(TransactionLock(connection, name).holders())
+
+    def refuse_at_commit(self) -> None:
+        """Let each commit of an effect fail."""
+        self.desk.admin.execute(REFUSES.format(table=self.desk.table.name).encode())
 
     def locked(self, *names: str, **options: Any) -> Any:
         """Return what `dependencies=` takes."""
@@ -238,7 +242,7 @@ async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
     once = Idempotent(session=shop.session, principal=user, result=int)
     shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
     shop.app.put("/accounts/{account_id}", dependencies=[Depends(once, scope="function")])(closes)
-    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+    async with shop.client(raises=True, **{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
         for method in ("DELETE", "PUT"):
             with pytest.raises(TypeError, match='without scope="function"'):
                 await client.request(method, "/accounts/7")
@@ -251,7 +255,7 @@ async def test_a_field_that_nobody_declares_is_refused(shop: Shop) -> None:
         raise AssertionError
 
     shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
-    async with shop.client() as client:
+    async with shop.client(raises=True) as client:
         with pytest.raises(TypeError, match="{account_id}"):
             await client.delete("/accounts/7")
 
@@ -344,13 +348,27 @@ async def test_an_error_of_the_endpoint_frees_the_key(shop: Shop) -> None:
 async def test_a_commit_that_fails_is_no_answer(shop: Shop) -> None:
     """The client has its 201 after the commit alone: where that fails it gets the error, and nothing is stored."""
     shop.pays()
-    shop.desk.admin.execute(REFUSES.replace("TABLE", shop.desk.table.name).encode())
+    shop.refuse_at_commit()
     async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
-        with pytest.raises(Exception, match="refused at commit"):
-            await client.post("/payments", json={"amount": 5})
+        assert (await client.post("/payments", json={"amount": 5})).status_code == 500
         shop.desk.admin.execute(f"DROP TRIGGER refuses ON {shop.desk.table.name}".encode())
-        assert (await client.post("/payments", json={"amount": 5})).headers.get("Idempotent-Replayed") is None
+        answer = await client.post("/payments", json={"amount": 5})
+    assert (answer.status_code, answer.headers.get("Idempotent-Replayed")) == (201, None)
     assert shop.desk.effects() == 1
+
+
+async def test_without_the_scope_of_the_function_an_answer_comes_before_its_commit(shop: Shop) -> None:
+    """The control: a session that FastAPI ends with the request lets a client believe what is never committed."""
+    insert = f"INSERT INTO {shop.desk.table.name} VALUES ('late')"
+
+    async def late(session: Any = Depends(shop.session)) -> None:
+        await shop.desk.on(session, lambda session: session.execute(text(insert)))
+
+    shop.app.post("/late", status_code=201)(late)
+    shop.refuse_at_commit()
+    async with shop.client() as client:
+        assert (await client.post("/late")).status_code == 201
+    assert shop.desk.effects() == 0
 
 
 async def test_a_form_with_a_file_is_compared_by_what_it_says(shop: Shop) -> None:
@@ -386,7 +404,7 @@ def test_a_result_that_cannot_be_stored_is_refused_where_it_is_named() -> None:
 async def test_a_principal_that_is_no_text_is_a_mistake_of_the_program(shop: Shop) -> None:
     """It is not turned into one silently: the repr of an object would be another one each time."""
     shop.pays(principal=lambda: 7)
-    async with shop.client(**{"Idempotency-Key": "k1"}) as client:
+    async with shop.client(raises=True, **{"Idempotency-Key": "k1"}) as client:
         with pytest.raises(TypeError, match="principal must return a str"):
             await client.post("/payments", json={"amount": 5})
 
