@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from sqlalchemy import create_engine, insert, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import sessionmaker
 
 from pgfence import schema
 from pgfence.demo.act import Verdict
@@ -16,7 +19,7 @@ from pgfence.demo.scenes import contention, paused, retries, slots
 from support.servers import database
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Engine
 
@@ -127,6 +130,32 @@ def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
     answers = [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 3, 1)]
     found = retries._storm(stage, {"answers": answers, "ended": 7}, keyed=True)
     assert found == retries.Storm(made=3, paid=2, twice=1, sent=5, ended=7, differ=1)
+
+
+def test_a_client_loses_its_patience_with_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not ask for ever: nobody may be there any more who would end its process."""
+    engine = create_engine("postgresql+psycopg://nobody@127.0.0.1:1/nothing")
+    monkeypatch.setattr(retries, "_PATIENCE", 3)
+    monkeypatch.setattr(retries._Client, "sessions", sessionmaker(engine), raising=False)
+    with pytest.raises(OperationalError):
+        retries._ask_plainly(7)
+
+
+def test_clients_end_with_the_process_that_forked_them(stage: Engine, eventually: Callable[..., Any]) -> None:
+    """SIGKILL of it in the middle of the storm leaves none of them at work."""
+    retries.Base.metadata.create_all(stage)
+    with players() as start:
+        player = start(retries.__name__, stage.url)
+        process = psutil.Process(player.popen.pid)
+        eventually(lambda: len(process.children()) == retries.PROCESSES)
+        clients = process.children()
+        with stage.connect() as connection:
+            eventually(lambda: connection.execute(text(f"SELECT 1 FROM {SCHEMA}.payment")).first())
+    eventually(lambda: not any(map(alive, clients)))
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_player_that_ends_unasked_is_told(dsn: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,7 @@ PAYMENTS = 100
 TIMES = 3
 _THOUGHT = 0.005
 _BETWEEN_BLOWS = 0.02
+_PATIENCE = 100
 _CLIENT = f"{NAMESPACE} client"
 _TITLE = f"{PAYMENTS} payments, each asked for {TIMES} times while connections are ended"
 _END = text("""
@@ -199,18 +201,17 @@ def _ask_with_a_key(number: int) -> Answer:
 
 
 def _asked(number: int, pay: Callable[[Session], Receipt]) -> Answer:
-    """Ask until there is an answer, as a client does."""
-    sent = 0
-    while True:
-        sent += 1
+    """Ask until there is an answer, as a client does that has not lost its patience: the server may be gone for good."""
+    for sent in count(1):
         try:
             with _Client.sessions.begin() as session:
                 receipt = pay(session)
         except Exception as error:
-            if not lost(error):
+            if not lost(error) or sent == _PATIENCE:
                 raise
         else:
             return Answer(number, receipt.payment, sent)
+    raise AssertionError  # the loop has no end
 
 
 def _pay(session: Session, number: int, *, keyed: bool) -> Receipt:
