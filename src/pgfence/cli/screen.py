@@ -122,7 +122,7 @@ def _duration(seconds: float | None) -> str:
 def _seen(shown: Shown) -> list[str]:
     """Return what a scene showed, in words."""
     if shown.verdict is Verdict.CONTROL_FAILED:
-        return ["Nothing went wrong without a fence, so this proves nothing."]
+        return ["Nothing went wrong without a guard, so this proves nothing."]
     return [*shown.lines, *(["THE GUARD FAILED."] if shown.verdict is Verdict.GUARD_FAILED else [])]
 
 
