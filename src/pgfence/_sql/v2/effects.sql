@@ -20,6 +20,7 @@ DECLARE
     family integer := (named >> 32)::integer;
     at timestamptz;
     until timestamptz;
+    kept boolean;
     next integer;
     steps jsonb;
     told text;
@@ -55,7 +56,9 @@ BEGIN
             SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key FOR NO KEY UPDATE;
         END IF;
         at := pg_catalog.clock_timestamp();
-        IF r.scope IS NOT NULL AND r.expires_at > at THEN
+        -- Whatever its record says, a claim that is good is not over.
+        kept := COALESCE(r.expires_at > at OR (r.status = 'in_progress' AND r.locked_until > at), false);
+        IF kept THEN
             told := CASE
                 WHEN r.fingerprint IS DISTINCT FROM p_fingerprint THEN 'reused'
                 WHEN r.status IN ('done', 'failed') THEN r.status
@@ -73,8 +76,8 @@ BEGIN
     END LOOP;
     until := at + pg_catalog.make_interval(secs => p_ttl);
     -- Numbers go on after whoever was lost or failed; what has ended and expired begins anew.
-    next := CASE WHEN r.scope IS NULL OR (r.expires_at <= at AND r.status IN ('done', 'failed')) THEN 1 ELSE r.attempt + 1 END;
-    steps := CASE WHEN r.expires_at > at THEN r.step END;
+    next := CASE WHEN r.scope IS NULL OR (NOT kept AND r.status IN ('done', 'failed')) THEN 1 ELSE r.attempt + 1 END;
+    steps := CASE WHEN kept THEN r.step END;
     INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, attempt, step, locked_until, claim_id, owner, host, pid,
         created_at, expires_at)
     VALUES (p_scope, p_key, p_fingerprint, 'in_progress', next, steps, until, p_claim::uuid, p_owner, p_host, p_pid,
@@ -83,8 +86,8 @@ BEGIN
         fingerprint = excluded.fingerprint, status = excluded.status, attempt = excluded.attempt, step = excluded.step,
         locked_until = excluded.locked_until, claim_id = excluded.claim_id, owner = excluded.owner, host = excluded.host,
         pid = excluded.pid, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
-        created_at = CASE WHEN r.expires_at > at THEN k.created_at ELSE excluded.created_at END,
-        expires_at = CASE WHEN r.expires_at > at THEN GREATEST(k.expires_at, excluded.expires_at) ELSE excluded.expires_at END
+        created_at = CASE WHEN kept THEN k.created_at ELSE excluded.created_at END,
+        expires_at = GREATEST(k.expires_at, excluded.expires_at)
         -- Nobody else writes a key without our locks, but by hand.
         WHERE r.scope IS NOT NULL;
     RETURN QUERY SELECT CASE WHEN FOUND THEN 'granted' ELSE 'busy' END, next, until, p_ttl, steps::text, NULL::text,
