@@ -60,7 +60,7 @@ class Directives:
             prefix: of their names.
 
         Raises:
-            SchemaError: a table is still fenced, a lease is held, or this role does not own them.
+            SchemaError: a table is still fenced, a lease or a key is held, or this role does not own them.
         """
         operations.invoke(_operations().DropPgfence(schema, prefix))
 
@@ -81,6 +81,7 @@ class Directives:
 
         Raises:
             ValueError: this release does not know one of the versions.
+            SchemaError: what would be dropped is in use: an attempt is at work under a key.
         """
         operations.invoke(_operations().UpgradePgfence(from_, to, schema, prefix))
 

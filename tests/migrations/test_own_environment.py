@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from sqlalchemy import create_engine
 
 from pgfence import Lease
 from pgfence.migrations import _environment
+from support.pods import Pod
 from support.servers import database
 
 if TYPE_CHECKING:
@@ -30,27 +29,12 @@ def own(dsn: str) -> Iterator[str]:
         yield other
 
 
-def alembic(own: str, *words: str) -> str:
+def alembic(folder: Path, own: str, *words: str) -> str:
     """Run Alembic on our environment, and return what it says."""
-    command = [
-        sys.executable,
-        "-c",
-        "from alembic.config import main; main(prog='alembic')",
-        "-c",
-        str(OURS / "alembic.ini"),
-    ]
     url = f"postgresql+psycopg://{own.split('://', 1)[1]}"
-    done = subprocess.run(
-        [*command, *words],
-        env=os.environ | {"MIGRATION_URL": url},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    ended = Pod(folder, ["-c", str(OURS / "alembic.ini"), *words], os.environ | {"MIGRATION_URL": url}).ended()
+    assert ended.code == 0, ended.said
+    return ended.said
 
 
 def objects(own: str) -> set[str]:
@@ -77,18 +61,18 @@ def test_it_differs_from_the_template_in_its_metadata_alone() -> None:
     ]
 
 
-def test_its_revisions_install_what_is_needed_and_leave_nothing(own: str) -> None:
+def test_its_revisions_install_what_is_needed_and_leave_nothing(own: str, tmp_path: Path) -> None:
     """Up, quiet in `check`, leases work; down to nothing; and up again by a script without a server."""
-    alembic(own, "upgrade", "head")
+    alembic(tmp_path, own, "upgrade", "head")
     installed = objects(own)
-    assert "No new upgrade operations detected" in alembic(own, "check")
+    assert "No new upgrade operations detected" in alembic(tmp_path, own, "check")
     engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
     with Lease(engine, "nightly", ttl=30).hold() as lease:
         assert lease.token == 1
     engine.dispose()
-    alembic(own, "downgrade", "base")
+    alembic(tmp_path, own, "downgrade", "base")
     assert objects(own) == set()
-    script = alembic(own, "upgrade", "head", "--sql")
+    script = alembic(tmp_path, own, "upgrade", "head", "--sql")
     with psycopg.connect(own, autocommit=True) as connection:
         connection.execute("DROP TABLE alembic_version")
         connection.execute("\n".join(line for line in script.splitlines() if not line.startswith("INFO")).encode())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -137,6 +139,24 @@ def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Pat
     assert "Traceback" not in second.said
 
 
+def test_an_application_that_upgrades_itself_waits_and_is_told(tmp_path: Path, own: str) -> None:
+    """C057: `command.upgrade` takes the same lock; there it raises, since the application goes on and is no pod of its own."""
+    project = Project(tmp_path, "async", "asyncpg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
+    program = (
+        "import pgfence; from alembic import command; from alembic.config import Config\n"
+        "try: command.upgrade(Config('alembic.ini'), 'head')\n"
+        "except pgfence.LockTimeoutError as busy: print(busy.names)"
+    )
+    with psycopg.connect(own, autocommit=True) as other:
+        other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
+        command, environment = [sys.executable, "-c", program], os.environ | {"MIGRATION_URL": project.url}
+        told = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=50, check=True
+        )
+    assert "alembic_version" in told.stdout
+    assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
+
+
 def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> None:
     """C054: `current`, `check` and others, at once, on an empty database while somebody else has the lock."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
@@ -203,6 +223,7 @@ def test_a_fork_is_refused_before_anything_is_locked(tmp_path: Path, own: str, r
     assert re.search(told, refused.said)
     assert "Traceback" not in refused.said
     assert project.query("SELECT to_regclass('alembic_version')") == [(None,)]
+    assert project.run("upgrade", "head", "--sql", MIGRATION_URL="postgresql://127.0.0.1:1/nowhere").code
 
 
 def test_an_alembic_that_is_too_old_is_named(tmp_path: Path, own: str) -> None:
@@ -238,12 +259,31 @@ def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: s
 
 
 @pytest.mark.parametrize(
+    ("template", "driver"), [("sync", "psycopg"), ("async", "asyncpg"), ("multitenant", "psycopg2")]
+)
+def test_a_script_needs_no_server_and_takes_no_lock(tmp_path: Path, own: str, template: str, driver: str) -> None:
+    """What `--sql` prints is made without a connection, and leaves what the upgrade does when it is run."""
+    project = Project(tmp_path, template, driver, own)
+    nowhere = f"postgresql+{driver}://127.0.0.1:1/nowhere"
+    script = project.run("upgrade", "head", "--sql", MIGRATION_URL=nowhere)
+    assert script.code == 0
+    assert "try_advisory" not in script.said
+    lines = [line for line in script.said.splitlines() if not line.startswith(("INFO ", "-- "))]
+    with psycopg.connect(own, autocommit=True) as psql:
+        for statement in "\n".join(lines).split("\n\n"):
+            psql.execute(statement.encode())
+    assert project.query("SELECT version_num FROM alembic_version") == [("003",)]
+    assert project.query("SELECT count FROM inside") == [(0,)]
+    assert project.query(VALID) == [(True,)]
+
+
+@pytest.mark.parametrize(
     ("template", "driver"),
     [("sync", "psycopg2"), ("async", "asyncpg"), ("multitenant", "psycopg"), ("multitenant", "asyncpg")],
 )
 def test_a_table_in_use_is_tried_again(tmp_path: Path, own: str, template: str, driver: str) -> None:
     """DDL gives way to those who use the table after DDL_WAIT, and what was committed before is not done once more."""
-    changed = [('DDL_WAIT = "5s"', 'DDL_WAIT = "200ms"')]
+    changed = [('DDL_WAIT = "5s"', 'DDL_WAIT = "200ms"'), ("sleep(attempt)", "sleep(0.1)")]
     project = Project(tmp_path, template, driver, own, changed=changed)
     with psycopg.connect(own) as user:
         user.execute("CREATE SCHEMA tenant_a")
