@@ -1,0 +1,221 @@
+"""What both middlewares decide: which requests have a key, whose it is, what makes two equal, and what is recorded."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from urllib.parse import quote
+
+from pgfence._http.answers import UNKEPT, Refusal, kept
+from pgfence._http.key import key_of
+from pgfence._http.routes import routes_of
+from pgfence._runtime.trust import ttl_of
+from pgfence.effects._wanted import Reply, Wanted
+from pgfence.idempotency._functions import life_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+    from pgfence.timing import Seconds
+
+OnFailure: TypeAlias = Literal["free", "lapse"]
+
+WHY = "a key is claimed by a commit of its own before the request is handled"
+DAY = 86_400
+MEBIBYTE = 1_048_576
+SHOWN = 60
+"""Characters of a path that an operator sees in a scope."""
+
+_SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
+_TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+
+
+class Request(NamedTuple):
+    """What is known of a request before its body is read.
+
+    Attributes:
+        method: in capitals.
+        root: of the application.
+        path: below the root, as the application sees it.
+        query: as it was sent.
+        content_type: as it was sent, or empty.
+        keys: the values of the headers `Idempotency-Key`.
+        credentials: the headers `Authorization` and `Cookie` that are not empty, with their names.
+        length: of the body, if it was announced.
+    """
+
+    method: str
+    root: str
+    path: str
+    query: bytes
+    content_type: bytes
+    keys: tuple[str, ...]
+    credentials: tuple[bytes, ...]
+    length: int | None
+
+    def __str__(self) -> str:
+        return f"{self.method} {quote(self.root + self.path, errors='replace')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The arguments of a middleware, checked."""
+
+    principal: Callable[[Any], str | None] | None
+    methods: frozenset[str]
+    routes: re.Pattern[str] | None
+    record_below: int
+    max_body: int
+    ttl: float
+    keep: float
+    frees: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        principal: Callable[[Any], str | None] | None,
+        methods: Collection[str],
+        routes: Collection[str] | None,
+        record_below: int,
+        max_body: int,
+        ttl: Seconds,
+        keep: Seconds,
+        on_failure: OnFailure,
+    ) -> Rules:
+        """Return the rules.
+
+        Raises:
+            TypeError, ValueError: an argument is unusable.
+        """
+        if principal is not None and not callable(principal):
+            raise TypeError(f"principal must be a function of the request, not {principal!r}")
+        if not 200 < record_below <= 600:
+            raise ValueError(f"record_below must be a status from 201 to 600, not {record_below!r}")
+        if max_body < 0:
+            raise ValueError(f"max_body must be 0 or more bytes, not {max_body!r}")
+        if on_failure not in ("free", "lapse"):
+            raise ValueError(f'on_failure must be "free" or "lapse", not {on_failure!r}')
+        life, record = ttl_of(ttl), life_of(keep)
+        if record < life:
+            raise ValueError(
+                f"keep={record:g} is shorter than ttl={life:g}: an answer would be forgotten before a dead request is given up"
+            )
+        return cls(
+            principal=principal,
+            methods=_methods(methods),
+            routes=None if routes is None else routes_of(routes),
+            record_below=record_below,
+            max_body=max_body,
+            ttl=life,
+            keep=record,
+            frees=on_failure == "free",
+        )
+
+    def concern(self, request: Request) -> bool:
+        """Say whether a request is one that has, or needs, a key. On the routes that were named each needs one."""
+        if request.method not in self.methods:
+            return False
+        return bool(request.keys) if self.routes is None else self.routes.fullmatch(request.path) is not None
+
+    def owner(self, request: Request, raw: Any) -> str:
+        """Return whose request it is.
+
+        Args:
+            request: it.
+            raw: what `principal` takes.
+
+        Raises:
+            Refusal: nobody's.
+            TypeError: `principal` did not return a str or None.
+        """
+        found: Any = None
+        if self.principal is not None:
+            found = self.principal(raw)
+        elif request.credentials:
+            found = _digest(*request.credentials)
+        if found is None or found == "":
+            raise Refusal(400, "An Idempotency-Key belongs to somebody, and this request does not say whose it is.")
+        if not isinstance(found, str):
+            if inspect.iscoroutine(found):
+                found.close()
+            raise TypeError(f"principal must return a str or None, not {type(found).__name__}")
+        return found
+
+    def key(self, request: Request) -> str:
+        """Return the key of a request.
+
+        Raises:
+            Refusal: it has none that could be used; or its body is announced to be too long.
+        """
+        try:
+            key = key_of(request.keys)
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+        self.fits(request.length or 0)
+        return key
+
+    def fits(self, length: int) -> None:
+        """Raise if a body is longer than allowed.
+
+        Raises:
+            Refusal: it is.
+        """
+        if length > self.max_body:
+            raise Refusal(413, f"With an Idempotency-Key a body may have {self.max_body} bytes.")
+
+    def wanted(self, request: Request, owner: str, key: str, body: bytes) -> Wanted:
+        """Return what the key of a request is asked for with."""
+        method, path = request.method.encode(), _bytes(request.root + request.path)
+        scope = f"{request.method} {quote(path)[:SHOWN]} {_digest(_bytes(owner), method, path)}"
+        same = sha256(_framed(method, path, request.query, request.content_type, body))
+        return Wanted(scope, key, same.digest(), self.ttl, self.keep)
+
+    def streams(self, headers: Iterable[tuple[str, str]]) -> bool:
+        """Say whether an answer is sent on as it comes, and not recorded, by what its headers say."""
+        known = {name.lower(): value for name, value in headers}
+        length = known.get("content-length", "")
+        too_long = length.isdecimal() and int(length) > self.max_body
+        return too_long or known.get("content-type", "").startswith("text/event-stream")
+
+    def record(self, status: int, headers: Iterable[tuple[str, str]], body: bytes | None) -> Reply | None:
+        """Return what is recorded of an answer; None: the request has failed.
+
+        Args:
+            status: of the answer.
+            headers: of the answer.
+            body: None if it was sent on as it came.
+        """
+        if status >= self.record_below:
+            return None
+        return UNKEPT if body is None else Reply(status, kept(headers), body)
+
+
+def _methods(methods: Collection[str]) -> frozenset[str]:
+    if isinstance(methods, str):
+        raise TypeError(f"methods takes several of them: methods=[{methods!r}]")
+    found = frozenset(str(method).upper() for method in methods)
+    if not found:
+        raise ValueError("methods=[] is for no request at all")
+    for method in found:
+        if not _TOKEN.fullmatch(method):
+            raise ValueError(f"{method!r} is no method of HTTP")
+        if method in _SAFE:
+            raise ValueError(f"{method} changes nothing: it may be sent again without a key")
+    return found
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _framed(*parts: bytes) -> bytes:
+    """Return the parts so that no others give the same."""
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def _digest(*parts: bytes) -> str:
+    return sha256(_framed(*parts)).hexdigest()

@@ -1,0 +1,297 @@
+"""The header `Idempotency-Key`, as middleware of ASGI: FastAPI, Starlette, Django, Quart, Litestar."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from pgfence._http import answers
+from pgfence._http.answers import Refusal
+from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules
+from pgfence.effects._attempts import Reply, Stored, claim_async
+from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.lease._aio import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
+    from typing import TypeAlias
+
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._http.rules import OnFailure
+    from pgfence.effects._attempts import AsyncRunning
+    from pgfence.timing import Seconds
+
+    Scope: TypeAlias = MutableMapping[str, Any]
+    Message: TypeAlias = MutableMapping[str, Any]
+    Receive: TypeAlias = Callable[[], Awaitable[Message]]
+    Send: TypeAlias = Callable[[Message], Awaitable[None]]
+    App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+__all__ = ["IdempotencyMiddleware"]
+
+# Ways to answer that cannot be recorded. An application that is not offered them sends a body.
+_NOT_OFFERED = ("http.response.pathsend", "http.response.trailers", "http.response.zerocopysend")
+
+
+class IdempotencyMiddleware:
+    """Handle a request once, however often it is sent with the same `Idempotency-Key`, and give each the same answer.
+
+    ::
+
+        app.add_middleware(IdempotencyMiddleware, engine=engine, principal=user_of, routes=["/payments"])
+
+    The key is claimed before the application is called, by a commit of its own; when the answer is complete it is recorded,
+    and then sent. While the application works a thread renews the claim, and no connection is held.
+
+    Promised: of all requests with one key, principal, method and path, one is handled at a time, and at most one answer below
+    `record_below` is recorded. Who asks again gets it: status, body and headers, without those of the connection,
+    `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Meanwhile it is 409 with `Retry-After`; with another
+    query, content type or body 422. A client that goes away changes nothing: its request is handled to the end.
+
+    Not promised: that a handler that dies, or fails, has done nothing; it is called again. What it does in the database should
+    be one transaction; what it does elsewhere wants an `IdempotentEffect`, whose steps are remembered.
+
+    An answer is sent when it is complete. One that outgrows `max_body`, or is `text/event-stream`, is sent as it comes; in its
+    place is recorded that the request was processed, and who asks again gets 409 without `Retry-After`. Other scopes than
+    `http`, and requests that need no key, pass through untouched.
+
+    Args:
+        app: the application.
+        engine: an AsyncEngine, or a function that returns one. The tables must be there: `pgfence install`.
+        principal: a function of the ASGI scope that says whose request it is, once that is known for sure: never a constant,
+            nor something that the client is free to say. None, also from the function: no key is accepted, 400. Without it,
+            the principal is a digest of `Authorization` and `Cookie`; a retry has to have the same.
+        methods: which methods this is for.
+        routes: which paths, below the application's root path, and there a request without a key is 400. `/payments`,
+            `/orders/{id}/payments`, `/v1/*`; `{name:path}` for several segments. None: all paths, and who sends no key is
+            handled as if there were no middleware.
+        record_below: answers with this status or above are failures: they are sent and not recorded.
+        max_body: bytes that the body of a request may have, 413 otherwise, and that are recorded of an answer.
+        ttl: seconds that a claim outlives a dead process, 0.3 to a day. Not how long a request may take.
+        keep: seconds for which an answer is kept, at least the ttl.
+        on_failure: what happens to the key after a failure: an error, no answer, or one from `record_below` on. "free": the next
+            request is handled at once. "lapse": when the ttl is over, for handlers that leave something at work behind. After
+            a cancel it lapses in any case.
+
+    Raises:
+        TypeError, ValueError: an argument is unusable.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        engine: AsyncEngine | Callable[[], AsyncEngine],
+        *,
+        principal: Callable[[Scope], str | None] | None = None,
+        methods: Collection[str] = ("POST", "PATCH"),
+        routes: Collection[str] | None = None,
+        record_below: int = 500,
+        max_body: int = MEBIBYTE,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        on_failure: OnFailure = "free",
+    ) -> None:
+        self._app = app
+        self._engine = source_of(engine, type(self).__name__, WHY)
+        self._rules = Rules.of(
+            principal=principal,
+            methods=methods,
+            routes=routes,
+            record_below=record_below,
+            max_body=max_body,
+            ttl=ttl,
+            keep=keep,
+            on_failure=on_failure,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request; the server calls this."""
+        request = _request(scope) if scope["type"] == "http" else None
+        if request is None or not self._rules.concern(request):
+            await self._app(scope, receive, send)
+            return
+        found: _Exchange | Reply | None
+        try:
+            found = await self._begin(request, scope, receive, send)
+        except Refusal as refusal:
+            found = refusal.reply
+        except PgfenceError as error:
+            found = answers.refused(error, str(request), self._rules.ttl)
+        if isinstance(found, _Exchange):
+            await found.run(self._app, scope)
+        elif found is not None:
+            await _send(found, send)
+
+    async def _begin(self, request: Request, scope: Scope, receive: Receive, send: Send) -> _Exchange | Reply | None:
+        """Claim the key of a request, or return what was recorded under it; None: the client has gone away."""
+        rules = self._rules
+        key, owner = rules.key(request), rules.owner(request, scope)
+        body = await _body(receive, rules)
+        if body is None:
+            return None
+        found = await claim_async(self._engine, rules.wanted(request, owner, key, body), 0)
+        if isinstance(found, Stored):
+            return answers.replay(found)
+        return _Exchange(found, rules, request, body, receive, send)
+
+
+class _Exchange:
+    """One request that is handled, between the server and the application."""
+
+    def __init__(
+        self, running: AsyncRunning, rules: Rules, request: Request, body: bytes, receive: Receive, send: Send
+    ) -> None:
+        self._running, self._rules, self._request = running, rules, request
+        self._body: bytes | None = body
+        self._receive, self._send = receive, send
+        self._start: Message | None = None
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._open = asyncio.Event()
+        self._ended = False
+
+    async def run(self, app: App, scope: Scope) -> None:
+        if "extensions" in scope:
+            offered = scope["extensions"] or {}
+            scope["extensions"] = {name: offered[name] for name in offered if name not in _NOT_OFFERED}
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            await self._failed()
+            raise
+        except BaseException:
+            self._running.let_lapse()
+            raise
+        await self._failed()
+
+    async def receive(self) -> Message:
+        """Give the application the body, and news of the client only while an answer is on its way to it."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._open.wait()
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        """Take from the application a part of its answer."""
+        if message["type"] == "http.response.start" and self._start is None:
+            self._start = message
+            if self._rules.streams(_headers(message)):
+                await self._flow()
+        elif message["type"] == "http.response.body" and self._start is not None and not self._ended:
+            await self._add(self._start, message)
+        else:
+            await self._send(message)
+
+    async def _add(self, start: Message, message: Message) -> None:
+        self._chunks.append(message.get("body", b""))
+        self._size += len(self._chunks[-1])
+        if not self._open.is_set() and self._size > self._rules.max_body:
+            await self._flow()
+        if not message.get("more_body", False):
+            await self._complete(start)
+        elif self._open.is_set():
+            await self._flush(more=True)
+
+    async def _flow(self) -> None:
+        """From now on the answer is sent as it comes."""
+        assert self._start is not None
+        self._open.set()
+        await self._send(self._start)
+
+    async def _flush(self, *, more: bool) -> None:
+        body = b"".join(self._chunks)
+        self._chunks.clear()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _complete(self, start: Message) -> None:
+        """Record the answer, and then send it."""
+        flows = self._open.is_set()
+        reply = self._rules.record(start["status"], _headers(start), None if flows else b"".join(self._chunks))
+        instead = None
+        if reply is None:
+            await self._failed()
+        else:
+            instead = await self._record(reply)
+        self._open.set()
+        if not flows and instead:
+            await _send(instead, self._send)
+            return
+        if not flows:
+            await self._send(start)
+        await self._flush(more=False)
+
+    async def _record(self, reply: Reply) -> Reply | None:
+        """Record an answer; return what the client gets in its place if it does not count any more."""
+        self._ended = True
+        try:
+            await self._running.finish_reply(reply)
+        except AttemptLostError as error:
+            return answers.refused(error, str(self._request), self._rules.ttl)
+        except Exception:
+            # The work is done, and the client may know it.
+            answers.log.exception("%s: the answer is not recorded", self._request)
+        return None
+
+    async def _failed(self) -> None:
+        """End the attempt without a record, unless it has ended."""
+        if self._ended:
+            return
+        self._ended = True
+        if not self._rules.frees:
+            self._running.let_lapse()
+            return
+        try:
+            await self._running.free()
+        except Exception:
+            answers.log.exception("%s: the key is not free", self._request)
+
+
+def _request(scope: Scope) -> Request:
+    root, path = scope.get("root_path", ""), scope["path"]
+    # Some servers put the root into the path as well.
+    if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
+        path = path[len(root) :]
+    keys, credentials = [], []
+    content_type, length = b"", None
+    for raw, value in scope["headers"]:
+        name = raw.lower()
+        if name == b"idempotency-key":
+            keys.append(value.decode("latin-1"))
+        elif name in (b"authorization", b"cookie") and value:
+            credentials.append(name + b":" + value)
+        elif name == b"content-type":
+            content_type = value
+        elif name == b"content-length" and value.isdigit():
+            length = int(value)
+    query = scope.get("query_string", b"")
+    return Request(scope["method"].upper(), root, path, query, content_type, tuple(keys), tuple(credentials), length)
+
+
+async def _body(receive: Receive, rules: Rules) -> bytes | None:
+    """Return the body of a request; None: the client has gone away before its end.
+
+    Raises:
+        Refusal: it is too long.
+    """
+    chunks, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        rules.fits(size)
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+def _headers(start: Message) -> Iterable[tuple[str, str]]:
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
+
+
+async def _send(reply: Reply, send: Send) -> None:
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers]
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    await send({"type": "http.response.body", "body": reply.body})

@@ -1,0 +1,308 @@
+"""The header `Idempotency-Key`, as middleware of WSGI: Flask, Django, Pyramid, Falcon."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from pgfence._http import answers
+from pgfence._http.answers import Refusal
+from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules
+from pgfence.blocks import attach
+from pgfence.effects._attempts import Reply, Stored, claim
+from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.lease._sync import source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+    from types import TracebackType
+    from typing import TypeAlias
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+    from sqlalchemy import Engine
+
+    from pgfence._http.rules import OnFailure
+    from pgfence.effects._attempts import Running
+    from pgfence.timing import Seconds
+
+    Headers: TypeAlias = list[tuple[str, str]]
+    ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
+
+__all__ = ["IdempotencyMiddleware"]
+
+
+class IdempotencyMiddleware:
+    """Handle a request once, however often it is sent with the same `Idempotency-Key`, and give each the same answer.
+
+    ::
+
+        app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, engine, principal=user_of, routes=["/payments"])
+
+    Promises, arguments and answers are those of `pgfence.asgi.IdempotencyMiddleware`, with an Engine, an application of WSGI,
+    and a `principal` that takes the environment. Below its root an application is at `PATH_INFO`.
+
+    An iterable, a generator, the function `write` and the server's file wrapper are all read to their end before the answer is
+    recorded and sent; `close()` is called when the server has sent it. The words of a status line are not recorded, its number
+    is. A server that joins repeated headers makes of two keys a malformed one: 400 as well. An answer that is sent as it comes
+    lapses if the server stops asking for it.
+
+    Raises:
+        TypeError, ValueError: an argument is unusable.
+    """
+
+    def __init__(
+        self,
+        app: WSGIApplication,
+        engine: Engine | Callable[[], Engine],
+        *,
+        principal: Callable[[dict[str, Any]], str | None] | None = None,
+        methods: Collection[str] = ("POST", "PATCH"),
+        routes: Collection[str] | None = None,
+        record_below: int = 500,
+        max_body: int = MEBIBYTE,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        on_failure: OnFailure = "free",
+    ) -> None:
+        self._app = app
+        self._engine = source_of(engine, type(self).__name__, WHY)
+        self._rules = Rules.of(
+            principal=principal,
+            methods=methods,
+            routes=routes,
+            record_below=record_below,
+            max_body=max_body,
+            ttl=ttl,
+            keep=keep,
+            on_failure=on_failure,
+        )
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """Serve a request; the server calls this."""
+        request = _request(environ)
+        if not self._rules.concern(request):
+            return self._app(environ, start_response)
+        found: _Exchange | Reply
+        try:
+            found = self._begin(request, environ, start_response)
+        except Refusal as refusal:
+            found = refusal.reply
+        except PgfenceError as error:
+            found = answers.refused(error, str(request), self._rules.ttl)
+        if isinstance(found, _Exchange):
+            return found.run(self._app, environ)
+        return _send(found, start_response)
+
+    def _begin(self, request: Request, environ: WSGIEnvironment, start_response: StartResponse) -> _Exchange | Reply:
+        """Claim the key of a request, or return what was recorded under it."""
+        rules = self._rules
+        key, owner = rules.key(request), rules.owner(request, environ)
+        body = _body(environ, request, rules)
+        found = claim(self._engine, rules.wanted(request, owner, key, body), 0)
+        if isinstance(found, Stored):
+            return answers.replay(found)
+        environ["wsgi.input"] = BytesIO(body)
+        return _Exchange(found, rules, request, start_response)
+
+
+class _Exchange:
+    """One request that is handled, between the server and the application."""
+
+    def __init__(self, running: Running, rules: Rules, request: Request, start_response: StartResponse) -> None:
+        self._running, self._rules, self._request = running, rules, request
+        self._server = start_response
+        self._started: tuple[str, Headers] | None = None
+        self._write: Callable[[bytes], object] | None = None
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._streams = False
+        self._ended = False
+
+    def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
+        parts: Iterable[bytes] = ()
+        try:
+            parts = app(environ, self.start_response)
+            rest = iter(parts)
+            for chunk in rest:
+                self._chunks.append(chunk)
+                self._size += len(chunk)
+                if self._flows:
+                    return _Answer(self, self._flow(rest), parts)
+            return _Answer(self, iter(self._complete()), parts)
+        except BaseException as error:
+            self.failed(error)
+            try:
+                _close(parts)
+            except Exception as failure:
+                attach(error, failure, "while the answer was closed")
+            raise
+
+    def start_response(
+        self, status: str, headers: Headers, exc_info: ExcInfo | None = None, /
+    ) -> Callable[[bytes], object]:
+        """Take from the application how its answer begins."""
+        if exc_info is None and self._started is not None:
+            raise AssertionError("start_response was called twice, without an error")
+        if self._write is not None:
+            return self._server(status, headers, exc_info)
+        # Nothing was sent so far: an error gives another answer.
+        self._started = status, headers
+        self._chunks.clear()
+        self._size = 0
+        self._streams = self._rules.streams(headers)
+        return self.write
+
+    def write(self, data: bytes) -> None:
+        """Take from the application a part of its answer, in the old way."""
+        if self._write is None:
+            self._chunks.append(data)
+            self._size += len(data)
+            if not self._flows:
+                return
+            self._write = self._begin()
+            data = b"".join(self._chunks)
+            self._chunks.clear()
+        self._write(data)
+
+    @property
+    def _begun(self) -> tuple[str, Headers]:
+        if self._started is None:
+            raise AssertionError("the application did not call start_response")
+        return self._started
+
+    @property
+    def _flows(self) -> bool:
+        """Whether the answer is sent as it comes."""
+        return self._streams or self._write is not None or self._size > self._rules.max_body
+
+    def _begin(self) -> Callable[[bytes], object]:
+        return self._server(*self._begun)
+
+    def _flow(self, rest: Iterator[bytes]) -> Iterator[bytes]:
+        """Send what there is and what comes. The last part is held back until it is recorded that there is no more."""
+        try:
+            if self._write is None:
+                self._write = self._begin()
+            held = b"".join(self._chunks)
+            self._chunks.clear()
+            for chunk in rest:
+                yield held
+                held = chunk
+            self._record(None)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        yield held
+
+    def _complete(self) -> Iterable[bytes]:
+        """Record the answer, and then send it."""
+        if self._write is not None:
+            self._record(None)
+            return ()
+        instead = self._record(b"".join(self._chunks))
+        if instead is not None:
+            return _send(instead, self._server)
+        self._begin()
+        return self._chunks
+
+    def _record(self, body: bytes | None) -> Reply | None:
+        """Record an answer; return what the client gets in its place if it does not count any more."""
+        status, headers = self._begun
+        reply = self._rules.record(int(status.split(" ", 1)[0]), headers, body)
+        if reply is None:
+            self.failed(None)
+            return None
+        self._ended = True
+        try:
+            self._running.finish_reply(reply)
+        except AttemptLostError as error:
+            return answers.refused(error, str(self._request), self._rules.ttl)
+        except Exception:
+            # The work is done, and the client may know it.
+            answers.log.exception("%s: the answer is not recorded", self._request)
+        return None
+
+    def failed(self, error: BaseException | None) -> None:
+        """End the attempt without a record, unless it has ended."""
+        if self._ended:
+            return
+        self._ended = True
+        if not self._rules.frees or not isinstance(error, Exception | None):
+            self._running.let_lapse()
+            return
+        try:
+            self._running.free()
+        except Exception:
+            answers.log.exception("%s: the key is not free", self._request)
+
+
+class _Answer:
+    """What the server sends, and then closes."""
+
+    def __init__(self, exchange: _Exchange, chunks: Iterator[bytes], parts: Iterable[bytes]) -> None:
+        self._exchange = exchange
+        self._chunks = chunks
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._chunks
+
+    def close(self) -> None:
+        self._exchange.failed(GeneratorExit())
+        _close(self._parts)
+
+
+def _close(parts: object) -> None:
+    if close := getattr(parts, "close", None):
+        close()
+
+
+def _request(environ: WSGIEnvironment) -> Request:
+    key, length = environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("CONTENT_LENGTH") or ""
+    credentials = [
+        f"{name.lower()}:{value}".encode("latin-1")
+        for name in ("AUTHORIZATION", "COOKIE")
+        if (value := environ.get(f"HTTP_{name}"))
+    ]
+    return Request(
+        environ["REQUEST_METHOD"].upper(),
+        _text(environ.get("SCRIPT_NAME", "")),
+        _text(environ.get("PATH_INFO", "")),
+        environ.get("QUERY_STRING", "").encode("latin-1"),
+        environ.get("CONTENT_TYPE", "").encode("latin-1"),
+        () if key is None else (key,),
+        tuple(credentials),
+        int(length) if length.isdecimal() else None,
+    )
+
+
+def _text(raw: str) -> str:
+    """Return what the bytes say that an environment has as Latin-1."""
+    return raw.encode("latin-1").decode("utf-8", "surrogateescape")
+
+
+def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        Refusal: it is too long, or the client has gone away before its end.
+    """
+    left = request.length
+    if left is None:
+        if not environ.get("wsgi.input_terminated"):
+            return b""
+        left = rules.max_body + 1
+    chunks = []
+    while left and (chunk := environ["wsgi.input"].read(left)):
+        chunks.append(chunk)
+        left -= len(chunk)
+    body = b"".join(chunks)
+    rules.fits(len(body))
+    if request.length is not None and left:
+        raise Refusal(400, "The body of the request ended before its announced length.")
+    return body
+
+
+def _send(reply: Reply, start_response: StartResponse) -> Iterable[bytes]:
+    start_response(f"{reply.status} {answers.phrase(reply.status)}", list(reply.headers))
+    return [reply.body]

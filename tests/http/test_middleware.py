@@ -1,0 +1,359 @@
+"""The middleware for `Idempotency-Key` on every driver: of ASGI in async worlds, of WSGI in sync ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+
+from pgfence import schema
+from pgfence.config import configure
+from support.effects import Gate
+from support.sites import Answer, Asked, Got, Site
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from support.worlds import World
+
+ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 1
+CALLERS = 20
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+class Declined(Exception):
+    """A handler fails."""
+
+
+@pytest.fixture
+def site(world: World, admin: psycopg.Connection[Any]) -> Site:
+    """An application behind the middleware."""
+    return Site(world, admin)
+
+
+# ---------------------------------------------------------------- replays
+
+
+async def test_a_second_request_gets_the_answer_of_the_first(site: Site) -> None:
+    """C105: status, body and headers byte for byte, and a mark; the application is called once."""
+    headers = (("content-type", "application/x"), ("location", "/payments/\xe9"), ("link", "a"), ("link", "b"))
+    passing = (("set-cookie", "session=1"), ("date", "today"), ("server", "x"))
+
+    async def pay(_: Asked) -> Answer:
+        return Answer(202, (*headers, *passing), (b"\x00\xff", b"", b"rest"))
+
+    site.handler = pay
+    first, again = await site.ask(), await site.ask()
+    assert first == Got(202, [*headers, *passing], b"\x00\xffrest")
+    assert again == Got(202, [*headers, ("idempotent-replayed", "true")], first.body)
+    assert site.seen == [Asked("POST", "/pay", b'{"amount": 5}')]
+    assert (site.row.status, site.row.attempt, site.row.http_status) == ("done", 1, 202)
+
+
+async def test_a_key_is_the_same_with_and_without_its_quotes(site: Site) -> None:
+    """A structured field is in quotes, and many clients forget them."""
+    await site.ask([f'"{site.label}:k"'])
+    assert (await site.ask([f"{site.label}:k"])).replayed
+    assert len(site.seen) == 1
+
+
+async def test_of_many_at_once_one_is_handled_and_the_others_are_told_to_come_back(site: Site) -> None:
+    """C095: twenty requests with one key at the same time; who asks until there is an answer gets the same one."""
+    for n in range(ROUNDS):
+        before = len(site.seen)
+
+        async def until_answered(key: str) -> Got:
+            who = site.world.other()
+            while (got := await site.ask(key, who=who)).status == 409:
+                assert got.header("retry-after") == "1"
+                await asyncio.sleep(0.01)
+            return got
+
+        answers = await asyncio.gather(*(until_answered(f"k{n}") for _ in range(CALLERS)))
+        assert {(got.status, got.body) for got in answers} == {(201, b'{"paid": true}')}
+        assert [got.replayed for got in answers].count(False) == 1
+        assert len(site.seen) == before + 1
+
+
+# ---------------------------------------------------------------- which requests
+
+
+@pytest.mark.parametrize("keys", [[], [""], ["a", "b"], ["a,b"], ['"a'], ["k" * 256], ['"a\tb"'], ["\xe4"]])
+async def test_without_one_good_key_a_request_is_refused_on_routes_that_need_one(site: Site, keys: list[str]) -> None:
+    """C108: missing, repeated, malformed or too long is 400, before the application and the database are asked."""
+    site.behind(routes=["/pay"])
+    got = await site.ask(keys)
+    assert got.status == 400
+    assert "Idempotency-Key" in got.problem
+    assert site.seen == []
+
+
+async def test_what_needs_no_key_passes_through(site: Site) -> None:
+    """Other methods and other routes are never asked for a key, and without routes nobody is."""
+    for options, request in (
+        ({}, {"key": None}),
+        ({}, {"method": "PUT"}),
+        ({}, {"method": "HEAD"}),
+        ({"routes": ["/pay"]}, {"path": "/other"}),
+        ({"routes": ["/pay"], "methods": ["PUT"]}, {"key": None}),
+    ):
+        site.behind(**options)
+        before = len(site.seen)
+        assert [(await site.ask(**request)).replayed for _ in range(2)] == [False, False]
+        assert len(site.seen) == before + 2
+    assert site.rows() == []
+
+
+async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> None:
+    """C102: whoever has the same key elsewhere is somebody else, and is handled."""
+    for request in ({}, {"user": "you"}, {"path": "/refund"}, {"method": "PATCH"}, {"headers": [("cookie", "s=1")]}):
+        assert not (await site.ask(**request)).replayed
+        assert (await site.ask(**request)).replayed
+    assert len(site.seen) == 5
+    assert len({row.scope for row in site.rows()}) == 5
+
+
+async def test_a_key_of_nobody_is_refused(site: Site) -> None:
+    """C102: without credentials, or where the principal is None, the answers would be everybody's."""
+    got = await site.ask(user=None)
+    assert (got.status, got.problem[:30]) == (400, "An Idempotency-Key belongs to ")
+    whose = {"ours": "me"}
+    site.behind(principal=lambda raw: whose.get(raw.get("path") or raw.get("PATH_INFO", "")[1:]))
+    assert (await site.ask()).status == 400
+    assert (await site.ask(path="ours" if site.world.is_async else "/ours", user=None)).status == 201
+    assert len(site.seen) == 1
+
+
+async def test_another_request_with_the_key_is_refused_done_or_in_progress(site: Site) -> None:
+    """C102, C104: 422 for another body, query or content type; it wins over 409, and the stored answer is not in it."""
+    gate = Gate()
+
+    async def slow(_: Asked) -> Answer:
+        await gate.wait()
+        return Answer()
+
+    site.handler = slow
+    others: list[dict[str, Any]] = [{"body": b"{}"}, {"query": "a=1"}, {"headers": [("content-type", "text/plain")]}]
+    first = asyncio.create_task(site.ask(who=site.world.other()))
+    await gate.reached()
+    assert [(await site.ask(**other)).status for other in others] == [422] * len(others)
+    busy = await site.ask()
+    assert (busy.status, busy.header("retry-after"), busy.problem) == (
+        409,
+        "1",
+        "A request with this Idempotency-Key is in progress.",
+    )
+    gate.open()
+    assert (await first).status == 201
+    for other in others:
+        got = await site.ask(**other)
+        assert got.status == 422
+        assert "paid" not in got.problem
+    assert len(site.seen) == 1
+
+
+# ---------------------------------------------------------------- failures
+
+
+async def test_failures_are_handled_again_and_refusals_are_answers(site: Site) -> None:
+    """C101: from `record_below` on nothing is recorded; 402 is an answer like any other."""
+    answers = [Answer(503), Answer(500), Answer(402)]
+
+    async def pay(_: Asked) -> Answer:
+        return answers.pop(0)
+
+    site.handler = pay
+    got = [await site.ask() for _ in range(4)]
+    assert [(one.status, one.replayed) for one in got] == [(503, False), (500, False), (402, False), (402, True)]
+    assert site.row.attempt == 3
+    site.behind(record_below=600)
+    answers.append(Answer(503))
+    assert [(await site.ask("other")).status for _ in range(2)] == [503, 503]
+
+
+async def test_an_error_frees_the_key_and_goes_on_to_the_server(site: Site) -> None:
+    """C101: what the application raised is not ours, and the next request is handled at once."""
+    failing = True
+
+    async def pay(_: Asked) -> Answer:
+        if failing:
+            raise Declined
+        return Answer()
+
+    site.handler = pay
+    with pytest.raises(Declined):
+        await site.ask()
+    assert site.row.status == "free"
+    failing = False
+    got = await site.ask()
+    assert (got.status, got.replayed, site.row.attempt) == (201, False, 2)
+
+
+@pytest.mark.parametrize("raises", [True, False])
+async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool) -> None:
+    """Who leaves something at work behind has the next request wait until the claim is over."""
+
+    async def pay(_: Asked) -> Answer:
+        if raises and len(site.seen) == 1:
+            raise Declined
+        return Answer(503 if len(site.seen) == 1 else 201)
+
+    site.handler = pay
+    site.behind(on_failure="lapse", ttl=30)
+    try:
+        assert (await site.ask()).status == 503
+    except Declined:
+        assert raises
+    assert (await site.ask()).status == 409
+    site.lapse()
+    assert (await site.ask()).status == 201
+    assert (site.row.attempt, len(site.seen)) == (2, 2)
+
+
+async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site) -> None:
+    """C100: the late one is told to ask again, and gets the answer that counts."""
+    gate = Gate()
+
+    async def pay(_: Asked) -> Answer:
+        if len(site.seen) == 1:
+            await gate.wait()
+            return Answer(chunks=(b"late",))
+        return Answer(chunks=(b"in time",))
+
+    site.handler = pay
+    first = asyncio.create_task(site.ask(who=site.world.other()))
+    await gate.reached()
+    site.lapse()
+    assert (await site.ask()).body == b"in time"
+    gate.open()
+    late = await first
+    assert (late.status, late.header("retry-after")) == (409, "1")
+    assert "another one" in late.problem
+    again = await site.ask()
+    assert (again.body, again.replayed, site.row.attempt) == (b"in time", True, 2)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+async def test_a_body_that_is_too_long_is_refused(site: Site) -> None:
+    """413 before the application is called; one byte less is handled."""
+    site.behind(max_body=10)
+    for headers in ([], [("content-length", "11")]):
+        got = await site.ask(body=b"x" * 11, headers=headers)
+        assert got.status == 413
+        assert "10 bytes" in got.problem
+    assert site.seen == site.rows() == []
+    site.behind(max_body=13)
+    assert (await site.ask(body=b"x" * 13)).status == 201
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_an_answer_that_is_too_long_passes_and_is_not_given_again(site: Site, announced: bool) -> None:
+    """The client gets it whole. Who asks again is told that it was processed; it is not done twice."""
+    headers = (("content-length", "13"),) if announced else ()
+
+    async def pay(_: Asked) -> Answer:
+        return Answer(200, (("content-type", "text/plain"), *headers), (b"abc", b"", b"defghij", b"klm"))
+
+    site.handler = pay
+    site.behind(max_body=13, record_below=500)
+    assert (await site.ask("other")).body == b"abcdefghijklm"
+    site.behind(max_body=12)
+    first, again = await site.ask(body=b"{}"), await site.ask(body=b"{}")
+    assert (first.status, first.body) == (200, b"abcdefghijklm")
+    assert (again.status, again.replayed, again.header("retry-after")) == (409, True, None)
+    assert "was processed" in again.body.decode()
+    assert len(site.seen) == 2
+
+
+async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) -> None:
+    """C101: a status from `record_below` on is none, however long its body is."""
+
+    async def pay(_: Asked) -> Answer:
+        return Answer(500, chunks=(b"x" * 20,) * 3)
+
+    site.handler = pay
+    site.behind(max_body=15)
+    assert (await site.ask()).body == b"x" * 60
+    assert site.row.status == "free"
+
+
+# ---------------------------------------------------------------- the database
+
+
+async def test_a_handler_may_use_the_only_connection_of_the_pool(world: World, admin: psycopg.Connection[Any]) -> None:
+    """No connection is held while the application works: a pool of one is enough for both."""
+    site = Site(world, admin, pool_size=1, max_overflow=0, pool_timeout=1)
+
+    async def pay(_: Asked) -> Answer:
+        if world.is_async:
+            async with site.engine.begin() as connection:
+                await connection.execute(text("SELECT 1"))
+        else:
+            with site.engine.begin() as connection:
+                connection.execute(text("SELECT 1"))
+        return Answer()
+
+    site.handler = pay
+    assert [(await site.ask()).status for _ in range(2)] == [201, 201]
+
+
+async def test_an_exhausted_pool_keeps_nobody_from_a_key(world: World, admin: psycopg.Connection[Any]) -> None:
+    """Claims, records and replays are made on sessions of our own."""
+    site = Site(world, admin, pool_size=1, max_overflow=0, pool_timeout=1)
+    async with world.enter(site.engine.connect()):
+        got = await asyncio.gather(*(site.ask(f"k{n}", who=world.other()) for n in range(4)))
+        again = [await site.ask(f"k{n}") for n in range(4)]
+    assert [one.status for one in got] == [201] * 4
+    assert all(one.replayed for one in again)
+
+
+async def test_without_an_answer_of_the_database_nothing_is_handled(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """503 where it cannot be reached, 500 without tables; the client learns the kind, the log the rest."""
+    nowhere = site.world.engine(dsn="postgresql://nobody:secret@127.0.0.1:9/nowhere")
+    bare = site.world.engine()
+    configure(bare, prefix="missing_")
+    for engine, status, kind in ((nowhere, 503, "UnreachableError"), (bare, 500, "SchemaError")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "pgfence.http"):
+            site.behind(engine=lambda engine=engine: engine)
+            got = await site.ask()
+        assert (got.status, got.problem) == (status, kind)
+        (record,) = caplog.records
+        assert (record.levelname, record.exc_info is not None) == ("ERROR", True)
+        assert "secret" not in caplog.text
+    assert site.seen == []
+
+
+async def test_an_answer_that_could_not_be_recorded_is_sent(
+    site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The work is done when the record fails, and the client may know it; the log says that there is none."""
+    place = f"gone_{site.label}"
+    admin.execute(f"CREATE SCHEMA {place}".encode())
+    engine = site.world.engine()
+    configure(engine, schema=place)
+    admin.execute(schema.sql(schema=place).encode())
+
+    async def pay(_: Asked) -> Answer:
+        admin.execute(f"DROP SCHEMA {place} CASCADE".encode())
+        return Answer()
+
+    site.handler = pay
+    site.behind(engine=engine)
+    with caplog.at_level(logging.ERROR, "pgfence.http"):
+        assert (await site.ask()).status == 201
+    assert "POST /pay: the answer is not recorded" in caplog.text
+
+
+async def test_an_engine_of_the_other_half_is_refused(site: Site) -> None:
+    """An AsyncEngine for ASGI, an Engine for WSGI; never a session."""
+    with pytest.raises(TypeError, match="IdempotencyMiddleware needs an"):
+        site.behind(engine=7)

@@ -1,0 +1,335 @@
+"""What both middlewares decide, without a server: keys, routes, who a request belongs to, what is kept of an answer."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pgfence._http.answers import Refusal, kept, problem, refused, replay
+from pgfence._http.key import key_of
+from pgfence._http.routes import routes_of
+from pgfence._http.rules import SHOWN, Request, Rules
+from pgfence.effects._wanted import Reply, Stored
+from pgfence.errors import (
+    AttemptLostError,
+    IdempotencyInProgressError,
+    IdempotencyKeyReusedError,
+    IdempotencyMisuseError,
+    SchemaError,
+    UnreachableError,
+)
+
+
+def rules(**options: Any) -> Rules:
+    usual: dict[str, Any] = {
+        "principal": None,
+        "methods": ("POST", "PATCH"),
+        "routes": None,
+        "record_below": 500,
+        "max_body": 100,
+        "ttl": 60,
+        "keep": 86400,
+        "on_failure": "free",
+    }
+    return Rules.of(**(usual | options))
+
+
+def request(**known: Any) -> Request:
+    usual: dict[str, Any] = {
+        "method": "POST",
+        "root": "",
+        "path": "/pay",
+        "query": b"",
+        "content_type": b"application/json",
+        "keys": ("k",),
+        "credentials": (b"authorization:me",),
+        "length": None,
+    }
+    return Request(**(usual | known))
+
+
+# ---------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ('"k1"', "k1"),
+        ("k1", "k1"),
+        ('\t "k1" ', "k1"),
+        ('"with space, comma; and \\"quotes\\" \\\\"', 'with space, comma; and "quotes" \\'),
+        ("8e03978e-40d5-43e8-bc93-6894a57f9324", "8e03978e-40d5-43e8-bc93-6894a57f9324"),
+        ("a+/=:.~_!#$%&'()*<>?@[]^`{|}", "a+/=:.~_!#$%&'()*<>?@[]^`{|}"),
+        ("k" * 255, "k" * 255),
+        ('"' + "k" * 255 + '"', "k" * 255),
+    ],
+)
+def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> None:
+    """What RFC 9651 calls a string, and the bare form, are one key."""
+    assert key_of([value]) == key
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        ["a", "b"],
+        ["a", "a"],
+        [""],
+        ["  "],
+        ['""'],
+        ['"   "'],
+        ['"a'],
+        ['a"'],
+        ['"a"b'],
+        ['"a", "b"'],
+        ["a, b"],
+        ["a,b"],
+        ["a b"],
+        ['"a";p=1'],
+        ["a;p=1"],
+        ['"a\\b"'],
+        ["a\\b"],
+        ['"a\tb"'],
+        ["a\x00b"],
+        ['"a\x7f"'],
+        ["ü"],
+        ['"\N{PILE OF POO}"'],
+        ["k" * 256],
+        ['"' + "k" * 256 + '"'],
+        ["k" * 10_000_000],
+    ],
+)
+def test_what_is_no_key_is_refused_in_words_for_the_client(values: list[str]) -> None:
+    """C108: none, several, too long, blank, or with characters that no string has."""
+    with pytest.raises(ValueError, match=r"^(The|This) .*Idempotency-Key.*\.$"):
+        key_of(values)
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=120).filter(str.strip))
+def test_every_printable_text_is_a_key_when_it_is_quoted(key: str) -> None:
+    """What a client quotes by the book comes out as it went in."""
+    quoted = key.replace("\\", "\\\\").replace('"', '\\"')
+    assert key_of([f'"{quoted}"']) == key
+
+
+# ---------------------------------------------------------------- routes and methods
+
+
+@pytest.mark.parametrize(
+    ("route", "matches", "others"),
+    [
+        ("/pay", ["/pay"], ["/pay/", "/pay/1", "/", "/payx", "/x/pay", "/pay\n"]),
+        (
+            "/orders/{id}/pay",
+            ["/orders/7/pay", "/orders/a b/pay"],
+            ["/orders//pay", "/orders/1/2/pay", "/orders/7/pay/"],
+        ),
+        ("/orders/{id:int}.json", ["/orders/7.json"], ["/orders/7xjson", "/orders/.json"]),
+        ("/files/{name:path}", ["/files/a", "/files/a/b"], ["/files/", "/files"]),
+        ("/v1/*", ["/v1/", "/v1/a/b", "/v1/a\nb"], ["/v1", "/v2/a"]),
+        ("/a+b(c)", ["/a+b(c)"], ["/aab(c)"]),
+    ],
+)
+def test_a_route_matches_the_whole_path(route: str, matches: list[str], others: list[str]) -> None:
+    """A field is one segment, with `:path` several; a star at the end is anything; all else is literal."""
+    pattern = routes_of([route, "/never"])
+    assert [path for path in matches + others if pattern.fullmatch(path)] == matches
+
+
+@pytest.mark.parametrize("routes", [[], ["pay"], [""], ["/a*b"], ["/a/<id>"], ["/a/{id"], ["/a/{}"], ["/a?b"]])
+def test_a_route_that_could_never_match_is_refused(routes: list[str]) -> None:
+    """A middleware that protects nothing is a mistake; so is the notation of another framework."""
+    with pytest.raises(ValueError, match="route"):
+        routes_of(routes)
+
+
+@pytest.mark.parametrize("routes", ["/pay", [b"/pay"], [None]])
+def test_routes_are_texts(routes: Any) -> None:
+    """One text in the place of several would be read letter by letter."""
+    with pytest.raises(TypeError, match="route"):
+        routes_of(routes)
+
+
+def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
+    """On named routes a key is needed; else it is the client's choice."""
+    everywhere, named = rules(), rules(routes=["/pay"])
+    keyless = request(keys=())
+    assert (everywhere.concern(request()), everywhere.concern(keyless)) == (True, False)
+    assert (named.concern(request()), named.concern(keyless), named.concern(request(path="/x"))) == (True, True, False)
+    assert not named.concern(request(method="PUT"))
+    with pytest.raises(Refusal) as told:
+        named.key(keyless)
+    assert told.value.reply.status == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"methods": "POST"}, TypeError),
+        ({"methods": []}, ValueError),
+        ({"methods": ["P OST"]}, ValueError),
+        ({"methods": ["get"]}, ValueError),
+        ({"record_below": 200}, ValueError),
+        ({"record_below": 601}, ValueError),
+        ({"max_body": -1}, ValueError),
+        ({"ttl": 0.1}, ValueError),
+        ({"ttl": "60"}, TypeError),
+        ({"keep": 30}, ValueError),
+        ({"keep": timedelta(seconds=59)}, ValueError),
+        ({"on_failure": "keep"}, ValueError),
+        ({"principal": "me"}, TypeError),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_when_the_middleware_is_made(
+    options: Any, error: type[Exception]
+) -> None:
+    """C110: also a record that would be forgotten before a dead request is given up."""
+    with pytest.raises(error):
+        rules(**options)
+
+
+# ---------------------------------------------------------------- whose, and for what
+
+
+def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> None:
+    """Nobody reads a token from a scope, and the same text in another header is somebody else."""
+    ours = rules()
+    found = {
+        ours.owner(request(credentials=credentials), None)
+        for credentials in ((b"authorization:me",), (b"cookie:me",), (b"authorization:me", b"cookie:me"))
+    }
+    assert len(found) == 3
+    assert not any("me" in one for one in found)
+    assert ours.owner(request(), None) == ours.owner(request(path="/other"), None)
+
+
+async def test_a_request_of_nobody_has_no_key() -> None:
+    """Without credentials, or where the function says None, a key would be everybody's; what is no text is a mistake."""
+
+    async def later(_: Any) -> str:
+        return "me"
+
+    with pytest.raises(Refusal) as told:
+        rules().owner(request(credentials=()), None)
+    assert told.value.reply.status == 400
+    for nobody in (None, ""):
+        with pytest.raises(Refusal):
+            rules(principal=lambda _, found=nobody: found).owner(request(), None)
+    for mistake in (lambda _: 7, later):
+        with pytest.raises(TypeError, match="principal must return a str"):
+            rules(principal=mistake).owner(request(), None)
+    assert rules(principal=lambda raw: raw["user"]).owner(request(), {"user": "me"}) == "me"
+
+
+def test_a_scope_keeps_principals_methods_and_paths_apart() -> None:
+    """C102: no two give the same scope, however they are cut; it stays short, and a person can read the path."""
+    ours = rules()
+    asked = [
+        (request(), "me"),
+        (request(), "you"),
+        (request(method="PATCH"), "me"),
+        (request(path="/pay/"), "me"),
+        (request(path="/pa"), "yme"),
+        (request(root="/api"), "me"),
+        (request(path="/" + "x" * 5000), "me"),
+        (request(path="/" + "x" * 5001), "me"),
+        (request(path="/\udc80\n"), "me"),
+    ]
+    scopes = [ours.wanted(one, owner, "k", b"").scope for one, owner in asked]
+    assert len(set(scopes)) == len(scopes)
+    assert max(map(len, scopes)) <= SHOWN + 72
+    assert all(scope.isprintable() and scope.isascii() for scope in scopes)
+    assert scopes[0].startswith("POST /pay ")
+    assert ours.wanted(request(root="/api", path="/pay"), "me", "k", b"").scope == scopes[5]
+
+
+def test_a_fingerprint_tells_query_type_and_body_apart() -> None:
+    """C102: what differs in any of them is another request."""
+    ours = rules()
+    asked = [
+        (request(), b"ab"),
+        (request(), b"a"),
+        (request(query=b"a"), b"b"),
+        (request(content_type=b"application/jsonab"), b""),
+        (request(content_type=b""), b"ab"),
+    ]
+    assert len({ours.wanted(one, "me", "k", body).fingerprint for one, body in asked}) == len(asked)
+    assert ours.wanted(request(), "me", "k", b"ab") == ours.wanted(request(), "me", "k", b"ab")
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
+    """All other headers are, repeated ones too, in their order."""
+    headers = [
+        ("Location", "/payments/1"),
+        ("Set-Cookie", "session=1"),
+        ("DATE", "today"),
+        ("Server", "x"),
+        ("Connection", "close, X-Hop"),
+        ("x-hop", "1"),
+        ("Transfer-Encoding", "chunked"),
+        ("Link", "a"),
+        ("Link", "b"),
+        ("content-length", "3"),
+    ]
+    assert kept(headers) == (("Location", "/payments/1"), ("Link", "a"), ("Link", "b"), ("content-length", "3"))
+
+
+def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
+    """C101: a failure is none; what was sent on as it came leaves the fact that it was sent."""
+    ours = rules(record_below=500, max_body=3)
+    assert ours.record(201, [("date", "x"), ("a", "b")], b"abc") == Reply(201, (("a", "b"),), b"abc")
+    assert ours.record(499, [], b"") is not None
+    assert ours.record(500, [], b"") is None
+    assert ours.record(503, [], None) is None
+    whole = ours.record(200, [], None)
+    assert whole is not None
+    assert whole.status == 409
+    assert b"was processed" in whole.body
+    streams = [[("Content-Length", "4")], [("content-type", "text/event-stream; charset=utf-8")]]
+    assert all(ours.streams(headers) for headers in streams)
+    assert not any(ours.streams(headers) for headers in ([], [("content-length", "3")], [("content-length", "x")]))
+
+
+def test_a_waiter_is_told_to_come_back_soon_while_the_claim_is_renewed() -> None:
+    """A claim of which less than half is left belongs to a process that is gone: until its end nothing will happen."""
+    waits = {}
+    for left in (59.0, 41.0, 29.5, 0.1):
+        error = IdempotencyInProgressError("secret", scope="s", key="k", retry_after=left)
+        reply = refused(error, "POST /pay", 60.0)
+        assert (reply.status, b"secret" in reply.body) == (409, False)
+        waits[left] = dict(reply.headers)["retry-after"]
+    assert waits == {59.0: "1", 41.0: "1", 29.5: "30", 0.1: "1"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (IdempotencyKeyReusedError("secret", scope="s", key="k"), 422),
+        (AttemptLostError("secret", scope="s", key="k", attempt=1, newest=2), 409),
+        (UnreachableError("secret"), 503),
+        (SchemaError("secret"), 500),
+    ],
+)
+def test_a_refusal_is_a_problem_that_tells_no_secrets(error: Any, status: int) -> None:
+    """What an error says is for the log."""
+    reply = refused(error, "POST /pay", 60.0)
+    assert reply.status == status
+    assert b"secret" not in reply.body
+    headers = dict(reply.headers)
+    assert (headers["content-type"], headers["content-length"]) == ("application/problem+json", str(len(reply.body)))
+
+
+def test_a_replay_is_marked() -> None:
+    """A recorded problem is given again like any other answer; what is no answer cannot be."""
+    reply = replay(Stored("done", None, problem(402, "declined")))
+    assert (reply.status, reply.headers[-1]) == (402, ("idempotent-replayed", "true"))
+    with pytest.raises(IdempotencyMisuseError):
+        replay(Stored("done", '"text"', None))
