@@ -60,7 +60,7 @@ def own(dsn: str) -> Iterator[str]:
 def test_pods_that_migrate_at_once_all_succeed(
     tmp_path: Path, own: str, template: str, driver: str, changed: tuple[tuple[str, str], ...]
 ) -> None:
-    """C048 to C052: all exit with 0, each revision is applied once and under the lock, and the index is valid.
+    """C048, C049, C050, C051, C052: all exit with 0, each revision is applied once, under the lock, and the index is valid.
 
     Whoever waits is never idle in a transaction.
     """
