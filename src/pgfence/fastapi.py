@@ -15,12 +15,13 @@ from math import ceil
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
-from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from pgfence._http.endpoint import key_of, payload_of, scope_of
+from pgfence._http.endpoint import payload_of, scope_of
+from pgfence._http.key import key_of
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
@@ -64,11 +65,10 @@ class Locked:
     """A transaction lock that is held when the endpoint begins, and ends with its transaction; see `TransactionLock`.
 
     `Depends(Locked("account:{account_id}", session=get_session), scope="function")`, in the decorator or as a parameter. Those of
-    the decorator run first, in their order: what authenticates stands in front. Then a timeout is 423.
+    the decorator run first, in their order: what authenticates stands in front. A timeout is 423, an impossible value 422.
 
     Args:
-        names: a field in braces is a parameter of the path, as the endpoint or a dependency declares it: with an `int`,
-            `/accounts/007` locks `account:7`. What it cannot be is 422.
+        names: a field in braces is a parameter of the path, as it is declared: as an `int`, 007 locks `account:7`.
         session: the dependency that gives the endpoint its Session or AsyncSession.
         timeout: seconds to wait; None is the configured default.
 
@@ -96,7 +96,8 @@ class Locked:
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         acquire = partial(lock.acquire, timeout=self._timeout)
-        await (acquire() if is_async else run_in_threadpool(acquire))
+        # Not on a thread of the endpoints: whoever waits there keeps the one that holds the lock from running.
+        await (acquire() if is_async else to_thread.run_sync(acquire, limiter=CapacityLimiter(1)))
 
 
 class IdempotentCall(Generic[T]):
@@ -141,8 +142,7 @@ class Idempotent(Generic[T]):
 
     Args:
         session: the dependency that gives the endpoint its Session or AsyncSession.
-        principal: a dependency that says whose request it is, once that is known for sure. Never a constant: clients would get
-            each other's answers.
+        principal: a dependency that says whose request it is. Never a constant: clients would get each other's answers.
         result: the type of the result. A TypeError if it cannot be stored.
     """
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import anyio.to_thread
 import httpx2
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, UploadFile, WebSocket
@@ -231,6 +232,22 @@ async def test_what_authenticates_in_front_of_the_lock_is_asked_first(shop: Shop
     with shop.holding("account:7"):
         async with shop.client() as client:
             assert (await client.delete("/accounts/7")).status_code == 401
+
+
+async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) -> None:
+    """With one thread for all sync endpoints a queue for one lock is served, one after the other."""
+    done = []
+
+    def closes(account_id: int, session: Any = Depends(shop.session, scope="function")) -> None:
+        done.append(account_id)
+
+    needed = shop.locked("account:{account_id}", timeout=10)
+    shop.app.delete("/accounts/{account_id}", dependencies=needed)(closes)
+    anyio.to_thread.current_default_thread_limiter().total_tokens = 1
+    async with shop.client() as client:
+        answers = await asyncio.gather(*(client.delete("/accounts/7") for _ in range(6)))
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert done == [7] * 6
 
 
 async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:

@@ -12,20 +12,6 @@ READABLE = 160
 """Characters up to which a scope is stored as it is, and not as a digest."""
 
 
-def key_of(values: list[str]) -> str:
-    """Return the key that a request gives.
-
-    Args:
-        values: of its headers of that name.
-
-    Raises:
-        ValueError: there is not one.
-    """
-    if len(values) != 1:
-        raise ValueError(f"{'two headers' if values else 'no header'} Idempotency-Key, where one is needed")
-    return values[0].strip().strip('"')
-
-
 def scope_of(method: str, path: str, principal: object) -> str:
     """Return the scope of a key.
 

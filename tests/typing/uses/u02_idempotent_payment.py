@@ -9,9 +9,12 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Request
 from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import Account, AsyncSessionLocal, Base, async_engine, engine, get_session
 from pgfence import Attempt, IdempotentEffect, idempotent, idempotent_call, insert_once
+from pgfence.asgi import IdempotencyMiddleware
 from pgfence.fastapi import Locked, install_error_handlers
 
 
@@ -80,6 +83,39 @@ async def pay(
 )
 def close(account_id: int, session: Annotated[Session, Depends(get_session, scope="function")]) -> None:
     session.delete(session.get_one(Account, account_id))
+
+
+class Authentication:
+    """Stands for whatever knows who asks."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["user"] = Headers(scope=scope).get("x-user")
+        await self.app(scope, receive, send)
+
+
+def principal(scope: Scope) -> str | None:
+    user: str | None = scope["state"]["user"]
+    return user
+
+
+app.add_middleware(IdempotencyMiddleware, engine=async_engine, principal=principal, routes=["/refunds"])
+app.add_middleware(Authentication)  # added last, it runs first
+
+
+@app.post("/refunds", status_code=201)
+def refund(
+    body: PayIn,
+    user: Annotated[int, Depends(get_user)],
+    session: Annotated[Session, Depends(get_session, scope="function")],
+) -> PayOut:
+    payment = Payment(user_id=user, amount=-body.amount)
+    session.add(payment)
+    session.flush()
+    return PayOut(id=payment.id, amount=payment.amount)
 
 
 def guarded_block(session: Session, key: str) -> int:
