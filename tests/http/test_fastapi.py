@@ -250,6 +250,21 @@ async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) ->
     assert done == [7] * 6
 
 
+@pytest.mark.parametrize("world", ["psycopg2"], indirect=True)
+async def test_those_who_wait_in_a_sync_endpoint_leave_it_none(shop: Shop) -> None:
+    """The control: the answer of whoever holds the lock needs a thread, and each of them has somebody who waits for its commit."""
+
+    def closes(account_id: int, session: Any = Depends(shop.session, scope="function")) -> int:
+        TransactionLock(session, f"account:{account_id}").acquire(timeout=0.5)
+        return account_id
+
+    shop.app.delete("/accounts/{account_id}")(closes)
+    anyio.to_thread.current_default_thread_limiter().total_tokens = 1
+    async with shop.client() as client:
+        answers = await asyncio.gather(*(client.delete("/accounts/7") for _ in range(3)))
+    assert 423 in [answer.status_code for answer in answers]
+
+
 async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
     """The endpoint would work in another transaction than the one that is locked, or that has the key."""
 
