@@ -107,7 +107,7 @@ class Site:
         while more:
             message = await receive()
             body += message["body"]
-            more = message["more_body"]
+            more = message.get("more_body", False)
         answer = await self._answer(Asked(scope["method"], scope["path"], body))
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})

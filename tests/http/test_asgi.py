@@ -1,0 +1,355 @@
+"""What is particular to ASGI: receive and send, cancels, clients that go away, work after the answer, and frameworks."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+from fastapi import BackgroundTasks, FastAPI, WebSocket
+from fastapi.testclient import TestClient
+from starlette.applications import Starlette
+from starlette.responses import FileResponse, StreamingResponse
+from starlette.routing import Mount, Route
+
+from pgfence.asgi import IdempotencyMiddleware
+from support.sites import Answer, Asked, Site, ask_asgi
+from support.stepping import at_every_step
+from support.waiting import eventually
+from support.worlds import World
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    import psycopg
+    from starlette.requests import Request
+
+pytestmark = pytest.mark.usefixtures("tables")
+HEADERS = [("authorization", "me"), ("content-type", "text/plain")]
+
+
+@pytest.fixture(params=["psycopg_async"])
+async def site(request: pytest.FixtureRequest, dsn: str, admin: psycopg.Connection[Any]) -> AsyncIterator[Site]:
+    """An application behind the middleware."""
+    world = World(request.param, dsn)
+    yield Site(world, admin)
+    await world.close()
+
+
+class Call:
+    """A request message by message: what the server gives, and what it is sent."""
+
+    def __init__(self, site: Site, *, body: bytes = b"{}", **scope: Any) -> None:
+        headers = [("idempotency-key", f"{site.label}:k"), *HEADERS]
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/pay",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers],
+            **scope,
+        }
+        self.given: list[Any] = [{"type": "http.request", "body": body}]
+        self.sent: list[Any] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> Any:
+        if self.given:
+            return self.given.pop(0)
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def through(self, app: Any) -> list[str]:
+        """Send it, and return the kinds of the messages that came."""
+        await app(self.scope, self.receive, self.send)
+        return [message["type"].removeprefix("http.response.") for message in self.sent]
+
+
+def client(app: Any) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(app=app)
+    return httpx2.AsyncClient(transport=transport, base_url="http://site", headers={"authorization": "me"})
+
+
+# ---------------------------------------------------------------- the client goes away
+
+
+async def test_a_client_that_goes_away_before_its_body_is_complete_has_asked_for_nothing(site: Site) -> None:
+    """Half a request is none: the application is not called, the key not claimed."""
+    call = Call(site)
+    call.given = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+    assert await call.through(site.middleware) == []
+    assert site.seen == site.rows() == []
+
+
+async def test_a_client_that_goes_away_later_is_answered_for_all_that(site: Site) -> None:
+    """The application does not hear of it while it works, goes on to its end, and the client's next request gets the answer."""
+    told = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        leaving = asyncio.create_task(receive())
+        call.gone.set()
+        done, _ = await asyncio.wait([leaving], timeout=0.05)
+        assert not done
+        await send({"type": "http.response.start", "status": 201, "headers": []})
+        await send({"type": "http.response.body", "body": b"paid"})
+        assert (await leaving)["type"] == "http.disconnect"
+        told.set()
+
+    call = Call(site)
+    middleware = IdempotencyMiddleware(app, site.engine)
+    assert await call.through(middleware) == ["start", "body"]
+    assert told.is_set()
+    again = Call(site)
+    await again.through(middleware)
+    assert (again.sent[0]["headers"], again.sent[1]["body"]) == ([(b"idempotent-replayed", b"true")], b"paid")
+
+
+async def test_the_application_hears_of_the_client_while_its_answer_flows(site: Site) -> None:
+    """A stream of events is sent as it comes, and ends when nobody listens; it is not given again."""
+    seen: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        seen.append(len(call.sent))
+        call.gone.set()
+        assert (await receive())["type"] == "http.disconnect"
+        await send({"type": "http.response.body"})
+
+    call = Call(site)
+    middleware = IdempotencyMiddleware(app, site.engine)
+    assert await call.through(middleware) == ["start", "body", "body"]
+    assert seen == [2]
+    again = Call(site)
+    await again.through(middleware)
+    assert again.sent[0]["status"] == 409
+
+
+async def test_a_cancel_leaves_the_key_until_its_time_is_over(site: Site) -> None:
+    """Nobody knows what the application was doing: the next request waits for the ttl, whatever `on_failure` says."""
+    reached = asyncio.Event()
+
+    async def pay(_: Asked) -> Answer:
+        if len(site.seen) == 1:
+            reached.set()
+            await asyncio.Event().wait()
+        return Answer()
+
+    site.handler = pay
+    site.behind(ttl=30)
+    request = asyncio.create_task(site.ask())
+    await reached.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    busy = await site.ask()
+    assert busy.status == 409
+    site.lapse()
+    assert (await site.ask()).status == 201
+    assert site.row.attempt == 2
+
+
+@pytest.mark.parametrize("site", ["psycopg_async", "asyncpg"], indirect=True)
+async def test_a_cancel_at_any_await_leaves_a_key_that_can_be_asked_for_again(site: Site) -> None:
+    """Later its answer is given, or the request is handled: never a second answer, never a claim that stays alive."""
+    keys: list[str] = []
+
+    async def work() -> None:
+        keys.append(f"k{len(keys)}")
+        await site.ask(keys[-1])
+
+    async def check() -> None:
+        key = keys[-1]
+        done = [row for row in site.rows() if row.key.endswith(f":{key}") and row.status == "done"]
+
+        async def answered() -> Any:
+            site.lapse()
+            before = len(site.seen)
+            got = await site.ask(key)
+            return None if got.status == 409 else (got, len(site.seen) - before)
+
+        got, handled = await eventually(answered, 10)
+        assert (got.status, got.replayed) == (201, handled == 0)
+        assert got.replayed or not done
+
+    assert await at_every_step(work, check) >= 3
+
+
+# ---------------------------------------------------------------- messages
+
+
+async def test_an_application_that_does_not_answer_frees_the_key(site: Site) -> None:
+    """C101: no answer, or half of one, is a failure; the server sees what it would see without us."""
+    half = [{"type": "http.response.start", "status": 200}, {"type": "http.response.body", "more_body": True}]
+    for messages in ([], half[:1], half):
+
+        async def app(scope: Any, receive: Any, send: Any, messages: Any = messages) -> None:
+            for message in messages:
+                await send(message)
+
+        assert await Call(site).through(IdempotencyMiddleware(app, site.engine)) == []
+        assert site.row.status == "free"
+
+
+async def test_work_after_the_answer_is_no_part_of_it(site: Site) -> None:
+    """A background task runs when the client has its answer and the key is done; its failure changes nothing."""
+    app = FastAPI()
+
+    def afterwards() -> None:
+        assert site.row.status == "done"
+        raise ValueError("afterwards")
+
+    @app.post("/pay")
+    async def pay(tasks: BackgroundTasks) -> dict[str, bool]:
+        tasks.add_task(afterwards)
+        return {"paid": True}
+
+    call = Call(site)
+    with pytest.raises(ValueError, match="afterwards"):
+        await call.through(IdempotencyMiddleware(app, site.engine))
+    assert [message["type"] for message in call.sent] == ["http.response.start", "http.response.body"]
+    assert site.row.status == "done"
+
+
+async def test_ways_to_answer_that_cannot_be_recorded_are_not_offered(site: Site, tmp_path: Path) -> None:
+    """A file is sent as a body, so that there is something to give again; what informs stays."""
+    (tmp_path / "receipt").write_bytes(b"receipt\n" * 100)
+    offered: list[Any] = []
+
+    async def pay(request: Request) -> FileResponse:
+        offered.append(request.scope["extensions"])
+        return FileResponse(tmp_path / "receipt")
+
+    middleware = IdempotencyMiddleware(Starlette(routes=[Route("/pay", pay, methods=["POST"])]), site.engine)
+    extensions = {"http.response.pathsend": {}, "http.response.trailers": {}, "tls": {"x": 1}}
+    for _ in range(2):
+        call = Call(site, extensions=extensions)
+        assert await call.through(middleware) == ["start", "body"]
+        assert call.sent[1]["body"] == b"receipt\n" * 100
+    assert offered == [{"tls": {"x": 1}}]
+
+
+async def test_a_streamed_answer_is_sent_when_it_is_complete(site: Site) -> None:
+    """Within `max_body` a stream is an answer like others, and given again in one piece."""
+
+    async def pay(_: Request) -> StreamingResponse:
+        async def pieces() -> AsyncIterator[bytes]:
+            for piece in (b"a", b"b", b"c"):
+                await asyncio.sleep(0)
+                yield piece
+
+        return StreamingResponse(pieces(), 202)
+
+    middleware = IdempotencyMiddleware(Starlette(routes=[Route("/pay", pay, methods=["POST"])]), site.engine)
+    for spec in ("2.0", "2.4"):
+        for replayed in (spec == "2.4", True):
+            call = Call(site, asgi={"version": "3.0", "spec_version": spec})
+            assert await call.through(middleware) == ["start", "body"]
+            assert (call.sent[0]["status"], call.sent[1]["body"]) == (202, b"abc")
+            assert ((b"idempotent-replayed", b"true") in call.sent[0]["headers"]) == replayed
+
+
+def test_other_scopes_pass_through(site: Site) -> None:
+    """A lifespan and a WebSocket see no difference."""
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        events.append("up")
+        yield
+        events.append("down")
+
+    app = FastAPI(lifespan=lifespan)
+    app.add_middleware(IdempotencyMiddleware, engine=site.engine, routes=["/ws"])
+
+    @app.websocket("/ws")
+    async def talk(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text("hello")
+
+    with TestClient(app) as connected, connected.websocket_connect("/ws") as socket:
+        assert socket.receive_text() == "hello"
+    assert events == ["up", "down"]
+
+
+# ---------------------------------------------------------------- frameworks
+
+
+async def test_it_is_added_to_an_application_like_any_other(site: Site) -> None:
+    """`add_middleware` on FastAPI: the scope that others look at afterwards is the application's."""
+    app = FastAPI()
+    paid: list[int] = []
+    looked: list[Any] = []
+
+    @app.post("/orders/{order}/payments", status_code=201)
+    async def pay(order: int) -> dict[str, int]:
+        paid.append(order)
+        return {"order": order}
+
+    app.add_middleware(IdempotencyMiddleware, engine=lambda: site.engine, routes=["/orders/{order}/payments"])
+
+    async def outer(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope, receive, send)
+        looked.append(scope.get("route"))
+
+    async with client(outer) as ours:
+        key = {"idempotency-key": f'"{site.label}:k"'}
+        first = await ours.post("/orders/7/payments", headers=key)
+        again = await ours.post("/orders/7/payments", headers=key)
+        assert (first.status_code, again.status_code, again.content) == (201, 201, first.content)
+        assert again.headers["idempotent-replayed"] == "true"
+        assert (await ours.post("/orders/8/payments", headers=key)).json() == {"order": 8}
+        assert (await ours.post("/orders/7/payments")).status_code == 400
+    assert paid == [7, 8]
+    assert looked[0] is not None
+
+
+@pytest.mark.parametrize("path", ["/api/pay", "/pay"])
+async def test_a_route_is_below_the_root_path(site: Site, path: str) -> None:
+    """Servers put the root into the path or do not: one route, one key."""
+    site.behind(routes=["/pay"])
+    for n, seen in enumerate((path, "/api/pay", "/pay")):
+        call = Call(site, root_path="/api", path=seen)
+        await call.through(site.middleware)
+        assert ((b"idempotent-replayed", b"true") in call.sent[0]["headers"]) == (n > 0)
+    other = Call(site, root_path="/v2", path="/pay")
+    await other.through(site.middleware)
+    assert len(site.seen) == 2
+    away = Call(site, root_path="/pay", path="/payments")
+    away.scope["headers"] = []
+    await away.through(site.middleware)
+    assert away.sent[0]["status"] == 201
+
+
+async def test_a_mounted_application_has_routes_of_its_own(site: Site) -> None:
+    """Behind a mount the middleware sees the path below it, and keys of two mounts stay apart."""
+    site.behind(routes=["/pay"])
+    app = Starlette(routes=[Mount("/a", site.middleware), Mount("/b", site.middleware)])
+    got = [
+        await ask_asgi(app, "POST", path, "", [("idempotency-key", f"{site.label}:k"), *HEADERS], b"{}")
+        for path in ("/a/pay", "/b/pay", "/a/pay")
+    ]
+    assert [one.replayed for one in got] == [False, False, True]
+
+
+async def test_a_principal_that_is_no_text_is_a_mistake(site: Site) -> None:
+    """It is told to the developer, and not taken for nobody."""
+    site.behind(principal=lambda scope: 7)
+    with pytest.raises(TypeError, match="principal must return a str or None, not int"):
+        await site.ask()
+
+
+def test_a_sync_engine_is_refused(site: Site) -> None:
+    """The application runs on a loop, and so do its claims."""
+    with pytest.raises(TypeError, match="needs an AsyncEngine, not Engine"):
+        site.behind(engine=site.engine.sync_engine)
