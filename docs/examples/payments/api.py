@@ -6,7 +6,7 @@ uvicorn api:app --port 8000
 
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 from urllib.error import HTTPError, URLError
@@ -91,7 +91,7 @@ OrderId = Annotated[int, Path(gt=0, lt=2**31)]
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
     with TransactionLock.begin(engine, "payments:tables") as connection:  # every process does this at its start
         Base.metadata.create_all(connection)
         schema.create_all(connection)
