@@ -6,10 +6,12 @@ import json
 import logging
 import subprocess
 import sys
-
-import pytest
+from typing import TYPE_CHECKING
 
 import pgfence_alembic
+
+if TYPE_CHECKING:
+    import pytest
 
 DIRECTIVES = [name for name in vars(pgfence_alembic.Directives) if not name.startswith("_")]
 FIRST = (
@@ -38,17 +40,27 @@ def python(program: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("module", FIRST)
-def test_the_directives_are_there_whatever_is_imported_first(module: str) -> None:
-    """Alembic's modules import each other in another order each time, and the plugin is complete after all of them."""
-    program = (
-        f"import importlib, json; importlib.import_module({module!r}); import alembic.op; import alembic.runtime.plugins as p;"
-        f"from pgfence.alembic_plugin import comparison, implementations, renderers;"
-        f"print(json.dumps([sorted(p._all_plugins), [name for name in {DIRECTIVES!r} if hasattr(alembic.op, name)]]))"
-    )
-    plugins, directives = json.loads(python(program))
-    assert "pgfence" in plugins
-    assert directives == DIRECTIVES
+def test_the_directives_are_there_whatever_is_imported_first() -> None:
+    """Alembic's modules import each other in another order each time, and the plugin is complete after all of them.
+
+    Each order in a process of its own, forked from one that has imported nothing of Alembic or pgfence.
+    """
+    program = f"""
+import importlib, json, os, sqlalchemy, sys
+for module in {FIRST!r}:
+    if not os.fork():
+        importlib.import_module(module)
+        import alembic.op
+        import alembic.runtime.plugins as plugins
+        from pgfence.alembic_plugin import comparison, implementations, renderers
+        there = [name for name in {DIRECTIVES!r} if hasattr(alembic.op, name)]
+        print(json.dumps([module, "pgfence" in plugins._all_plugins, there]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, module
+    assert "alembic" not in sys.modules and "pgfence" not in sys.modules
+"""
+    told = [json.loads(line) for line in python(program).splitlines()]
+    assert told == [[module, True, DIRECTIVES] for module in FIRST]
 
 
 def test_a_command_of_alembic_loads_no_more_than_the_entry_point() -> None:

@@ -28,7 +28,7 @@ TAKE_OUT = (
 )
 # Alembic's own transaction lasts long enough for the others to meet it.
 LAST_LONGER = """\
-$ sed -i 's/^def upgrade() -> None:/&\\n    op.execute("SELECT pg_sleep(1)")/' migrations/script.py.mako
+$ sed -i 's/^def upgrade() -> None:/&\\n    op.execute("SELECT pg_sleep(5)")/' migrations/script.py.mako
 """
 FIRST_REVISION = {
     "migrate-at-startup": "$ alembic revision",
