@@ -214,6 +214,7 @@ def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:
 def key_grants(place: Place, role: str) -> list[str]:
     """Return the rights that a role needs for idempotency keys; DELETE is for taking the expired ones away."""
     asked = [f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place.name('idempotency_key')} TO {role}"]
+    asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")
     if place.schema is not None:
         asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")
     return asked

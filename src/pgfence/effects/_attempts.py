@@ -109,7 +109,7 @@ class Running(Record):
         Raises:
             AttemptLostError: another attempt counts by now; nothing is stored.
             IdempotencyMisuseError: it has ended before.
-            UnreachableError: no answer. It is tried again in the background until the claim's time is over.
+            UnreachableError: no answer. It is tried again in the background for a while.
         """
         self._end(status, text, None)
 

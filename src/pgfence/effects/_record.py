@@ -167,16 +167,16 @@ class Record:
         if isinstance(error, UnreachableError) or sqlstate(error) is None:
             grant = self._grant
             args = grant.stored, *args
-            self._domain.beat.end_later(
-                Ending(grant.place, lambda sql: sql.finish_late, args, row_until(grant), grant.family)
-            )
+            # The server decides by the id of the claim, so that it does no harm to come late.
+            until = max(row_until(grant), clock() + LONGEST_PATIENCE)
+            self._domain.beat.end_later(Ending(grant.place, lambda sql: sql.finish_late, args, until, grant.family))
 
     def _unanswered(self, error: BaseException) -> UnreachableError | None:
         if not isinstance(error, UnreachableError):
             return None
         return UnreachableError(
             f"the server gave no answer when the result of attempt {self.number} at {self._wanted} was to be stored: {error}."
-            " It is tried again in the background until the claim's time is over; ask for the key again to learn what came of it"
+            " It is tried again in the background for a while; ask for the key again to learn what came of it"
         )
 
     def _held_up(self, error: Exception) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_type_hints
 
 from pgfence._runtime.trust import ttl_of
@@ -74,8 +75,9 @@ class Effects(Generic[T]):
         if self._told:
             return
         try:
-            returns = get_type_hints(fn).get("return")
-        except (NameError, TypeError):
+            alone: Any = SimpleNamespace(__annotations__={"return": getattr(fn, "__annotations__", {}).get("return")})
+            returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
+        except (NameError, TypeError):  # imported for type checkers alone
             return
         try:
             unknown = list(classes_in(returns).values())
