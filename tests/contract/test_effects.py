@@ -27,6 +27,8 @@ from support.effects import Gate, Shop
 from support.waiting import eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import psycopg
 
     from support.worlds import World
@@ -437,6 +439,20 @@ async def test_missing_tables_are_told_of_before_the_work(world: World, admin: p
     with pytest.raises(SchemaError, match="pgfence install --schema nowhere"):
         await shop.run("k")
     assert shop.provider.done == 0
+
+
+async def test_a_role_needs_the_rights_that_its_error_names(
+    world: World, admin: psycopg.Connection[Any], role: Callable[..., str]
+) -> None:
+    """Without them nothing is done; with them all of it works."""
+    shop = Shop(world, admin, dsn=role())
+    with pytest.raises(SchemaError, match="may not use pgfence's tables") as told:
+        await shop.run("k")
+    assert told.value.command is not None
+    user = shop.engine.url.username
+    admin.execute(told.value.command.replace("<role>", user).encode())
+    assert await shop.run("k") == await shop.run("k") == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
 
 
 @pytest.mark.parametrize(
