@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
+import socket
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -42,4 +46,31 @@ def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
     eventually(lambda: dead.lost)
     with pytest.raises(Exception, match="was lost"):
         dead.release()
+    engine.dispose()
+
+
+@pytest.mark.skipif(not HAS_HANGUP, reason="this kernel does not tell of a hang-up")
+def test_the_event_of_a_session_that_was_torn_from_it_does_not_keep_the_watcher_awake(
+    dsn: str, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
+) -> None:
+    """An interrupt closes a watched number and leaves its event: the watcher rests all the same, and still hears of others."""
+    engine = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    held = AdvisoryLock(engine, name).acquire()
+    near, far = socket.socketpair()
+
+    def watched() -> str:
+        with WATCHER._lock:
+            return Path(f"/proc/self/fdinfo/{WATCHER._epoll.fileno()}").read_text()
+
+    with WATCHER._lock:
+        torn = os.dup(near.fileno())
+        WATCHER._epoll.register(torn, select.EPOLLRDHUP)
+        os.close(torn)
+    far.close()
+    eventually(lambda: f"tfd: {torn:8d} " not in watched())
+    admin.execute("SELECT pg_terminate_backend(%s, 2000)", [held._hold.session.pid])
+    eventually(lambda: held.lost)
+    with pytest.raises(Exception, match="was lost"):
+        held.release()
+    near.close()
     engine.dispose()

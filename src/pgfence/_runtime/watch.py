@@ -47,6 +47,7 @@ class Watched(Protocol):
     """What the watcher needs of a session."""
 
     dup: int
+    dead: LossReason | None
 
     def died(self, reason: LossReason) -> None: ...
     def tick(self, now: float, paused: bool) -> None: ...
@@ -136,9 +137,9 @@ class Watcher:
         _start_thread("pgfence-jobs", _serve, self._jobs)
 
     def _watch(self) -> None:
-        epoll = self._epoll
         before = clock()
         while True:
+            epoll = self._epoll
             events: list[tuple[int, int]] = []
             if epoll is None:
                 time.sleep(TICK)
@@ -159,12 +160,27 @@ class Watcher:
             reference = self._sessions.get(dup)
             session = reference() if reference is not None else None
             if session is None or session.dup != dup or not hung_up(dup):
+                self._renew()
                 return
             if self._epoll is not None:
                 with contextlib.suppress(OSError):
                     self._epoll.unregister(dup)
             reason = reason_of(dup)
         tell(lambda: session.died(reason))
+
+    def _renew(self) -> None:
+        """Watch again only what is to be watched.
+
+        Where an interrupt came into `unwatch`, a number is closed and its event stays: epoll hears of a socket as long as
+        there is a copy of it anywhere, and has no way to forget one whose number is gone. Each poll would return at once.
+        """
+        assert self._epoll is not None
+        self._epoll.close()
+        self._epoll = select.epoll()
+        for dup, reference in self._sessions.items():
+            session = reference()
+            if session is not None and session.dead is None:
+                self._epoll.register(dup, select.EPOLLRDHUP)
 
     def _tick(self, now: float, paused: bool) -> None:
         with self._lock:
