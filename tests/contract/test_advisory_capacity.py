@@ -344,9 +344,9 @@ async def test_connections_that_died_free_their_places(world: World, name: str, 
 
 
 @pytest.fixture
-def small_server(make_server: Callable[..., OwnServer]) -> str:
+def small_server(lend_server: Callable[..., OwnServer]) -> str:
     """The DSN of a server whose lock table has room for little more than 200 locks."""
-    return make_server(fsync=False, settings={"max_connections": "20", "max_locks_per_transaction": "10"}).dsn
+    return lend_server(max_connections="20", max_locks_per_transaction="10").dsn
 
 
 COUNT = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"

@@ -121,9 +121,9 @@ async def test_a_role_that_sees_nothing_of_others_still_sees_that_it_is_held(
         assert (found.host, found.since) == (None, None)
 
 
-async def test_a_prepared_transaction_is_a_holder_without_a_process(world: World, name: str, make_server: Any) -> None:
+async def test_a_prepared_transaction_is_a_holder_without_a_process(world: World, name: str, lend_server: Any) -> None:
     """A lock that went into PREPARE TRANSACTION is held by nobody's process, and the message names the transaction."""
-    server = make_server(fsync=False, settings={"max_prepared_transactions": "2"})
+    server = lend_server(max_prepared_transactions="2")
     engine = world.engine(dsn=server.dsn)
     async with connection(world, engine) as work:
         await world.call(lock(work, name).acquire)
@@ -138,6 +138,8 @@ async def test_a_prepared_transaction_is_a_holder_without_a_process(world: World
         # Whoever took it is another transaction now, and has to ask like everybody else.
         assert await world.call(lock(work, name).try_acquire) is False
         await world.call(work.rollback)
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        admin.execute("ROLLBACK PREPARED 'stuck'")
 
 
 async def test_the_lock_table_is_counted(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

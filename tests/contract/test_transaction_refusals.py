@@ -228,26 +228,26 @@ async def test_a_request_that_would_fill_the_lock_table_is_refused(
 
 
 async def test_a_nearly_full_lock_table_warns_once(
-    world: World, make_server: Any, caplog: pytest.LogCaptureFixture
+    world: World, lend_server: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """C035: from 80 % on a large request says so at WARNING, once per engine."""
-    server = make_server(fsync=False, settings={"max_connections": "30", "max_locks_per_transaction": "10"})
+    server = lend_server(max_connections="20", max_locks_per_transaction="10")
     engine = world.engine(dsn=server.dsn)
     async with connection(world, engine) as work:
         for _ in range(2):
-            await world.call(lock(work, *(LockKey.raw(n) for n in range(250))).acquire)
+            await world.call(lock(work, *(LockKey.raw(n) for n in range(170))).acquire)
             await world.call(work.rollback)
     assert [record.levelno for record in caplog.records if "lock table" in record.getMessage()] == [logging.WARNING]
 
 
 async def test_a_full_lock_table_is_a_capacity_error(
-    world: World, make_server: Any, monkeypatch: pytest.MonkeyPatch
+    world: World, lend_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C035: should the table be full all the same, 53200 has a name, and nothing is left behind."""
     from pgfence.transaction import _request
 
     monkeypatch.setattr(_request, "MANY_KEYS", 1_000_000)
-    server = make_server(fsync=False, settings={"max_connections": "10", "max_locks_per_transaction": "10"})
+    server = lend_server(max_connections="20", max_locks_per_transaction="10")
     engine = world.engine(dsn=server.dsn)
     async with connection(world, engine) as work:
         with pytest.raises(CapacityError, match="full") as caught:

@@ -113,7 +113,7 @@ async def test_a_holder_behind_a_cut_cable_is_told_before_its_lock_is_given_away
                     freed[each] = time.monotonic()
             return len(freed) == len(told) == len(worlds) + 1
 
-        await eventually(all_over, deadline=60)
+        await eventually(all_over, deadline=60, pause=0.2)
         print({each: (round(told[each] - cut, 1), round(freed[each] - cut, 1)) for each in told})
         assert max(told.values()) - cut < 25
         assert told["busy"] < freed["busy"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from support.processes import Script
+    from support.servers import OwnServer
     from support.standby import Standby
     from support.worlds import World
 
@@ -130,12 +131,13 @@ def test_a_forked_child_has_no_part_in_its_parents_lease(
     assert rival(admin, name) == 2
 
 
-async def test_a_standby_is_refused(world: World, name: str, standby: Standby, own_server: Any) -> None:
+async def test_a_standby_is_refused(world: World, name: str, pair: tuple[OwnServer, Standby]) -> None:
     """No lease can be written there; the error is typed, for every verb that would."""
-    made = schema.create_all(world.engine(dsn=own_server.dsn))
+    primary, copy = pair
+    made = schema.create_all(world.engine(dsn=primary.dsn))
     if made is not None:
         await made
-    one = lease(world, world.engine(dsn=standby.dsn), name)
+    one = lease(world, world.engine(dsn=copy.dsn), name)
     for call in (one.try_acquire, one.acquire):
         with pytest.raises(StandbyError):
             await world.call(call)

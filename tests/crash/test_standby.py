@@ -17,19 +17,10 @@ from support.waiting import eventually
 from support.worlds import NAMES, World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from support.servers import OwnServer
     from support.standby import Standby
 
 _ROWS = "SELECT pid, mode, granted FROM pg_locks WHERE locktype = 'advisory'"
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[OwnServer, Standby]]:
-    """A primary and its hot standby, for all tests that leave them so."""
-    with own(fsync=False) as primary, standbys.standby(primary, fsync=False) as copy:
-        yield primary, copy
 
 
 def rows(server: OwnServer) -> list[Any]:

@@ -11,11 +11,14 @@ from support import network, poolers
 from support import standby as standbys
 from support.processes import Script
 from support.proxy import Proxy
+from support.servers import own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from support.servers import OwnServer
+
+    Pair = tuple[OwnServer, standbys.Standby]
 
 
 @pytest.fixture
@@ -50,11 +53,17 @@ def pgbouncer(dsn: str) -> Iterator[Callable[..., str]]:
         yield start
 
 
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    """A primary and its hot standby, for all tests that leave them so."""
+    with own(fsync=False) as primary, standbys.standby(primary, fsync=False) as copy:
+        yield primary, copy
+
+
 @pytest.fixture
-def standby(own_server: OwnServer) -> Iterator[standbys.Standby]:
-    """A hot standby of `own_server`; `standby.promote()` makes it a primary."""
-    with standbys.standby(own_server) as server:
-        yield server
+def standby(pair: Pair) -> standbys.Standby:
+    """The hot standby of that pair, to be refused."""
+    return pair[1]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 
+from support import standby as standbys
 from support.poolers import Swap
 from support.processes import alive, family, frozen
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from support.processes import Script
     from support.proxy import Proxy
     from support.servers import OwnServer
-    from support.standby import Standby
 
 HOLDER = """
 import psycopg
@@ -189,11 +189,13 @@ def test_a_script_that_is_told_to_go_on_ends_well(script: Callable[..., Script])
     assert running.go_on() == 3
 
 
-def test_a_standby_follows_and_can_be_promoted(
-    own_server: OwnServer, standby: Standby, eventually: Callable[..., Any]
-) -> None:
+def test_a_standby_follows_and_can_be_promoted(own_server: OwnServer, eventually: Callable[..., Any]) -> None:
     """It answers reads as a standby, gets what its primary writes, and becomes a primary."""
-    with connect(own_server.dsn) as primary, connect(standby.dsn) as copy:
+    with (
+        standbys.standby(own_server) as standby,
+        connect(own_server.dsn) as primary,
+        connect(standby.dsn) as copy,
+    ):
         assert copy.execute("SELECT pg_is_in_recovery()").fetchone() == (True,)
         primary.execute("CREATE TABLE written AS SELECT 1")
         eventually(lambda: copy.execute("SELECT to_regclass('written') IS NOT NULL").fetchone()[0])

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 _PAUSE = 0.01
 
 
-def eventually(condition: Callable[[], Any], deadline: float = 5) -> Any:
+def eventually(condition: Callable[[], Any], deadline: float = 5, *, pause: float = _PAUSE) -> Any:
     """Ask until the answer is true, and return it. In a coroutine this has to be awaited.
 
     Args:
         condition: a function; in a coroutine it may be a coroutine function.
         deadline: seconds.
+        pause: seconds between two questions; longer where a long wait would cost the machine too many.
 
     Raises:
         AssertionError: it was not true in time.
@@ -26,20 +27,20 @@ def eventually(condition: Callable[[], Any], deadline: float = 5) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return blocking(condition, deadline)
-    return _async(condition, deadline)
+        return blocking(condition, deadline, pause)
+    return _async(condition, deadline, pause)
 
 
-def blocking(condition: Callable[[], Any], deadline: float = 5) -> Any:
+def blocking(condition: Callable[[], Any], deadline: float = 5, pause: float = _PAUSE) -> Any:
     """As `eventually`, for helpers that coroutines call too: it never has to be awaited and lets nothing else run."""
     end = time.monotonic() + deadline
     while not (result := condition()):
         _check(condition, end, deadline)
-        time.sleep(_PAUSE)
+        time.sleep(pause)
     return result
 
 
-async def _async(condition: Callable[[], Any], deadline: float) -> Any:
+async def _async(condition: Callable[[], Any], deadline: float, pause: float) -> Any:
     end = time.monotonic() + deadline
     while True:
         result = condition()
@@ -48,7 +49,7 @@ async def _async(condition: Callable[[], Any], deadline: float) -> Any:
         if result:
             return result
         _check(condition, end, deadline)
-        await asyncio.sleep(_PAUSE)
+        await asyncio.sleep(pause)
 
 
 def _check(condition: Callable[[], Any], end: float, deadline: float) -> None:
