@@ -220,7 +220,9 @@ class Directives:
         """Build an index with CONCURRENTLY, beside running writers. It may be repeated after a build that was cut off.
 
         An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first; a valid one
-        of the same columns stays. What the migration did before is committed: CONCURRENTLY runs outside of a transaction.
+        of the same columns stays. What the migration did before is committed: CONCURRENTLY runs outside of a transaction. It
+        waits for older transactions as long as it takes, whatever `lock_timeout` says: nobody who reads or writes waits behind
+        it. `statement_timeout` does end it.
 
         Args:
             operations: `op` itself.
@@ -233,6 +235,7 @@ class Directives:
 
         Raises:
             ValueError: there is another index of that name.
+            TransactionStateError: the transaction is none of Alembic's, as with a Connection that is in one already.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)
         operations.invoke(made)
@@ -248,6 +251,9 @@ class Directives:
             index_name: the name of the index.
             table_name: the name of the table.
             schema: of the index.
+
+        Raises:
+            TransactionStateError: the transaction is none of Alembic's.
         """
         operations.invoke(_operations().DropIndexSafely(index_name, table_name, schema=schema))
 

@@ -443,6 +443,17 @@ async def test_an_index_is_built_on_every_driver(world: World, place: str, admin
     assert admin.execute(made, [place]).fetchall() == []
 
 
+def test_an_index_in_a_transaction_of_somebody_else_is_refused(engine: Engine) -> None:
+    """Alembic does not end what it has not begun, and CONCURRENTLY cannot run in it: what to do is told, nothing is built."""
+    with engine.connect() as connection:
+        connection.execute(text("CREATE TABLE entry (book int)"))
+        op: Any = Operations(MigrationContext.configure(connection))
+        for directive in (op.create_index_safely, op.drop_index_safely):
+            with pytest.raises(TransactionStateError, match="let Alembic begin it"):
+                directive("ix", "entry", *([["book"]] if directive == op.create_index_safely else []))
+        assert connection.scalar(text("SELECT count(*) FROM pg_index WHERE indrelid = 'entry'::regclass")) == 0
+
+
 @pytest.mark.parametrize(
     "other", ["op.create_index('ix', 'entry', ['branch'])", "op.create_index('ix', 'entry', ['book'], unique=True)"]
 )

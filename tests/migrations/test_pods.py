@@ -118,6 +118,20 @@ def test_an_index_that_a_kill_left_invalid_is_built_by_the_next_pod(tmp_path: Pa
     project.expect_head()
 
 
+def test_an_index_waits_for_readers_longer_than_other_ddl(tmp_path: Path, own: str) -> None:
+    """C049: DDL_WAIT is for what keeps others waiting, which the build does not; afterwards it holds again."""
+    changed = [('DDL_WAIT = "5s"', 'DDL_WAIT = "100ms"'), ("DDL_ATTEMPTS = 5", "DDL_ATTEMPTS = 1")]
+    project = Project(tmp_path, "sync", "psycopg", own, changed=changed)
+    with psycopg.connect(own) as other:
+        other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        other.execute("SELECT 1")
+        pod = project.start(DDL="CREATE TABLE limits AS SELECT current_setting('lock_timeout')")
+        blocking(lambda: project.query(f"{BUILDING} AND clock_timestamp() > query_start + interval '400 ms'"), 15)
+    assert pod.ended().code == 0
+    project.expect_head()
+    assert project.query("TABLE limits") == [("100ms",)]
+
+
 def _kill(project: Project, pod: Pod) -> None:
     """Kill a pod, and wait until the server has noticed: within a second, and a second for a busy machine."""
     pod.kill()
@@ -256,6 +270,29 @@ def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: s
         assert sorted(project.query(f"SELECT revision FROM {quoted}.applied")) == [("001",), ("002",), ("003",)]
         assert project.query(f"SELECT version_num FROM {quoted}.alembic_version") == [("003",)]
     assert project.query("SELECT to_regclass('public.alembic_version')") == [(None,)]
+
+
+def test_tenants_share_revisions_made_from_the_models(tmp_path: Path, own: str) -> None:
+    """A revision that compares one tenant is enough for all: `check` is quiet, and nobody's version table is to be dropped."""
+    models = (
+        "from sqlalchemy import Column, Integer, MetaData, Table; target_metadata = MetaData();"
+        ' Table("entry", target_metadata, Column("id", Integer, primary_key=True), info={"pgfence_fence": "books"})'
+    )
+    project = Project(tmp_path, "multitenant", "psycopg", own, changed=[("target_metadata = None", models)])
+    for script in (tmp_path / "migrations" / "versions").iterdir():
+        script.unlink()
+    with psycopg.connect(own, autocommit=True) as connection:
+        connection.execute("CREATE SCHEMA tenant_a; CREATE SCHEMA tenant_b")
+    for words in ("-x tenants=tenant_a revision --autogenerate", "upgrade head", "check", "downgrade base"):
+        ended = project.run(*words.split())
+        assert ended.code == 0, ended.said
+    tables = (
+        "SELECT nspname, relname FROM pg_class JOIN pg_namespace n ON n.oid = relnamespace WHERE nspname ~ '^(ten|pub)'"
+    )
+    assert sorted(project.query(f"{tables} AND relkind = 'r'")) == [
+        ("tenant_a", "alembic_version"),
+        ("tenant_b", "alembic_version"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgfence._sql import tables, versions
@@ -11,7 +12,7 @@ from pgfence._sql.storage import Place, quoted
 from pgfence._sql.tables import literal, plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from sqlalchemy import Connection
 
@@ -257,6 +258,21 @@ def index(connection: Connection, table: Target, name: str) -> Index | None:
         " FROM pg_catalog.generate_series(1, i.indnkeyatts::int) AS k)" + _indexes(table, name),
     ).one_or_none()
     return None if row is None else Index(*row)
+
+
+@contextmanager
+def patient(connection: Connection) -> Iterator[None]:
+    """Let statements wait for locks as long as it takes; in autocommit."""
+    before = plainly(
+        connection,
+        "WITH o AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS v)"
+        " SELECT o.v, pg_catalog.set_config('lock_timeout', '0', false) FROM o",
+    ).scalar_one()
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # why the statement failed says more
+            plainly(connection, f"SELECT pg_catalog.set_config('lock_timeout', {literal(before)}, false)")
 
 
 def drop_index(connection: Connection, called: str) -> None:

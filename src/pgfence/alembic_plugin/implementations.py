@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from alembic.ddl.impl import DefaultImpl
@@ -26,11 +26,10 @@ from pgfence.alembic_plugin.operations import (
     DropVersionTrigger,
     UpgradePgfence,
 )
-from pgfence.errors import SchemaError
+from pgfence.errors import SchemaError, TransactionStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from sqlalchemy import Connection
 
@@ -163,7 +162,7 @@ def _create_index(operations: Operations, operation: CreateIndexSafely) -> None:
         operations.invoke(ordinary)
         return
     table, name = Target(operation.table_name, operation.schema), str(operation.index_name)
-    with _autocommit(operations):
+    with _concurrently(operations):
         if operations.migration_context.as_sql:
             _write(operations, [migrating.clearing(table, name)])
         elif _there(operations.get_bind(), table, operation):
@@ -176,7 +175,7 @@ def _drop_index(operations: Operations, operation: DropIndexSafely) -> None:
     ordinary = DropIndexOp(
         operation.index_name, operation.table_name, schema=operation.schema, if_exists=True, **operation.kw
     )
-    with _autocommit(operations) if _is_postgresql(operations) else nullcontext():
+    with _concurrently(operations) if _is_postgresql(operations) else nullcontext():
         operations.invoke(ordinary)
 
 
@@ -205,12 +204,27 @@ def _plain(column: str) -> str:
     return column[1:-1].replace('""', '"') if column.startswith('"') else column
 
 
-def _autocommit(operations: Operations) -> AbstractContextManager[None]:
-    """Leave the transaction of the migration for a while, unless somebody has."""
+@contextmanager
+def _concurrently(operations: Operations) -> Iterator[None]:
+    """Leave the transaction of the migration for a while, unless somebody has.
+
+    A build waits for every older transaction, and nobody who reads or writes waits behind it: lock_timeout, which is there
+    for other DDL, would end it for nothing.
+    """
     context = operations.migration_context
-    if not context.as_sql and operations.get_bind().get_execution_options().get("isolation_level") == "AUTOCOMMIT":
-        return nullcontext()
-    return context.autocommit_block()
+    if context.as_sql:
+        with context.autocommit_block():
+            yield
+        return
+    connection = operations.get_bind()
+    in_autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+    if not in_autocommit and context._in_external_transaction:
+        raise TransactionStateError(
+            "an index is built beside running writers outside of a transaction, and this one was begun by env.py or by who"
+            " called it: let Alembic begin it (context.begin_transaction()), or use op.create_index()"
+        )
+    with nullcontext() if in_autocommit else context.autocommit_block(), migrating.patient(connection):
+        yield
 
 
 def _is_postgresql(operations: Operations) -> bool:

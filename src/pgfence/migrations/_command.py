@@ -61,7 +61,9 @@ def too_old() -> str | None:
     if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
         return None
     needed = ".".join(map(str, NEEDED))
-    return f"pgfence's operations need Alembic {needed} or newer, and this is {version}: pip install 'alembic>={needed}'"
+    return (
+        f"pgfence's operations need Alembic {needed} or newer, and this is {version}: pip install 'alembic>={needed}'"
+    )
 
 
 def explain(error: BaseException) -> None:
@@ -83,7 +85,9 @@ def expect_one_head() -> None:
         try:
             heads = environment.script.get_heads()
         except UserWarning as doubled:
-            raise _refused(f"{doubled}, and only one of them would be applied. Give one of the files another id") from None
+            raise _refused(
+                f"{doubled}, and only one of them would be applied. Give one of the files another id"
+            ) from None
     if _upgrades_to(environment) == "head" and len(heads) > 1:
         raise _refused(_several(environment.script, heads))
 

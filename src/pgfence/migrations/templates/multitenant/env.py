@@ -61,11 +61,12 @@ def migrate(connection: Connection) -> None:
     with migration_lock(connection, timeout=LOCK_WAIT, key=KEY):
         for schema in tenants(connection):
             quoted = connection.dialect.identifier_preparer.quote(schema)
-            # Committed, or the search path would be back at the first rollback.
+            # Every name without a schema is the tenant's, the version table's too. Committed, or the search path would be back
+            # at the first rollback.
             connection.execute(text(f"SET search_path TO {quoted}"))
             connection.commit()
             connection.dialect.default_schema_name = schema
-            context.configure(connection=connection, version_table_schema=schema, **OPTIONS)
+            context.configure(connection=connection, **OPTIONS)
             with context.begin_transaction():
                 context.run_migrations()
 
