@@ -13,7 +13,7 @@ from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.lease._aio import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable, MutableMapping
+    from collections.abc import Awaitable, Callable, Collection, MutableMapping
     from typing import TypeAlias
 
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -66,11 +66,12 @@ class IdempotencyMiddleware:
         routes: which paths, below the application's root path, and there a request without a key is 400. `/payments`,
             `/orders/{id}/payments`, `/v1/*`; `{name:path}` for several segments. None: all paths, and who sends no key is
             handled as if there were no middleware.
-        record_below: answers with this status or above are failures: they are sent and not recorded.
+        record_below: answers with this status or above are failures: they are sent and not recorded. So are 401, 408, 425 and
+            429, and from 400 on those with `Retry-After`: the same request may succeed later.
         max_body: bytes that the body of a request may have, 413 otherwise, and that are recorded of an answer.
         ttl: seconds that a claim outlives a dead process, 0.3 to a day. Not how long a request may take.
         keep: seconds for which an answer is kept, at least the ttl.
-        on_failure: what happens to the key after a failure: an error, no answer, or one from `record_below` on. "free": the next
+        on_failure: what happens to the key after a failure: an error, no answer, or one that is not recorded. "free": the next
             request is handled at once. "lapse": when the ttl is over, for handlers that leave something at work behind. After
             a cancel it lapses in any case.
 
@@ -249,7 +250,7 @@ class _Exchange:
 
 
 def _request(scope: Scope) -> Request:
-    root, path = scope.get("root_path", ""), scope["path"]
+    root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
     # Some servers put the root into the path as well.
     if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
         path = path[len(root) :]
@@ -287,7 +288,7 @@ async def _body(receive: Receive, rules: Rules) -> bytes | None:
     return b"".join(chunks)
 
 
-def _headers(start: Message) -> Iterable[tuple[str, str]]:
+def _headers(start: Message) -> list[tuple[str, str]]:
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
 
 

@@ -325,10 +325,18 @@ async def test_a_route_is_below_the_root_path(site: Site, path: str) -> None:
     other = Call(site, root_path="/v2", path="/pay")
     await other.through(site.middleware)
     assert len(site.seen) == 2
-    away = Call(site, root_path="/pay", path="/payments")
-    away.scope["headers"] = []
-    await away.through(site.middleware)
-    assert away.sent[0]["status"] == 201
+
+
+@pytest.mark.parametrize(
+    ("root", "path"), [("/pay", "/payments"), ("/api/", "/api/payments"), ("/api", "/api/payments")]
+)
+async def test_a_root_path_is_a_whole_one(site: Site, root: str, path: str) -> None:
+    """What only begins like the root is below it as it is; a slash at its end makes no difference."""
+    site.behind(routes=["/payments"])
+    call = Call(site, root_path=root, path=path)
+    call.scope["headers"] = []
+    await call.through(site.middleware)
+    assert call.sent[0]["status"] == 400
 
 
 async def test_a_mounted_application_has_routes_of_its_own(site: Site) -> None:

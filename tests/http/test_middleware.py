@@ -160,15 +160,15 @@ async def test_another_request_with_the_key_is_refused_done_or_in_progress(site:
 
 
 async def test_failures_are_handled_again_and_refusals_are_answers(site: Site) -> None:
-    """C101: from `record_below` on nothing is recorded; 402 is an answer like any other."""
-    answers = [Answer(503), Answer(500), Answer(402)]
+    """C101: from `record_below` on nothing is recorded, nor where a client is told when to try again; 402 is an answer."""
+    answers = [Answer(503), Answer(423, (("content-type", "text/plain"), ("retry-after", "1"))), Answer(402)]
 
     async def pay(_: Asked) -> Answer:
         return answers.pop(0)
 
     site.handler = pay
     got = [await site.ask() for _ in range(4)]
-    assert [(one.status, one.replayed) for one in got] == [(503, False), (500, False), (402, False), (402, True)]
+    assert [(one.status, one.replayed) for one in got] == [(503, False), (423, False), (402, False), (402, True)]
     assert site.row.attempt == 3
     site.behind(record_below=600)
     answers.append(Answer(503))

@@ -283,12 +283,24 @@ def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
 
 
 def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
-    """C101: a failure is none; what was sent on as it came leaves the fact that it was sent."""
+    """C101: what a client is told to try again is none; what was sent on as it came leaves the fact that it was sent."""
     ours = rules(record_below=500, max_body=3)
     assert ours.record(201, [("date", "x"), ("a", "b")], b"abc") == Reply(201, (("a", "b"),), b"abc")
     assert ours.record(499, [], b"") is not None
     assert ours.record(500, [], b"") is None
     assert ours.record(503, [], None) is None
+    later = [("Retry-After", "1")]
+    assert [status for status in (202, 303, 401, 402, 404, 408, 423, 425, 429) if ours.record(status, later, b"")] == [
+        202,
+        303,
+    ]
+    assert [status for status in (202, 401, 402, 404, 408, 409, 423, 425, 429) if ours.record(status, [], b"")] == [
+        202,
+        402,
+        404,
+        409,
+        423,
+    ]
     whole = ours.record(200, [], None)
     assert whole is not None
     assert whole.status == 409

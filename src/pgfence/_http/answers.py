@@ -17,7 +17,7 @@ from pgfence.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from pgfence.effects._wanted import Stored
     from pgfence.errors import PgfenceError
@@ -126,10 +126,9 @@ def replay(stored: Stored) -> Reply:
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))
 
 
-def kept(headers: Iterable[tuple[str, str]]) -> Headers:
+def kept(headers: Sequence[tuple[str, str]]) -> Headers:
     """Return the headers that a replay has: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
-    pairs = tuple(headers)
     named = {
-        name.strip().lower() for header, value in pairs if header.lower() == "connection" for name in value.split(",")
+        name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")
     }
-    return tuple(pair for pair in pairs if pair[0].lower() not in _DROPPED | named)
+    return tuple(pair for pair in headers if pair[0].lower() not in _DROPPED | named)

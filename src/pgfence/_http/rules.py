@@ -17,7 +17,7 @@ from pgfence.effects._wanted import Reply, Wanted
 from pgfence.idempotency._functions import life_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Sequence
 
     from pgfence.timing import Seconds
 
@@ -30,6 +30,8 @@ SHOWN = 60
 """Characters of a path that an operator sees in a scope."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
+# Without credentials, too slowly, too early, too often: nothing was done, and the same request may succeed.
+_AGAIN = (401, 408, 425, 429)
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
@@ -174,22 +176,23 @@ class Rules:
         same = sha256(_framed(method, path, request.query, request.content_type, body))
         return Wanted(scope, key, same.digest(), self.ttl, self.keep)
 
-    def streams(self, headers: Iterable[tuple[str, str]]) -> bool:
+    def streams(self, headers: Sequence[tuple[str, str]]) -> bool:
         """Say whether an answer is sent on as it comes, and not recorded, by what its headers say."""
         known = {name.lower(): value for name, value in headers}
         length = known.get("content-length", "")
         too_long = length.isdecimal() and int(length) > self.max_body
         return too_long or known.get("content-type", "").startswith("text/event-stream")
 
-    def record(self, status: int, headers: Iterable[tuple[str, str]], body: bytes | None) -> Reply | None:
-        """Return what is recorded of an answer; None: the request has failed.
+    def record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
+        """Return what is recorded of an answer; None: the request has failed, or is told to come again.
 
         Args:
             status: of the answer.
             headers: of the answer.
             body: None if it was sent on as it came.
         """
-        if status >= self.record_below:
+        again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
+        if again or status >= self.record_below:
             return None
         return UNKEPT if body is None else Reply(status, kept(headers), body)
 
