@@ -24,6 +24,7 @@ SCENARIOS = (
     "fences",
     "versions",
     "idempotency",
+    "purge",
     "lock_or_version",
     "transfers",
 )

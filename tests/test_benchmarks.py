@@ -22,6 +22,7 @@ SCENARIOS = (
     "fences",
     "versions",
     "idempotency",
+    "purge",
     "lock_or_version",
     "transfers",
 )
