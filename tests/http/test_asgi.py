@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-from fastapi import BackgroundTasks, FastAPI, WebSocket
+from fastapi import BackgroundTasks, FastAPI, Request, WebSocket
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
 from starlette.responses import FileResponse, StreamingResponse
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import psycopg
-    from starlette.requests import Request
 
 pytestmark = pytest.mark.usefixtures("tables")
 HEADERS = [("authorization", "me"), ("content-type", "text/plain")]
@@ -291,8 +290,13 @@ async def test_it_is_added_to_an_application_like_any_other(site: Site) -> None:
     paid: list[int] = []
     looked: list[Any] = []
 
+    @app.middleware("http")
+    async def inner(request: Any, call_next: Any) -> Any:
+        return await call_next(request)
+
     @app.post("/orders/{order}/payments", status_code=201)
-    async def pay(order: int) -> dict[str, int]:
+    async def pay(order: int, request: Request) -> dict[str, int]:
+        assert not await request.is_disconnected()
         paid.append(order)
         return {"order": order}
 
