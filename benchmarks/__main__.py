@@ -25,6 +25,7 @@ SCENARIOS = (
     "versions",
     "idempotency",
     "purge",
+    "middleware",
     "lock_or_version",
     "transfers",
 )

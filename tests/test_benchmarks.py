@@ -23,6 +23,7 @@ SCENARIOS = (
     "versions",
     "idempotency",
     "purge",
+    "middleware",
     "lock_or_version",
     "transfers",
 )
