@@ -18,7 +18,8 @@ from pgfence._sql import purge as statements
 from pgfence._sql import tables as our_tables
 from pgfence._sql.storage import Place
 from pgfence.config import configure
-from pgfence.errors import SchemaError, StandbyError, UnreachableError
+from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
+from pgfence.errors import AttemptLostError, SchemaError, StandbyError, UnreachableError
 from pgfence.idempotency import idempotent
 from support.keyed import Desk, Receipt
 
@@ -122,6 +123,34 @@ async def test_a_key_that_is_claimed_anew_is_left_alone(world: World, keys: Keys
         assert desk.effects() == 1
     finally:
         desk.close()
+
+
+async def test_an_attempt_at_work_keeps_its_key_and_one_that_is_over_has_none(world: World, keys: Keys) -> None:
+    """C109, C110: the record's time is over and the claim is not: it stays. Claim over too: it goes, and a late end is refused."""
+    engine = world.engine()
+    expire = "UPDATE pgfence_idempotency_key SET expires_at = clock_timestamp() - interval '1 s' WHERE scope = %s"
+    lose = expire.replace("expires_at =", "locked_until = clock_timestamp(), expires_at =")
+
+    async def attempt() -> int:
+        janitor = world.other()
+        keys.admin.execute(expire, [keys.scope])
+        assert await janitor.call(monitoring.purge, world.engine()) == 0
+        keys.admin.execute(lose, [keys.scope])
+        assert await janitor.call(monitoring.purge, world.engine()) == 1
+        return 1
+
+    loop = asyncio.get_running_loop()
+
+    async def asynchronous(_: Any) -> int:
+        return await attempt()
+
+    def sync(_: Any) -> int:
+        return asyncio.run_coroutine_threadsafe(attempt(), loop).result(20)
+
+    effect = world.pick(IdempotentEffect, AsyncIdempotentEffect)(engine, "k", scope=keys.scope, result=int)
+    with pytest.raises(AttemptLostError):
+        await world.call(effect.run, world.pick(sync, asynchronous))
+    assert keys.left() == {}
 
 
 def purge_of(engine: Engine, longest: list[float]) -> int:

@@ -10,6 +10,7 @@ from sqlalchemy import create_engine
 
 from pgfence import schema
 from pgfence._sql import tables
+from pgfence._sql.purge import _PURGE
 from pgfence._sql.storage import Place, translated
 from pgfence.config import configure
 from pgfence.errors import SchemaError
@@ -62,6 +63,10 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
             "SELECT {finish_key_v1}('s', 'k', 'done', '1')",
         ),
     ),
+    "purge": (
+        {"idempotency_key": ("SELECT", "UPDATE", "DELETE")},
+        (_PURGE.format("'-Infinity'", "10", table="{idempotency_key}"),),
+    ),
     "evict": (
         {"lease": ("SELECT", "UPDATE"), "gate": ("SELECT", "INSERT", "UPDATE"), "audit": ("INSERT",)},
         ("SELECT * FROM {evict_lease_v1}('a', 'me', 'because', NULL)",),
@@ -83,8 +88,9 @@ def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Place
 
 
 def filled(call: str, place: Place) -> bytes:
-    """Return a call with the names of our functions in it."""
+    """Return a call with the names of our functions, or of the table, in it."""
     names = {name.split('"')[-2].removeprefix(place.prefix): name for name in tables.functions(place)}
+    names["idempotency_key"] = place.name("idempotency_key")
     return call.format(**names).encode()
 
 
