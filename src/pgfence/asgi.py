@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key`, as middleware of ASGI: FastAPI, Starlette, Django, Quart, Litestar."""
+"""The header `Idempotency-Key`, as middleware of ASGI: for FastAPI, Starlette, Django and others."""
 
 from __future__ import annotations
 

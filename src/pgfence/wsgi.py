@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key`, as middleware of WSGI: Flask, Django, Pyramid, Falcon."""
+"""The header `Idempotency-Key`, as middleware of WSGI: for Flask, Django and others."""
 
 from __future__ import annotations
 
@@ -186,7 +186,8 @@ class _Exchange:
             held = b"".join(self._chunks)
             self._chunks.clear()
             for chunk in rest:
-                yield held
+                if held:
+                    yield held
                 held = chunk
             self._record(None)
         except BaseException as error:

@@ -82,13 +82,12 @@ async def test_of_many_at_once_one_is_handled_and_the_others_are_told_to_come_ba
 # ---------------------------------------------------------------- which requests
 
 
-@pytest.mark.parametrize("keys", [[], [""], ["a", "b"], ["a,b"], ['"a'], ["k" * 256], ['"a\tb"'], ["\xe4"]])
-async def test_without_one_good_key_a_request_is_refused_on_routes_that_need_one(site: Site, keys: list[str]) -> None:
+async def test_without_one_good_key_a_request_is_refused_on_routes_that_need_one(site: Site) -> None:
     """C108: missing, repeated, malformed or too long is 400, before the application and the database are asked."""
     site.behind(routes=["/pay"])
-    got = await site.ask(keys)
-    assert got.status == 400
-    assert "Idempotency-Key" in got.problem
+    for keys in ([], [""], ["a", "b"], ["a,b"], ['"a'], ["k" * 256], ['"a\tb"'], ["\xe4"]):
+        got = await site.ask(keys)
+        assert (got.status, "Idempotency-Key" in got.problem) == (400, True), keys
     assert site.seen == []
 
 
