@@ -24,10 +24,9 @@ from pgfence.fence import Fenced
 from pgfence.versions import Versioned
 from support.fenced_models import by_book, dataclass, plain, sqlmodel
 from support.revisions import PLUGINS, Project, on_connection
-from support.servers import database
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from sqlalchemy import Connection, Engine
@@ -39,15 +38,6 @@ TRIGGERS = """
     WHERE NOT t.tgisinternal AND t.tgname LIKE '%fence' AND t.tgparentid = 0 ORDER BY 1
 """
 OURS = "SELECT count(*) FROM pg_proc WHERE proname LIKE '%\\_v1' AND pronamespace <> 'pg_catalog'::regnamespace"
-
-
-@pytest.fixture
-def engine(dsn: str) -> Iterator[Engine]:
-    """An engine on a database of its own."""
-    with database(dsn, "autogenerate") as own:
-        made = create_engine(own.replace("postgresql://", "postgresql+psycopg://", 1))
-        yield made
-        made.dispose()
 
 
 def rows(engine: Engine, query: str) -> list[Any]:

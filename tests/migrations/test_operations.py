@@ -21,7 +21,6 @@ from pgfence.alembic_plugin import implementations, operations, renderers
 from pgfence.errors import SchemaError, TransactionStateError
 from pgfence.lease import Lease
 from support.revisions import Project, on_connection
-from support.servers import database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,15 +57,6 @@ def place(admin: psycopg.Connection[Any]) -> Iterator[str]:
     yield name
     admin.execute("SET client_min_messages = warning")
     admin.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))
-
-
-@pytest.fixture
-def engine(dsn: str) -> Iterator[Engine]:
-    """An engine on a database of its own."""
-    with database(dsn, "migrations") as own:
-        made = create_engine(own.replace("postgresql://", "postgresql+psycopg://", 1))
-        yield made
-        made.dispose()
 
 
 def names(admin: psycopg.Connection[Any], place: str) -> set[str]:

@@ -5,28 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psycopg
-import pytest
 from sqlalchemy import create_engine
 
 from pgfence import Lease
 from pgfence.migrations import _environment
 from support.pods import Pod
-from support.servers import database
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OURS = Path(__file__).parents[2] / "alembic"
-
-
-@pytest.fixture
-def own(dsn: str) -> Iterator[str]:
-    """A database of the test's own."""
-    with database(dsn, "own") as other:
-        yield other
 
 
 def alembic(folder: Path, own: str, *words: str) -> str:

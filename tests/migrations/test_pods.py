@@ -14,11 +14,9 @@ import psycopg
 import pytest
 
 from support.pods import Project
-from support.servers import database
 from support.waiting import blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from support.pods import Pod
@@ -37,13 +35,6 @@ ALTERING = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND 
 VALID = "SELECT indisvalid FROM pg_index WHERE indexrelid = 'item_t'::regclass"
 
 pytestmark = pytest.mark.timeout(600 if FULL else 120)
-
-
-@pytest.fixture
-def own(dsn: str) -> Iterator[str]:
-    """A database of the test's own."""
-    with database(dsn, "pods") as other:
-        yield other
 
 
 @pytest.mark.parametrize(
