@@ -65,7 +65,9 @@ class Key:
         """Return what a step or an end is told."""
         if stands:
             return attempt
-        return None if self.row is None or self.row.attempt == attempt else self.row.attempt
+        if self.row is None:
+            return None
+        return -1 if self.row.attempt == attempt else self.row.attempt
 
     def claim(self) -> None:
         payload, takeover = self.chance.choice(PAYLOADS), self.chance.random() < 0.5
@@ -116,7 +118,7 @@ class Key:
         )
         assert answer == self.answer(attempt, stands=stands)
         if stands and self.row is not None:
-            self.row = replace(self.row, steps=self.row.steps | {step: value})
+            self.row = replace(self.row, steps={step: value} | self.row.steps)
 
     def finish(self) -> None:
         status, value = self.chance.choice(["done", "failed"]), self.chance.randrange(10)

@@ -6,11 +6,16 @@ import asyncio
 import gc
 import os
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
+from pgfence import schema
 from pgfence.config import configure
 from pgfence.effects._attempts import Reply, Stored, Wanted, claim, claim_async
 from pgfence.errors import (
@@ -20,12 +25,11 @@ from pgfence.errors import (
     TransactionStateError,
 )
 from support.effects import Gate, Shop
+from support.servers import database
 from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import psycopg
 
     from support.worlds import World
 
@@ -141,6 +145,70 @@ async def test_an_attempt_that_has_ended_does_nothing_more(shop: Shop) -> None:
     assert shop.provider.done == 0
 
 
+async def test_a_step_that_is_at_work_is_not_done_beside_itself(shop: Shop) -> None:
+    """C100: the same name in two places of one attempt, nested or at once, is refused before the second is done."""
+
+    async def work(attempt: Any) -> str:
+        nested: list[Any] = []
+
+        def charge(key: str) -> str:
+            if not shop.world.is_async:
+                with pytest.raises(IdempotencyMisuseError, match="is at work already"):
+                    attempt.step("charge", shop.provider.charge)
+            else:
+                nested.append(attempt.step("charge", charge))
+            return shop.provider.charge(key)
+
+        receipt: str = await shop.step(attempt, "charge", charge)
+        if nested:
+            assert await nested[0] == receipt
+        return receipt
+
+    assert await shop.run("k", work) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
+
+
+async def test_steps_of_one_name_in_two_tasks_are_refused(shop: Shop) -> None:
+    """C100: the second comes while the first is on its way."""
+    if not shop.world.is_async:
+        pytest.skip("the nested step of the other test stands for threads")
+
+    async def slow(key: str) -> str:
+        await asyncio.sleep(0.05)
+        return shop.provider.charge(key)
+
+    async def work(attempt: Any) -> str:
+        one, two = await asyncio.gather(*(attempt.step("charge", slow) for _ in range(2)), return_exceptions=True)
+        assert isinstance(two, IdempotencyMisuseError)
+        return str(one)
+
+    assert await shop.run("k", work) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
+
+
+async def test_functions_of_the_other_half_are_told_before_they_run_or_count(shop: Shop) -> None:
+    """Sync: a coroutine function is refused, nothing ran. Async: a plain function has run by then, and what it returned counts."""
+
+    async def asynchronous(key: str) -> str:
+        return shop.provider.charge(key)
+
+    def disguised(key: str) -> Any:
+        return asynchronous(key)
+
+    async def work(attempt: Any) -> str:
+        if shop.world.is_async:
+            return str(await attempt.step("charge", shop.provider.charge))
+        for fn in (asynchronous, disguised):
+            with pytest.raises(TypeError, match="needs an AsyncIdempotentEffect"):
+                attempt.step("charge", fn)
+        assert shop.provider.done == 0
+        return str(attempt.step("charge", shop.provider.charge))
+
+    assert await shop.run("k", work) == "receipt of k:charge"
+    if shop.world.is_async:
+        assert await shop.effect("plain").run(lambda attempt: "taken") == "taken"
+
+
 # ---------------------------------------------------------------- the end inside a transaction
 
 
@@ -230,6 +298,64 @@ async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(s
     assert shop.row("k").claim_left > 0
     with pytest.raises(IdempotencyInProgressError):
         await shop.run("k", work)
+
+
+async def test_a_transaction_that_is_left_open_is_told_of_soon(shop: Shop, payments: str) -> None:
+    """C101: the row of the key is locked by it, and by nobody else; one look is enough to know."""
+    if shop.world.name in ("psycopg2", "psycopg_async"):
+        pytest.skip("it waits for two seconds, and the other drivers stand for these")
+    sessions: list[Any] = []
+
+    async def work(attempt: Any) -> str:
+        sessions.append(shop.session())
+        await shop.soon(attempt.complete(sessions[0], "x"))
+        return ""
+
+    began = time.monotonic()
+    with pytest.raises(IdempotencyMisuseError, match="was not committed"):
+        await shop.run("k", work)
+    assert time.monotonic() - began < 8
+    await shop.world.call(sessions[0].close)
+
+
+async def test_a_transaction_that_is_done_again_finds_its_steps(shop: Shop, payments: str) -> None:
+    """Rolled back after complete(), the body of a retry may ask for what was saved, and complete again."""
+
+    async def work(attempt: Any) -> str:
+        for commit in (False, True):
+            await shop.charge(attempt)
+            await pay(shop, attempt, payments, commit=commit)
+        return ""
+
+    assert await shop.run("k", work) == "paid by 1"
+    assert rows(shop, payments) == ["attempt 1"]
+
+
+async def test_the_session_may_be_of_another_driver_but_not_of_another_database(
+    shop: Shop, payments: str, dsn: str
+) -> None:
+    """What completes is sent as the session's driver wants it; a database without the key is no loss of the attempt."""
+    others = {"psycopg": "psycopg2", "psycopg2": "psycopg", "psycopg_async": "asyncpg", "asyncpg": "psycopg"}
+    scheme = f"postgresql+{others[shop.world.name]}"
+    make = shop.world.pick(create_engine, create_async_engine)
+    with database(dsn, "other") as elsewhere, psycopg.connect(elsewhere, autocommit=True) as admin:
+        admin.execute(schema.sql().encode())
+        other, wrong = (make(f"{scheme}://{where.split('://', 1)[1]}") for where in (dsn, elsewhere))
+        right = shop.engine
+
+        async def work(attempt: Any) -> str:
+            session = shop.world.pick(Session, AsyncSession)(wrong)
+            with pytest.raises(IdempotencyMisuseError, match="not in the database of this session"):
+                await shop.soon(attempt.complete(session, "x"))
+            await shop.soon(session.close())
+            attempt.check()
+            shop.engine = other
+            return await pay(shop, attempt, payments)
+
+        assert await shop.run("k", work, engine=right) == "paid by 1"
+        for engine in (other, wrong):
+            await shop.world.call(engine.dispose)
+    assert rows(shop, payments) == ["attempt 1"]
 
 
 async def test_autocommit_is_refused(shop: Shop) -> None:

@@ -20,6 +20,8 @@ from pgfence.errors import (
     IdempotencyInProgressError,
     IdempotencyKeyReusedError,
     IdempotencyMisuseError,
+    LockTimeoutError,
+    PgfenceError,
     SchemaError,
 )
 from pgfence.monitoring import free_key
@@ -71,7 +73,7 @@ async def test_the_work_is_done_once_and_everybody_gets_its_result(shop: Shop) -
 
 
 async def test_a_second_caller_is_told_at_once_that_an_attempt_is_at_work(shop: Shop) -> None:
-    """Without a timeout the loser does not wait, and learns when the claim would end."""
+    """Without a timeout the loser does not wait; it learns when to ask again, or that nobody renews the claim any more."""
     gate = Gate()
 
     async def slow(attempt: Any) -> str:
@@ -81,9 +83,12 @@ async def test_a_second_caller_is_told_at_once_that_an_attempt_is_at_work(shop: 
     winner = asyncio.create_task(shop.run("k", slow, who=shop.world.other(), ttl=30))
     await gate.reached()
     with pytest.raises(IdempotencyInProgressError, match="attempt 1 .* is at work under") as told:
-        await shop.run("k")
-    assert told.value.retry_after is not None
-    assert 25 < told.value.retry_after <= 30
+        await shop.run("k", ttl=30)
+    assert told.value.retry_after == 1
+    shop.set("k", "locked_until = clock_timestamp() + interval '10 s'")
+    with pytest.raises(IdempotencyInProgressError) as told:
+        await shop.run("k", ttl=30)
+    assert 9 < (told.value.retry_after or 0) <= 10
     gate.open()
     assert await winner == await shop.run("k")
     assert shop.provider.done == 1
@@ -208,6 +213,69 @@ async def test_a_result_that_cannot_be_stored_is_refused_before_the_work_where_i
         await shop.run("k", silent, result=None)
     assert "nobody will know" in told.value.__notes__[0]
     assert shop.row("k").status == "in_progress"
+
+
+@pytest.mark.parametrize("options", [{"record": [Exception]}, {"free": [Exception]}, {"takeover": True}])
+async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: Shop, options: dict[str, Any]) -> None:
+    """C101: neither recorded as an answer nor freed at once: a step that cannot be saved, a result that cannot be stored."""
+
+    async def in_step(attempt: Any) -> Any:
+        return await shop.step(attempt, "charge", lambda key: shop)
+
+    async def at_end(attempt: Any) -> Any:
+        return shop
+
+    for key, work in (("step", in_step), ("end", at_end)):
+        with pytest.raises(IdempotencyMisuseError, match="holds a Shop"):
+            await shop.run(key, work, result=None, **options)
+        assert (shop.row(key).status, shop.row(key).claim_left > 50) == ("in_progress", True)
+
+
+async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop: Shop) -> None:
+    """C101: `record=[Exception]` does not keep a lost attempt, or a lock that was not free, as the answer for a day."""
+    gate = Gate()
+
+    async def late(attempt: Any) -> str:
+        await gate.wait()
+        return await shop.charge(attempt)
+
+    async def busy(attempt: Any) -> str:
+        raise LockTimeoutError("x", names=("x",))
+
+    work = asyncio.create_task(shop.run("k", late, who=shop.world.other(), record=[PgfenceError, Exception]))
+    await gate.reached()
+    shop.lapse("k")
+    await shop.run("k")
+    gate.open()
+    with pytest.raises(AttemptLostError):
+        await work
+    assert shop.row("k").status == "done"
+    with pytest.raises(LockTimeoutError):
+        await shop.run("a", busy, record=[Exception], free=[Exception])
+    assert shop.row("a").status == "in_progress"
+    with pytest.raises(LockTimeoutError):
+        await shop.run("b", busy, free=[TimeoutError, LockTimeoutError])
+    assert shop.row("b").status == "free"
+
+
+async def test_a_late_attempt_is_refused_after_a_transaction_has_taken_the_key(shop: Shop) -> None:
+    """C100: the record was over, a transaction made the key new, and its result stays."""
+    gate = Gate()
+
+    async def late(attempt: Any) -> str:
+        await gate.wait()
+        return "late"
+
+    work = asyncio.create_task(shop.run("k", late, who=shop.world.other()))
+    await gate.reached()
+    shop.lapse("k")
+    shop.expire("k")
+    async with shop.at_work("k"):
+        pass
+    gate.open()
+    with pytest.raises(AttemptLostError):
+        await work
+    assert await shop.run("k") == "of the transaction"
 
 
 async def test_a_cancel_is_an_end_of_which_nobody_knows_what_it_did(shop: Shop) -> None:
@@ -489,5 +557,14 @@ def test_types_that_cannot_be_used_are_refused() -> None:
 
     async def work(attempt: Any) -> None: ...
 
-    with pytest.raises(TypeError, match="needs an AsyncIdempotentEffect"):
-        kind(object, "k", scope="s").run(work)
+    def generator(attempt: Any) -> Any:
+        yield
+
+    class Caller:
+        async def __call__(self, attempt: Any) -> None: ...
+
+    for fn in (work, Caller()):
+        with pytest.raises(TypeError, match="needs an AsyncIdempotentEffect"):
+            kind(object, "k", scope="s").run(fn)
+    with pytest.raises(TypeError, match="generator function"):
+        kind(object, "k", scope="s").run(generator)

@@ -147,13 +147,14 @@ class Shop:
 
     def lapse(self, key: str) -> None:
         """Let the claim of a key be over, as if its process had died and its time had passed."""
-        self._set(key, "locked_until = clock_timestamp() - interval '1 s'")
+        self.set(key, "locked_until = clock_timestamp() - interval '1 s'")
 
     def expire(self, key: str) -> None:
         """Let the record of a key be over."""
-        self._set(key, "expires_at = clock_timestamp() - interval '1 s'")
+        self.set(key, "expires_at = clock_timestamp() - interval '1 s'")
 
-    def _set(self, key: str, what: str) -> None:
+    def set(self, key: str, what: str) -> None:
+        """Change the row of a key by hand."""
         query = f"UPDATE pgfence_idempotency_key SET {what} WHERE scope = %s AND key = %s"
         assert self.admin.execute(query.encode(), [self.scope, key]).rowcount == 1
 

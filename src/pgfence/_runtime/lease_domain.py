@@ -166,7 +166,7 @@ class LeaseDomain(Domain[S]):
     def unanswered(self, grant: Grant, error: BaseException) -> None:
         """A release had no answer: it is repeated in the background, and at the latest the TTL ends it."""
         self.beat.release_later(grant)
-        log.warning("the release of the lease %s had no answer, trying again: %s", named(grant.names), error)
+        log.warning("the end of the %s %s had no answer, trying again: %s", grant.noun, named(grant.names), error)
         emit(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
     def let_lapse(self, grant: Grant) -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pgfence._sql.calls import call, mark, name_of
+from pgfence._sql.server import style_of
 from pgfence._sql.storage import quoted
 from pgfence._sql.transaction import send_quick
 
@@ -49,7 +50,7 @@ class EffectSql:
             outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status, headers as JSON, body; and
             of the attempt at work owner, host, pid, since.
         renew: lists of names, claim ids, attempts, ttls. One value, for `lease.answers`.
-        step: name, claim id, attempt, step, value as JSON. One value: the attempt that counts; NULL: none of ours.
+        step: name, claim id, attempt, step, value as JSON. One value: the attempt that counts, -1 for none; NULL: no such key.
         finish: name, claim id, attempt, keep, status, result as JSON, HTTP status, headers as JSON, body, whether the
             transaction is ours. One value, as of `step`.
         free: name, claim id, attempt. One value: "released", or why not.
@@ -105,7 +106,7 @@ def effect_sql(place: Place, style: Style) -> EffectSql:
     )
 
 
-def finish_inside(connection: Connection, place: Place, style: Style, values: tuple[Any, ...]) -> int | None:
+def finish_inside(connection: Connection, place: Place, values: tuple[Any, ...]) -> int | None:
     """Store what came of an attempt in the caller's own transaction; answers as `finish`."""
-    answer: int | None = send_quick(connection, effect_sql(place, style).finish, values)
+    answer: int | None = send_quick(connection, effect_sql(place, style_of(connection.dialect)).finish, values)
     return answer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence.blocks import attach
 from pgfence.effects._attempts import WHY, Stored, claim_async
+from pgfence.effects._functions import expect_no_generator
 from pgfence.effects._handles import NOTHING, AsyncAttempt
 from pgfence.effects._request import Effects
 from pgfence.idempotency._functions import DAY
@@ -99,18 +101,20 @@ class AsyncIdempotentEffect(Effects[T]):
         Raises:
             PgfenceError: as from the sync twin.
         """
+        expect_no_generator(fn)
         self._expect(fn)
         found = await claim_async(self._engine, self._wanted, self._timeout)
         if isinstance(found, Stored):
             return self._replay(found)
         attempt = AsyncAttempt(found, self._codec)
         try:
-            value = await fn(attempt)
+            given: Any = fn(attempt)
+            value: T = await given if isawaitable(given) else given
             if attempt._completed is not NOTHING:
                 return await self._confirmed(attempt, found)
-            text = self._encoded(value, repr(attempt))
+            text = self._encoded(value, attempt)
         except BaseException as error:
-            await self._failed(found, error)
+            await self._failed(attempt, error)
             raise
         await found.finish("done", text)
         return value
@@ -121,15 +125,17 @@ class AsyncIdempotentEffect(Effects[T]):
         value: T = attempt._completed
         return value
 
-    async def _failed(self, running: AsyncRunning, error: BaseException) -> None:
+    async def _failed(self, attempt: AsyncAttempt, error: BaseException) -> None:
         """End an attempt that did not come to a result. The error wins over what goes wrong here."""
-        text = self._failure(error)
+        how, text = self._end_of(error, attempt)
+        running = attempt._running
         try:
-            if text is not None:
-                await running.finish("failed", text)
-            elif isinstance(error, self._free):
-                await running.free()
-            else:
-                running.let_lapse()
+            match how:
+                case "record":
+                    await running.finish("failed", text)
+                case "free":
+                    await running.free()
+                case "lapse":
+                    running.let_lapse()
         except Exception as failure:
             attach(error, failure, "while the attempt was ended")

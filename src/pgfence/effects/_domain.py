@@ -47,7 +47,8 @@ class _Effects(LeaseDomain[Any]):
             f"{who} {claim.wanted}{waited}",
             scope=claim.wanted.scope,
             key=claim.wanted.key,
-            retry_after=max(0.1, busy.remaining) if busy.remaining else None,
+            # A claim is renewed each third of its time: with less than half of it left, its process is gone or hangs.
+            retry_after=max(0.1, busy.remaining) if 0 < busy.remaining < claim.wanted.ttl / 2 else None,
         )
 
     def no_session(self, request: Request | None) -> PgfenceError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
@@ -10,12 +12,13 @@ from pgfence._sql.effects import finish_inside
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.storage import translated
 from pgfence.effects._attempts import AsyncRunning, Running
+from pgfence.effects._functions import expect_plain, expect_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
 from pgfence.idempotency._keys import expect_key
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
@@ -35,6 +38,10 @@ class _Attempt(Generic[RunningT]):
         self._running = running
         self._codec = codec
         self._completed: Any = NOTHING
+        self._doing: dict[str, object] = {}
+        """The steps at work, each with a mark of whoever does it."""
+        self.torn: set[str] = set()
+        """What was done and is not known to be saved: steps, and "" for the whole."""
 
     def __repr__(self) -> str:
         return repr(self._running).replace("Running", "Attempt")
@@ -63,13 +70,32 @@ class _Attempt(Generic[RunningT]):
             raise ValueError(
                 f"the name of a step must not contain a colon, which stands between the key and it: {name!r}"
             )
-        if self._completed is not NOTHING:
-            raise IdempotencyMisuseError(f"{self!r} is complete: no step comes after complete()")
         return f"{self._running.key}:{name}"
 
     def _saved(self, name: str) -> Any:
         text = self._running.steps.get(name)
         return NOTHING if text is None else self._codec.decode(text)
+
+    @contextmanager
+    def _at(self, name: str) -> Iterator[None]:
+        """Be at work at a step.
+
+        Raises:
+            AttemptLostError: the attempt does not count any more.
+            IdempotencyMisuseError: somebody else is at it, or the attempt is complete.
+        """
+        if self._completed is not NOTHING:
+            raise IdempotencyMisuseError(f"{self!r} is complete: no step comes after complete()")
+        self.check()
+        mark = object()
+        if self._doing.setdefault(name, mark) is not mark:
+            raise IdempotencyMisuseError(
+                f"the step {name!r} of {self!r} is at work already: give each step a name of its own"
+            )
+        try:
+            yield
+        finally:
+            del self._doing[name]
 
     def _encoded(self, name: str, value: Any) -> str:
         try:
@@ -111,15 +137,18 @@ class Attempt(_Attempt[Running]):
             AttemptLostError: this attempt does not count any more; the step was not done, or was done and is not saved.
             IdempotencyMisuseError: its value cannot be stored.
             UnreachableError: no answer: nobody knows whether it is saved.
-            TypeError, ValueError: `name` cannot be the name of a step.
+            TypeError, ValueError: `name` cannot be the name of a step; or `fn` is a coroutine or generator function.
         """
+        expect_plain(fn)
         derived = self._derived(name)
         saved = self._saved(name)
         if saved is not NOTHING:
             return cast("R", saved)
-        self.check()
-        value = fn(derived)
-        self._running.save_step(name, self._encoded(name, value))
+        with self._at(name):
+            value = expect_value(fn(derived), fn)
+            self.torn.add(name)
+            self._running.save_step(name, self._encoded(name, value))
+            self.torn.discard(name)
         return value
 
     def complete(self, session: Session | scoped_session[Any], value: Any, /) -> None:
@@ -149,9 +178,13 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
         saved = self._saved(name)
         if saved is not NOTHING:
             return cast("R", saved)
-        self.check()
-        value = await fn(derived)
-        await self._running.save_step(name, self._encoded(name, value))
+        with self._at(name):
+            found: Any = fn(derived)
+            # A plain function has done it by now: to refuse what it returned would be to forget it.
+            value: R = await found if isawaitable(found) else found
+            self.torn.add(name)
+            await self._running.save_step(name, self._encoded(name, value))
+            self.torn.discard(name)
         return value
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:

@@ -15,7 +15,6 @@ from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from pgfence._runtime.grant import Grant
-    from pgfence._sql.advisory import Style
     from pgfence._sql.effects import EffectSql
     from pgfence._sql.storage import Place
     from pgfence.effects._domain import AsyncEffects, SyncEffects
@@ -30,12 +29,14 @@ LONGEST_PATIENCE = 30.0
 class Record:
     """An attempt at work: what was claimed, and what is known of it."""
 
-    __slots__ = ("__weakref__", "_domain", "_grant", "_steps", "_wanted")
+    __slots__ = ("__weakref__", "_domain", "_grant", "_inside", "_steps", "_wanted")
 
     def __init__(self, wanted: Wanted, domain: SyncEffects | AsyncEffects, grant: Grant) -> None:
         self._wanted = wanted
         self._domain: Any = domain
         self._grant = grant
+        self._inside = False
+        """Whether a transaction of the caller was told to end it: until that is over, nobody else gets at the row."""
         self._steps: dict[str, str] = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
 
     def __repr__(self) -> str:
@@ -91,16 +92,22 @@ class Record:
         except LockNotHeldError:
             return
 
-    def inside(self, text: str) -> tuple[Place, Style, tuple[Any, ...]]:
+    def inside(self, text: str) -> tuple[Place, tuple[Any, ...]]:
         """Return what `finish_inside` needs to store a result in the caller's transaction."""
-        return self._grant.place, self._domain.style, self._finish("done", text, None, inside=True)[2]
+        self._inside = True
+        return self._grant.place, self._finish("done", text, None, inside=True)[2]
 
     def expect(self, answer: int | None) -> None:
         """Judge the answer of `finish_inside`, or of a step.
 
         Raises:
             AttemptLostError: another attempt counts by now.
+            IdempotencyMisuseError: the session sees no such key.
         """
+        if answer is None and self._inside and self._grant.state == "held":
+            raise IdempotencyMisuseError(
+                f"{self._wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
+            )
         if answer != self.number:
             self._domain.beat.drop(self._grant)
             self._grant.lose("superseded")
@@ -118,6 +125,8 @@ class Record:
 
     @property
     def _patience(self) -> float:
+        if self._inside:
+            return 0.0
         left = row_until(self._grant) - clock()
         return min(max(left, RELEASE_BUDGET), LONGEST_PATIENCE)
 

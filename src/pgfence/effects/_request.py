@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from pgfence._runtime.trust import ttl_of
 from pgfence.blocks import attach
+from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import Wanted
-from pgfence.errors import IdempotencyMisuseError
+from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
 from pgfence.idempotency import _recorded
 from pgfence.idempotency._codec import Codec
 from pgfence.idempotency._fingerprint import fingerprint
@@ -21,6 +21,7 @@ from pgfence.wrapping import called
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pgfence.effects._handles import _Attempt
     from pgfence.effects._wanted import Stored
     from pgfence.timing import Seconds
 
@@ -58,7 +59,7 @@ class Effects(Generic[T]):
                 " attempt is given up"
             )
         self._codec = Codec.of(result)
-        self._told = result is not None
+        self._reached = None if result is None else frozenset(classes_in(result).values())
         self._timeout = seconds(timeout)
         self._record = errors_of(record)
         self._free = errors_of(free, "free")
@@ -72,22 +73,8 @@ class Effects(Generic[T]):
         Raises:
             IdempotencyMisuseError: it returns something that only `result` could name.
         """
-        if self._told:
-            return
-        try:
-            alone: Any = SimpleNamespace(__annotations__={"return": getattr(fn, "__annotations__", {}).get("return")})
-            returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
-        except (NameError, TypeError):  # imported for type checkers alone
-            return
-        try:
-            unknown = list(classes_in(returns).values())
-        except TypeError as error:
-            raise IdempotencyMisuseError(f"{called(fn)} was not called: {error}") from None
-        if unknown:
-            raise IdempotencyMisuseError(
-                f"{called(fn)} was not called: it returns a {unknown[0].__qualname__}, and what came of it could not be stored. Say so by"
-                f" result={unknown[0].__qualname__}"
-            )
+        if why := unreached(fn, self._reached):
+            raise IdempotencyMisuseError(f"{called(fn)} was not called: {why}")
 
     def _replay(self, stored: Stored) -> T:
         """Return what is stored, or raise the recorded error."""
@@ -98,24 +85,37 @@ class Effects(Generic[T]):
         value: T = self._codec.decode(stored.text)
         return value
 
-    def _encoded(self, value: Any, what: str) -> str:
+    def _encoded(self, value: Any, attempt: _Attempt[Any]) -> str:
+        attempt.torn.add("")
         try:
             return self._codec.encode(value)
         except IdempotencyMisuseError as error:
-            error.add_note(f"{what} was done, and nobody will know: what came of it is not stored")
+            error.add_note(f"{attempt!r} was done, and nobody will know: what came of it is not stored")
             raise
 
-    def _uncommitted(self, attempt: object) -> IdempotencyMisuseError:
+    def _uncommitted(self, attempt: _Attempt[Any]) -> IdempotencyMisuseError:
         return IdempotencyMisuseError(
             f"{attempt!r} was completed in a transaction that was not committed by the end of the function: nothing is stored"
         )
 
-    def _failure(self, error: BaseException) -> str | None:
-        """Return a recorded error as JSON; None: it is none, or cannot be stored, which is noted on it."""
-        if not isinstance(error, self._record):
-            return None
-        try:
-            return _recorded.encode(error, self._codec)
-        except IdempotencyMisuseError as failure:
-            attach(error, failure, "while it was recorded")
-            return None
+    def _end_of(self, error: BaseException, attempt: _Attempt[Any]) -> tuple[Literal["record", "free", "lapse"], str]:
+        """Return how an attempt ends by an error, and of a recorded one its JSON.
+
+        What was done and is not known to be saved is unknown, whatever the error is. And nobody means an error of ours who says
+        `Exception`: it counts only where a class of ours is named.
+        """
+        if attempt.torn or isinstance(error, AttemptLostError):
+            return "lapse", ""
+        if _among(error, self._record):
+            try:
+                return "record", _recorded.encode(cast("Exception", error), self._codec)
+            except IdempotencyMisuseError as failure:
+                attach(error, failure, "while it was recorded")
+                return "lapse", ""
+        return ("free" if _among(error, self._free) else "lapse"), ""
+
+
+def _among(error: BaseException, kinds: tuple[type[Exception], ...]) -> bool:
+    if isinstance(error, PgfenceError):
+        kinds = tuple(kind for kind in kinds if issubclass(kind, PgfenceError))
+    return isinstance(error, kinds)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence.blocks import attach
 from pgfence.effects._attempts import WHY, Stored, claim
+from pgfence.effects._functions import expect_plain, expect_value
 from pgfence.effects._handles import NOTHING, Attempt
 from pgfence.effects._request import Effects
 from pgfence.idempotency._functions import DAY
 from pgfence.lease._sync import source_of
-from pgfence.wrapping import called
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,7 +44,9 @@ class IdempotentEffect(Effects[T]):
     does not honour the derived key of a step may do it twice; see `Attempt.step`. `takeover=False` is for such a one.
 
     How an attempt ends: by a result or an error of `record`, the key is done; by an error of `free`, anybody may run at once.
-    By any other error, a cancel or a death nobody knows what it did, and the claim stays until its time is over.
+    By any other error, a cancel or a death nobody knows what it did, and the claim stays until its time is over. So it does,
+    whatever `record` and `free` say, when something was done that is not known to be saved, or when the attempt was lost; and
+    errors of pgfence count only where one of its classes is named, not by `Exception`.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
@@ -137,29 +138,29 @@ class IdempotentEffect(Effects[T]):
 
         Raises:
             IdempotencyKeyReusedError: the key belongs to another payload, done or in progress. 422.
-            IdempotencyInProgressError: another attempt is at work; `retry_after` says when its claim would end. 409.
+            IdempotencyInProgressError: another attempt is at work; `retry_after` says when to ask again. 409.
             AttemptLostError: this attempt does not count any more; or, with `takeover=False`, one before it was lost.
             IdempotencyMisuseError: the result cannot be stored: where the annotation of the function tells, before it runs.
             UnreachableError: no answer: before the function, nothing was done; after it, the result is stored in the background
                 if the server comes back in time, and to ask again is safe.
             SchemaError: pgfence's tables are missing, or older than version 2.
             StandbyError: the server is a standby.
+            TypeError: it is a coroutine or generator function.
             Exception: what the function raised; or the recorded error.
         """
-        if inspect.iscoroutinefunction(fn):
-            raise TypeError(f"{called(fn)} is a coroutine function: it needs an AsyncIdempotentEffect")
+        expect_plain(fn)
         self._expect(fn)
         found = claim(self._engine, self._wanted, self._timeout)
         if isinstance(found, Stored):
             return self._replay(found)
         attempt = Attempt(found, self._codec)
         try:
-            value = fn(attempt)
+            value = expect_value(fn(attempt), fn)
             if attempt._completed is not NOTHING:
                 return self._confirmed(attempt, found)
-            text = self._encoded(value, repr(attempt))
+            text = self._encoded(value, attempt)
         except BaseException as error:
-            self._failed(found, error)
+            self._failed(attempt, error)
             raise
         found.finish("done", text)
         return value
@@ -170,15 +171,17 @@ class IdempotentEffect(Effects[T]):
         value: T = attempt._completed
         return value
 
-    def _failed(self, running: Running, error: BaseException) -> None:
+    def _failed(self, attempt: Attempt, error: BaseException) -> None:
         """End an attempt that did not come to a result. The error wins over what goes wrong here."""
-        text = self._failure(error)
+        how, text = self._end_of(error, attempt)
+        running = attempt._running
         try:
-            if text is not None:
-                running.finish("failed", text)
-            elif isinstance(error, self._free):
-                running.free()
-            else:
-                running.let_lapse()
+            match how:
+                case "record":
+                    running.finish("failed", text)
+                case "free":
+                    running.free()
+                case "lapse":
+                    running.let_lapse()
         except Exception as failure:
             attach(error, failure, "while the attempt was ended")

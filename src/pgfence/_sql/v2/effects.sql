@@ -138,8 +138,8 @@ BEGIN
     RETURN pg_catalog.array_to_json(answers)::text;
 END $$;
 
--- Saves what a step of an attempt returned. Answers the attempt that counts now: another one means that it was lost; NULL,
--- that the key is gone or has another life.
+-- Saves what a step of an attempt returned, once. Answers the attempt that counts now: another one, or -1, means that it was
+-- lost; NULL, that there is no such key.
 CREATE FUNCTION @save_step_v1@(p_name text, p_claim text, p_attempt bigint, p_step text, p_value text) RETURNS integer
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -151,13 +151,14 @@ BEGIN
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     UPDATE @idempotency_key@ AS k
-    SET step = COALESCE(k.step, '{}') || pg_catalog.jsonb_build_object(p_step, p_value::jsonb)
+    SET step = pg_catalog.jsonb_build_object(p_step, p_value::jsonb) || COALESCE(k.step, '{}')
     WHERE k.scope = whose AND k.key = named AND k.claim_id = p_claim::uuid AND k.attempt = p_attempt
         AND k.status = 'in_progress';
     IF FOUND THEN
         RETURN p_attempt;
     END IF;
-    RETURN (SELECT NULLIF(k.attempt, p_attempt) FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named);
+    RETURN (SELECT CASE k.attempt WHEN p_attempt THEN -1 ELSE k.attempt END
+        FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named);
 END $$;
 
 -- Stores what came of it, once. Answers as save_step_v1; asked again after a lost answer, it says the same. Without a status
@@ -180,7 +181,7 @@ BEGIN
     END IF;
     SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named FOR NO KEY UPDATE;
     IF r.claim_id IS DISTINCT FROM p_claim::uuid OR r.attempt <> p_attempt THEN
-        RETURN NULLIF(r.attempt, p_attempt);
+        RETURN CASE r.attempt WHEN p_attempt THEN -1 ELSE r.attempt END;
     ELSIF r.status = 'in_progress' THEN
         IF p_status IS NULL THEN
             RETURN 0;
@@ -191,7 +192,7 @@ BEGIN
             expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
         WHERE k.scope = whose AND k.key = named;
     ELSIF r.status NOT IN ('done', 'failed') THEN
-        RETURN NULL;
+        RETURN -1;
     END IF;
     RETURN p_attempt;
 END $$;

@@ -62,7 +62,8 @@ BEGIN
                 pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
             ON CONFLICT (scope, key) DO UPDATE SET
                 fingerprint = excluded.fingerprint, status = excluded.status, attempt = 1, step = NULL,
-                locked_until = NULL, result = NULL, http_status = NULL, http_headers = NULL, http_body = NULL,
+                locked_until = NULL, claim_id = NULL, owner = NULL, host = NULL, pid = NULL, result = NULL,
+                http_status = NULL, http_headers = NULL, http_body = NULL,
                 created_at = excluded.created_at, expires_at = excluded.expires_at
                 WHERE k.expires_at <= pg_catalog.clock_timestamp()
             RETURNING 'fresh' INTO outcome;
