@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +16,7 @@ from pgfence import schema
 from pgfence.config import configure
 from support.effects import Gate
 from support.sites import Answer, Asked, Got, Site
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     import psycopg
@@ -77,6 +80,37 @@ async def test_of_many_at_once_one_is_handled_and_the_others_are_told_to_come_ba
         assert {(got.status, got.body) for got in answers} == {(201, b'{"paid": true}')}
         assert [got.replayed for got in answers].count(False) == 1
         assert len(site.seen) == before + 1
+
+
+async def test_of_many_whose_handlers_fail_at_random_one_succeeds(site: Site) -> None:
+    """C095, C101: twenty clients who ask until it works, an application that often does not: one success, one answer."""
+    done: list[bytes] = []
+
+    async def pay(_: Asked) -> Answer:
+        match random.randrange(4):
+            case 0:
+                raise Declined
+            case 1:
+                return Answer(503)
+            case 2:
+                return Answer(429)
+        done.append(b"%d" % len(site.seen))
+        return Answer(chunks=(done[-1],))
+
+    async def until_done(key: str) -> Got:
+        who = site.world.other()
+        while True:
+            with suppress(Declined):
+                if (got := await site.ask(key, who=who)).status == 201:
+                    return got
+            await asyncio.sleep(0.01)
+
+    site.handler = pay
+    for n in range(ROUNDS):
+        done.clear()
+        answers = await asyncio.gather(*(until_done(f"k{n}") for _ in range(CALLERS)))
+        assert [got.body for got in answers] == done * CALLERS
+        assert [got.replayed for got in answers].count(False) == 1
 
 
 # ---------------------------------------------------------------- which requests
@@ -213,8 +247,9 @@ async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool) -> None
     assert (site.row.attempt, len(site.seen)) == (2, 2)
 
 
-async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site) -> None:
-    """C100: the late one is told to ask again, and gets the answer that counts."""
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site, noticed: bool) -> None:
+    """C100: the late one is told to ask again, and gets the answer that counts; whether or not the heartbeat knew of it."""
     gate = Gate()
 
     async def pay(_: Asked) -> Answer:
@@ -223,11 +258,17 @@ async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site)
             return Answer(chunks=(b"late",))
         return Answer(chunks=(b"in time",))
 
+    events: list[str] = []
+    engine = site.world.engine()
+    configure(engine, on_event=lambda event: events.append(event.event))
     site.handler = pay
+    site.behind(engine=engine, ttl=0.6 if noticed else 60)
     first = asyncio.create_task(site.ask(who=site.world.other()))
     await gate.reached()
     site.lapse()
     assert (await site.ask()).body == b"in time"
+    if noticed:
+        await eventually(lambda: "lost" in events)
     gate.open()
     late = await first
     assert (late.status, late.header("retry-after")) == (409, "1")
