@@ -108,7 +108,7 @@ class Pod:
         descriptor, name = mkstemp(dir=folder)
         os.close(descriptor)
         self._output = Path(name)
-        self._process = _FORKS.Process(target=_alembic, args=(folder, self._output, words, environment))
+        self._process = _FORKS.Process(target=_alembic, args=(folder, self._output, words, environment), daemon=True)
         self._process.start()
 
     def kill(self) -> None:
