@@ -182,6 +182,7 @@ def purge(engine: Any, *, batch: int = 1000) -> Any:
         SchemaError: the tables are missing or older than version 2, or this role may not do it: SELECT, UPDATE and DELETE.
         StandbyError: this server takes no writes.
         UnreachableError: there was no answer, or the connection was lost. What was purged before stays so.
+        sqlalchemy.exc.DBAPIError: the server ended a statement, by the role's `lock_timeout` for one; likewise.
     """
     expect_batch(batch)
     if hasattr(engine, "sync_engine"):

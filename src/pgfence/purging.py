@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 LARGEST = 100_000
-_NO_SESSION = ("08", "28", "3D", "53", "57P")
+_NO_SESSION = ("08", "28", "3D", "533", "57P")
 
 
 def expect_batch(batch: object) -> int:

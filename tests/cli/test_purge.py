@@ -6,14 +6,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from pgfence.cli import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import psycopg
 
 pytestmark = pytest.mark.usefixtures("tables")
 
@@ -93,3 +92,19 @@ def test_no_rights_is_78_and_no_server_is_69(role: Callable[..., str], capfd: py
     assert main(["purge", "--dsn", "postgresql://nobody:secret@127.0.0.1:1/nothing"]) == 69
     out, err = capfd.readouterr()
     assert (out, "secret" in err) == ("", False)
+
+
+def test_a_purge_that_the_server_ends_is_75(
+    dsn: str, admin: psycopg.Connection[Any], role: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The role's own lock_timeout, while somebody changes the table: the server's words, and no traceback."""
+    login = role({"lock_timeout": "50ms"})
+    admin.execute(
+        f"GRANT SELECT, UPDATE, DELETE ON pgfence_idempotency_key TO {login.split('//')[1].split(':')[0]}".encode()
+    )
+    with psycopg.connect(dsn) as other:
+        other.execute("LOCK TABLE pgfence_idempotency_key IN ACCESS EXCLUSIVE MODE")
+        assert main(["purge", "--dsn", login]) == 75
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == "pgfence: canceling statement due to lock timeout. What was purged before stays so\n"

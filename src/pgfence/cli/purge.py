@@ -7,8 +7,10 @@ import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from sqlalchemy.exc import DBAPIError
 
 from pgfence import monitoring
+from pgfence._sql.storage import primary
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
 from pgfence.cli.report import Speaker
@@ -24,7 +26,8 @@ def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(
         "purge",
-        epilog="Exit codes: 0 done, also when there was nothing to do; 64 misuse; 69 unreachable; 78 not allowed there.",
+        epilog="Exit codes: 0 done, also when there was nothing to do; 64 misuse; 69 unreachable; 75 the server ended it, by a"
+        " timeout for one; 78 not allowed there.",
     )(purge)
 
 
@@ -67,4 +70,6 @@ def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
         return None, Code.UNAVAILABLE, str(error)
     except PgfenceError as error:
         return None, Code.REFUSED, str(error)
+    except DBAPIError as error:
+        return None, Code.BUSY, f"{primary(error)}. What was purged before stays so"
     return purged, Code.OK, f"{purged} expired keys taken away"
