@@ -7,11 +7,15 @@ import gc
 import os
 import secrets
 import time
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -34,6 +38,19 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 pytestmark = pytest.mark.usefixtures("tables")
+
+
+@dataclass
+class Unreached:
+    """What no result= names."""
+
+    key: str
+
+
+class Name(str, Enum):  # noqa: UP042  # what a program has that began before StrEnum
+    """A key that is no plain text."""
+
+    KEY = "va"
 
 
 @pytest.fixture
@@ -127,6 +144,30 @@ async def test_names_that_no_step_can_have_are_refused_before_it(shop: Shop, nam
     with pytest.raises(ValueError, match="the name of a step must not"):
         await shop.run("k", work, free=[ValueError])
     assert shop.provider.done == 0
+
+
+async def test_a_step_whose_annotation_tells_that_it_cannot_be_saved_is_not_done(shop: Shop) -> None:
+    """C105: with and without a result= that does not reach it; a class that a reached one inherits from is no reason."""
+
+    def charge(key: str) -> Any:
+        return shop.provider.charge(key)
+
+    async def work(attempt: Any) -> str:
+        charge.__annotations__["return"] = Unreached
+        with pytest.raises(IdempotencyMisuseError, match="was not called: .*Unreached"):
+            await shop.soon(attempt.step("charge", charge))
+        charge.__annotations__["return"] = object
+        return await shop.soon(attempt.step("charge", charge))
+
+    for key, result in (("told", str), ("untold", None)):
+        assert await shop.run(key, work, result=result) == f"receipt of {key}:charge"
+
+
+async def test_a_key_is_its_plain_text(shop: Shop) -> None:
+    """C108: a str enum formats itself in its own way, on each Python another; the provider gets the text that is stored."""
+    assert await shop.run(Name.KEY) == "receipt of va:charge"
+    assert await shop.run("va") == "receipt of va:charge"
+    assert shop.provider.asked == {"va:charge": 1}
 
 
 async def test_an_attempt_that_has_ended_does_nothing_more(shop: Shop) -> None:
@@ -261,6 +302,55 @@ async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
         await slow
     assert rows(shop, payments) == ["attempt 2"]
     assert shop.row("k").result == "paid by 2"
+
+
+async def test_a_late_attempt_that_swallows_its_refusal_commits_nothing(shop: Shop, payments: str) -> None:
+    """C100: PostgreSQL has aborted its transaction. One that nobody has followed may still commit, whatever it believes."""
+    gates = {"followed": Gate(), "alone": Gate()}
+
+    async def late(attempt: Any, key: str) -> str:
+        await gates[key].wait()
+        session = shop.session()
+        try:
+            await shop.soon(session.execute(text(f"INSERT INTO {payments} VALUES (:key)"), {"key": key}))
+            with suppress(AttemptLostError):
+                await shop.soon(attempt.complete(session, key))
+            with suppress(DBAPIError):
+                await shop.soon(session.commit())
+        finally:
+            await shop.soon(session.close())
+        return key
+
+    tasks = {
+        key: asyncio.create_task(
+            shop.run(key, lambda attempt, key=key: late(attempt, key), who=shop.world.other(), ttl=0.4)
+        )
+        for key in gates
+    }
+    for gate in gates.values():
+        await gate.reached()
+    for key in gates:
+        shop.lapse(key)
+    await shop.run("followed")
+    await eventually(lambda: shop.row("alone").claim_left < -1.2)
+    for gate in gates.values():
+        gate.open()
+    with pytest.raises(AttemptLostError):
+        await tasks["followed"]
+    assert await tasks["alone"] == "alone"
+    assert rows(shop, payments) == ["alone"]
+
+
+async def test_a_session_of_the_other_half_is_refused(shop: Shop) -> None:
+    """A TypeError in words, and nothing is stored."""
+
+    async def work(attempt: Any) -> str:
+        session = shop.world.pick(AsyncSession, Session)()
+        with pytest.raises(TypeError, match="this attempt completes in an? (Async)?Session, not in"):
+            await shop.soon(attempt.complete(session, "x"))
+        return "done"
+
+    assert await shop.run("k", work) == "done"
 
 
 async def test_nobody_takes_over_between_complete_and_the_commit(shop: Shop, payments: str) -> None:

@@ -333,3 +333,16 @@ def test_a_day_is_no_moment() -> None:
     codec = Codec.of(None)
     for value in (date(2026, 1, 2), datetime(2026, 1, 2)):  # noqa: DTZ001
         assert type(codec.decode(codec.encode(value))) is type(value)
+
+
+def test_a_class_that_has_changed_since_is_told_of_as_such() -> None:
+    """C110: a member that an enumeration has lost, a named tuple that has become shorter: no KeyError or TypeError."""
+    before: list[tuple[Any, Any]] = [
+        (Enum("Shape", "A B"), "B"),
+        (NamedTuple("Pair", [("a", int), ("b", int)]), (1, 2)),
+    ]
+    after: list[Any] = [Enum("Shape", "A"), NamedTuple("Pair", [("a", int)])]
+    for (old, value), new in zip(before, after, strict=True):
+        text = Codec.of(old).encode(old[value] if issubclass(old, Enum) else old(*value))
+        with pytest.raises(IdempotencyMisuseError, match="has changed since"):
+            Codec.of(new).decode(text)

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from sqlalchemy.exc import DBAPIError
+
 from pgfence._sql.calls import call, mark, name_of
 from pgfence._sql.server import style_of
-from pgfence._sql.storage import quoted
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import detail_of, quoted
 from pgfence._sql.transaction import send_quick
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
+
+LATE_ATTEMPT = "PF005"
 
 _CLAIM = (
     "text",
@@ -107,6 +112,14 @@ def effect_sql(place: Place, style: Style) -> EffectSql:
 
 
 def finish_inside(connection: Connection, place: Place, values: tuple[Any, ...]) -> int | None:
-    """Store what came of an attempt in the caller's own transaction; answers as `finish`."""
-    answer: int | None = send_quick(connection, effect_sql(place, style_of(connection.dialect)).finish, values)
+    """Store what came of an attempt in the caller's own transaction; answers as `finish`.
+
+    Another answer than the attempt has aborted the transaction.
+    """
+    try:
+        answer: int | None = send_quick(connection, effect_sql(place, style_of(connection.dialect)).finish, values)
+    except DBAPIError as error:
+        if sqlstate(error) != LATE_ATTEMPT:
+            raise
+        answer = detail_of(error).get("newest")
     return answer

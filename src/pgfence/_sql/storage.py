@@ -140,7 +140,7 @@ def translated(
             command=command,
             sqlstate=state,
         )
-    told = _detail(error) if state in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT) else {}
+    told = detail_of(error) if state in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT) else {}
     if state == STALE_TOKEN and "token" in told:  # another program may use the SQLSTATE too
         resource, token, newest = shown(str(told.get("resource"))), int(told["token"]), int(told["newest"])
         why = (
@@ -225,7 +225,7 @@ def _driver_error(error: BaseException) -> Any:
     return getattr(original, "driver_exception", None) or getattr(original, "__cause__", None) or original
 
 
-def _detail(error: BaseException) -> dict[str, Any]:
+def detail_of(error: BaseException) -> dict[str, Any]:
     """Return the JSON detail of a refusal, whatever wraps the driver's error."""
     for one in (_driver_error(error), getattr(error, "orig", None), error):
         detail = getattr(getattr(one, "diag", None), "message_detail", None) or getattr(one, "detail", None)

@@ -12,7 +12,7 @@ from pgfence._sql.effects import finish_inside
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.storage import translated
 from pgfence.effects._attempts import AsyncRunning, Running
-from pgfence.effects._functions import expect_plain, expect_value
+from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
 from pgfence.idempotency._keys import expect_key
@@ -34,9 +34,11 @@ NOTHING: Any = object()
 class _Attempt(Generic[RunningT]):
     """What both twins know."""
 
-    def __init__(self, running: RunningT, codec: Codec) -> None:
+    def __init__(self, running: RunningT, codec: Codec, expect: Callable[[Callable[..., Any]], None]) -> None:
         self._running = running
         self._codec = codec
+        self._expect = expect
+        """Refuses a function whose result could not be stored, as far as its annotation tells."""
         self._completed: Any = NOTHING
         self._doing: dict[str, object] = {}
         """The steps at work, each with a mark of whoever does it."""
@@ -105,7 +107,8 @@ class _Attempt(Generic[RunningT]):
             raise
 
     def _complete(self, session: Session, value: Any) -> None:
-        self._running.check()
+        # Not by what this process believes: the server refuses a late attempt so that its transaction cannot commit.
+        self._running.expect_unfinished()
         text = self._codec.encode(value)
         connection = connection_of(session)
         try:
@@ -135,11 +138,13 @@ class Attempt(_Attempt[Running]):
 
         Raises:
             AttemptLostError: this attempt does not count any more; the step was not done, or was done and is not saved.
-            IdempotencyMisuseError: its value cannot be stored.
+            IdempotencyMisuseError: its value cannot be stored: where the annotation of `fn` tells, before it runs; or the step
+                is at work in another place of this attempt.
             UnreachableError: no answer: nobody knows whether it is saved.
             TypeError, ValueError: `name` cannot be the name of a step; or `fn` is a coroutine or generator function.
         """
         expect_plain(fn)
+        self._expect(fn)
         derived = self._derived(name)
         saved = self._saved(name)
         if saved is not NOTHING:
@@ -165,8 +170,12 @@ class Attempt(_Attempt[Running]):
             AttemptLostError: this attempt does not count any more: roll back.
             IdempotencyMisuseError: the value cannot be stored.
             TransactionStateError: autocommit.
+            TypeError: it is no session of this half.
         """
-        self._complete(_real(session), value)
+        real = _real(session)
+        if hasattr(real, "run_sync"):
+            raise TypeError("this attempt completes in a Session, not in an AsyncSession")
+        self._complete(real, value)
 
 
 class AsyncAttempt(_Attempt[AsyncRunning]):
@@ -174,6 +183,8 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
 
     async def step(self, name: str, fn: Callable[[str], Awaitable[R]], /) -> R:
         """Do a step that an attempt before this one may have done, and save what it returns; see the sync twin."""
+        expect_no_generator(fn)
+        self._expect(fn)
         derived = self._derived(name)
         saved = self._saved(name)
         if saved is not NOTHING:
@@ -189,7 +200,10 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction; see the sync twin."""
-        await _real(session).run_sync(self._complete, value)
+        real = _real(session)
+        if not hasattr(real, "run_sync"):
+            raise TypeError("this attempt completes in an AsyncSession, not in a Session")
+        await real.run_sync(self._complete, value)
 
 
 def _real(session: Any) -> Any:

@@ -79,10 +79,17 @@ class Record:
             AttemptLostError: it was lost.
             IdempotencyMisuseError: the attempt has ended, or this is a forked child.
         """
-        state = self._grant.state
-        if state == "lost":
+        self.expect_unfinished()
+        if self._grant.state == "lost":
             raise self._lost(None)
-        if state == "released":
+
+    def expect_unfinished(self) -> None:
+        """Raise if the attempt has ended here. No I/O.
+
+        Raises:
+            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
+        """
+        if self._grant.released or not self._grant.ours:
             raise self._over()
 
     def let_lapse(self) -> None:

@@ -109,7 +109,7 @@ class Effects(Generic[T]):
         if _among(error, self._record):
             try:
                 return "record", _recorded.encode(cast("Exception", error), self._codec)
-            except IdempotencyMisuseError as failure:
+            except Exception as failure:
                 attach(error, failure, "while it was recorded")
                 return "lapse", ""
         return ("free" if _among(error, self._free) else "lapse"), ""

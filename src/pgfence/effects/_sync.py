@@ -57,8 +57,7 @@ class IdempotentEffect(Effects[T]):
         result: the type of the result, and of what steps return; see `idempotent`.
         ttl: seconds that a claim outlives a dead attempt, 0.3 to a day. Not how long the work takes.
         keep: seconds from the end of the work on for which the result is kept, at least the ttl. After that the key is new
-            again, so it must not be shorter than the client's retries; and no longer than the provider remembers a derived
-            key may an attempt be followed by another one.
+            again, with its steps: it has to outlast the client's retries.
         timeout: seconds to wait for an attempt that is at work; 0 does not wait.
         record: classes of errors that are an answer too: stored, and raised again each time. They come before `free`.
         free: classes of errors after which it is known that nothing was done, or that doing it again does no harm.
@@ -153,7 +152,7 @@ class IdempotentEffect(Effects[T]):
         found = claim(self._engine, self._wanted, self._timeout)
         if isinstance(found, Stored):
             return self._replay(found)
-        attempt = Attempt(found, self._codec)
+        attempt = Attempt(found, self._codec, self._expect)
         try:
             value = expect_value(fn(attempt), fn)
             if attempt._completed is not NOTHING:

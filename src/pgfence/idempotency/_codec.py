@@ -75,9 +75,17 @@ class Codec:
         """Return what `encode` was given.
 
         Raises:
-            IdempotencyMisuseError: it holds an instance of a class that the annotation does not reach any more.
+            IdempotencyMisuseError: it holds an instance of a class that the annotation does not reach any more, or that has
+                changed too much since.
         """
-        return json.loads(text, object_hook=self._read)
+        try:
+            return json.loads(text, object_hook=self._read)
+        except IdempotencyMisuseError:
+            raise
+        except Exception as error:
+            raise IdempotencyMisuseError(
+                f"the stored result cannot be read, for a class in it has changed since: {type(error).__name__}: {error}"
+            ) from error
 
     def _written(self, value: Any) -> Any:
         kind = type(value)

@@ -28,4 +28,5 @@ def expect_key(value: object, what: str) -> str:
         for character in value:
             if unicodedata.category(character) in ("Cc", "Cs"):
                 raise ValueError(f"{what} must not contain control characters: U+{ord(character):04X}")
-    return value
+    # A str enum or other subclass may format itself differently on each Python: only its plain text counts.
+    return str.__str__(value)

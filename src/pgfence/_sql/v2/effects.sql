@@ -163,7 +163,8 @@ END $$;
 
 -- Stores what came of it, once. Answers as save_step_v1; asked again after a lost answer, it says the same. Without a status
 -- it stores nothing, and answers 0 where nothing is stored.
--- In the caller's own transaction it keeps the row locked to the end: nobody takes over in between.
+-- In the caller's own transaction it keeps the row locked to the end, so that nobody takes over in between; and there an answer
+-- other than the attempt is an error, so that nothing of a late attempt is committed.
 CREATE FUNCTION @finish_effect_v1@(
     p_name text, p_claim text, p_attempt bigint, p_keep double precision, p_status text, p_result text,
     p_http_status integer, p_http_headers text, p_http_body bytea, p_own boolean
@@ -172,6 +173,7 @@ DECLARE
     named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
     whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
     r @idempotency_key@;
+    answer integer := p_attempt;
 BEGIN
     IF p_own THEN
         IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
@@ -181,20 +183,23 @@ BEGIN
     END IF;
     SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named FOR NO KEY UPDATE;
     IF r.claim_id IS DISTINCT FROM p_claim::uuid OR r.attempt <> p_attempt THEN
-        RETURN CASE r.attempt WHEN p_attempt THEN -1 ELSE r.attempt END;
+        answer := CASE r.attempt WHEN p_attempt THEN -1 ELSE r.attempt END;
+    ELSIF r.status = 'in_progress' AND p_status IS NULL THEN
+        answer := 0;
     ELSIF r.status = 'in_progress' THEN
-        IF p_status IS NULL THEN
-            RETURN 0;
-        END IF;
         UPDATE @idempotency_key@ AS k SET
             status = p_status, locked_until = NULL, result = p_result::jsonb, http_status = p_http_status,
             http_headers = p_http_headers::jsonb, http_body = p_http_body,
             expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
         WHERE k.scope = whose AND k.key = named;
     ELSIF r.status NOT IN ('done', 'failed') THEN
-        RETURN -1;
+        answer := -1;
     END IF;
-    RETURN p_attempt;
+    IF NOT p_own AND answer IS DISTINCT FROM p_attempt THEN
+        RAISE EXCEPTION 'attempt % does not count any more: this transaction must be rolled back', p_attempt
+            USING ERRCODE = 'PF005', DETAIL = pg_catalog.jsonb_build_object('newest', answer)::text;
+    END IF;
+    RETURN answer;
 END $$;
 
 -- Frees the key of an attempt of which it is known that nothing came of it. Answers as release_lease_v1.
