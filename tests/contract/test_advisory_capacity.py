@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import gc
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import event
+from sqlalchemy import create_engine, event
 from sqlalchemy.pool import AssertionPool, AsyncAdaptedQueuePool, NullPool, QueuePool, SingletonThreadPool, StaticPool
 
+from pgfence import AdvisoryLock
 from pgfence._runtime import sessions as runtime_sessions
 from pgfence.config import configure
 from pgfence.errors import CapacityError, LockTimeoutError
@@ -341,6 +343,29 @@ async def test_connections_that_died_free_their_places(world: World, name: str, 
             await world.call(held.release)
     async with world.enter(lock(world, engine, name).hold(timeout=5)):
         assert len(sessions(admin, name)) == 1
+
+
+def test_a_process_that_gets_no_more_threads_keeps_its_places(
+    dsn: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no thread can begin to open a connection the error is Python's, and once one can, the lock is there."""
+    engine = create_engine(World("psycopg", dsn).url)
+    configure(engine, max_lock_connections=2)
+    one = AdvisoryLock(engine, name)
+    begin = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "pgfence-opener":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refused)
+        for _ in range(4):
+            with pytest.raises(RuntimeError, match="new thread"):
+                one.acquire(timeout=0)
+    one.acquire(timeout=1).release()
+    engine.dispose()
 
 
 @pytest.fixture

@@ -216,6 +216,11 @@ class Keeper(ABC, Generic[S]):
         """As `given_up`, for one that has no place."""
         self.stuck += 1
 
+    def nothing_stuck(self) -> None:
+        """What was given up had not begun."""
+        with MUTEX:
+            self.stuck -= 1
+
     def too_late(self, budget: float) -> UnreachableError:
         return UnreachableError(
             f"no session at {place(self.engine)} within {budget:g} s. Nothing is known about the lock"

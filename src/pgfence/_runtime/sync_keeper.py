@@ -130,12 +130,14 @@ class SyncKeeper(Keeper[SyncSession]):
         opening = Opening(counts=keys > 0)
         self.begin_opening(counts=opening.counts)
         given_up = self.given_up if opening.counts else self.stuck_visitor
-        native.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
         try:
+            native.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
             opening.gate.wait(budget)
-        except BaseException:
+        except BaseException as error:
             if (late := opening.abandon(given_up)) is not None:
                 self.park(late)
+            if isinstance(error, RuntimeError):  # the system gives no more threads: nobody opens anything
+                self.nothing_stuck()
             raise
         session = opening.abandon(given_up)
         if session is None:

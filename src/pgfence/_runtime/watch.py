@@ -47,8 +47,9 @@ class Watched(Protocol):
     """What the watcher needs of a session."""
 
     dup: int
-    dead: LossReason | None
 
+    @property
+    def dead(self) -> object: ...
     def died(self, reason: LossReason) -> None: ...
     def tick(self, now: float, paused: bool) -> None: ...
 
@@ -72,7 +73,7 @@ class Watcher:
         self._keepers: weakref.WeakSet[Idles] = weakref.WeakSet()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: SimpleQueue[Callable[[], object]] | None = None
-        self._started = False
+        self._watches = self._works = False
 
     def keep(self, keeper: Idles) -> None:
         with self._lock:
@@ -128,13 +129,15 @@ class Watcher:
             self._calls.put(callback)
 
     def _start(self) -> None:
-        if self._started:
-            return
-        self._started = True
-        if HAS_HANGUP:
+        if HAS_HANGUP and self._epoll is None:
             self._epoll = select.epoll()
-        _start_thread("pgfence-watcher", self._watch)
-        _start_thread("pgfence-jobs", _serve, self._jobs)
+        # Noted before: an interrupt in the wait for a thread to begin must neither start it twice nor leave out the next one.
+        if not self._watches:
+            self._watches = True
+            _start_thread("pgfence-watcher", self._watch)
+        if not self._works:
+            self._works = True
+            _start_thread("pgfence-jobs", _serve, self._jobs)
 
     def _watch(self) -> None:
         before = clock()
