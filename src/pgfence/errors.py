@@ -298,4 +298,7 @@ class AttemptLostError(PgfenceError):
 
 
 class IdempotencyMisuseError(PgfenceError):
-    """A block forgot what it owes its key, or a result cannot be stored or read. Roll the transaction back."""
+    """A block forgot what it owes its key, or a result cannot be stored or read. Roll the transaction back.
+
+    From COMMIT, with SQLSTATE PF004: work under a key was begun and not finished; nothing of the transaction is committed.
+    """

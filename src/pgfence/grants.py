@@ -61,7 +61,8 @@ class Holder:
 class Event:
     """What `configure(on_event=...)` is told; every kind of event has these fields.
 
-    `event` is one of "acquired", "released", "lost" and "timeout" for session locks.
+    `event` is one of "acquired", "released", "lost" and "timeout". A key in the caller's transaction tells of "acquired" and
+    "timeout" alone: it ends with the transaction.
     """
 
     event: str
