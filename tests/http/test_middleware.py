@@ -64,6 +64,18 @@ async def test_a_key_is_the_same_with_and_without_its_quotes(site: Site) -> None
     assert len(site.seen) == 1
 
 
+async def test_an_expired_key_is_a_new_one(site: Site) -> None:
+    """C109: when the record is over, the request is handled again, also another one; whether or not the row is still there."""
+    await site.ask()
+    expire = (
+        "UPDATE pgfence_idempotency_key SET expires_at = clock_timestamp() - interval '1 s' WHERE key LIKE %s || ':%%'"
+    )
+    site.admin.execute(expire.encode(), [site.label])
+    assert not (await site.ask(body=b"{}")).replayed
+    assert (await site.ask(body=b"{}")).replayed
+    assert (len(site.seen), site.row.attempt) == (2, 1)
+
+
 async def test_of_many_at_once_one_is_handled_and_the_others_are_told_to_come_back(site: Site) -> None:
     """C095: twenty requests with one key at the same time; who asks until there is an answer gets the same one."""
     for n in range(ROUNDS):
