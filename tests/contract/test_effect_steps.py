@@ -21,12 +21,13 @@ from sqlalchemy.orm import Session
 
 from pgfence import schema
 from pgfence.config import configure
-from pgfence.effects._attempts import Reply, Stored, Wanted, claim, claim_async
+from pgfence.effects._attempts import AsyncRunning, Reply, Running, Stored, Wanted, claim, claim_async
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,
     IdempotencyMisuseError,
     TransactionStateError,
+    UnreachableError,
 )
 from support.effects import Gate, Shop
 from support.servers import database
@@ -73,6 +74,31 @@ def rows(shop: Shop, table: str) -> list[str]:
 
 
 # ---------------------------------------------------------------- steps
+
+
+async def test_a_step_whose_save_had_no_answer_is_saved_and_not_done_when_it_is_asked_for_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C100: within the attempt its value is known."""
+    kind: Any = shop.world.pick(Running, AsyncRunning)
+    save = kind.save_step
+    answers = [UnreachableError("no answer")]
+
+    def once(running: Any, name: str, value: str) -> Any:
+        if answers:
+            raise answers.pop()
+        return save(running, name, value)
+
+    monkeypatch.setattr(kind, "save_step", once)
+
+    async def work(attempt: Any) -> str:
+        with pytest.raises(UnreachableError):
+            await shop.charge(attempt)
+        return await shop.charge(attempt)
+
+    assert await shop.run("k", work) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
+    assert shop.row("k").step == {"charge": "receipt of k:charge"}
 
 
 async def test_each_step_is_done_once_with_a_key_of_its_own(shop: Shop) -> None:
@@ -339,6 +365,33 @@ async def test_a_late_attempt_that_swallows_its_refusal_commits_nothing(shop: Sh
         await tasks["followed"]
     assert await tasks["alone"] == "alone"
     assert rows(shop, payments) == ["alone"]
+
+
+async def test_what_is_complete_is_not_completed_again(shop: Shop, payments: str) -> None:
+    """C100: done again after a COMMIT whose answer was lost, the transaction is refused, and its rows with it."""
+
+    async def work(attempt: Any) -> str:
+        await pay(shop, attempt, payments)
+        with pytest.raises(IdempotencyMisuseError, match="is complete already"):
+            await pay(shop, attempt, payments)
+        return ""
+
+    assert await shop.run("k", work) == await shop.run("k", work) == "paid by 1"
+    assert rows(shop, payments) == ["attempt 1"]
+
+
+async def test_connections_that_die_after_the_commit_do_not_hide_it(shop: Shop, payments: str) -> None:
+    """C042: run() asks again, on another connection, whether the transaction was committed."""
+
+    async def work(attempt: Any) -> str:
+        await pay(shop, attempt, payments)
+        shop.admin.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name NOT IN ('admin', 'monitor')"
+        )
+        return ""
+
+    assert await shop.run("k", work) == "paid by 1"
 
 
 async def test_a_session_of_the_other_half_is_refused(shop: Shop) -> None:

@@ -192,8 +192,22 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             (self.keeper.park if kept else self.keeper.discard)(session)
         return row
 
-    async def insist(self, place: Place, text: str, args: Sequence[Any], seconds: float) -> Any:
+    async def insist(
+        self,
+        place: Place,
+        text: str,
+        args: Sequence[Any],
+        seconds: float,
+        again: Callable[[BaseException], bool] = ask_again,
+    ) -> Any:
         """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
+
+        Args:
+            place: of the tables.
+            text: the statement.
+            args: its parameters.
+            seconds: after which no other try is made.
+            again: says after which errors one is made.
 
         Raises:
             UnreachableError: it has not answered: nobody knows whether it was done.
@@ -205,7 +219,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 return await self._ask(place, text, args, limit=RELEASE_BUDGET)
             except Exception as error:
                 failures += 1
-                if clock() > until or not ask_again(error):
+                if clock() > until or not again(error):
                     raise
             await asyncio.sleep(trust.retry_after(failures, 10.0))
 

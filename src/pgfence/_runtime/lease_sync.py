@@ -194,8 +194,22 @@ class SyncLeases(LeaseDomain[SyncSession]):
             (self.keeper.park if kept else self.keeper.discard)(session)
         return row
 
-    def insist(self, place: Place, text: str, args: Sequence[Any], seconds: float) -> Any:
+    def insist(
+        self,
+        place: Place,
+        text: str,
+        args: Sequence[Any],
+        seconds: float,
+        again: Callable[[BaseException], bool] = ask_again,
+    ) -> Any:
         """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
+
+        Args:
+            place: of the tables.
+            text: the statement.
+            args: its parameters.
+            seconds: after which no other try is made.
+            again: says after which errors one is made.
 
         Raises:
             UnreachableError: it has not answered: nobody knows whether it was done.
@@ -207,7 +221,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 return self._ask(place, text, args, limit=RELEASE_BUDGET)
             except Exception as error:
                 failures += 1
-                if clock() > until or not ask_again(error):
+                if clock() > until or not again(error):
                     raise
             time.sleep(trust.retry_after(failures, 10.0))
 

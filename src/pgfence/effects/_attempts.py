@@ -101,7 +101,7 @@ class Running(Record):
             UnreachableError: no answer: nobody knows whether it is saved.
         """
         self.check()
-        self._saved(name, text, self._domain.insist(*self._step(name, text), self._patience))
+        self._saved(name, text, self._domain.insist(*self._step(name, text), self._patience, self._again))
 
     def finish(self, status: str, text: str) -> None:
         """Store what came of it: "done" with a result or "failed" with an error, as JSON.
@@ -121,7 +121,7 @@ class Running(Record):
         self._leave()
         statement = self._finish(status, text, reply)
         try:
-            row = self._domain.insist(*statement, self._patience)
+            row = self._domain.insist(*statement, self._patience, self._again)
         except BaseException as error:
             for_certain(partial(self._unfinished, statement[2], error))
             if told := self._unanswered(error):
@@ -137,7 +137,7 @@ class Running(Record):
         """
         self._leave()
         try:
-            return self._confirmed(self._domain.insist(*self._finish(None, None, None), self._patience))
+            return self._confirmed(self._domain.insist(*self._finish(None, None, None), self._patience, self._again))
         except Exception as error:
             if self._held_up(error):
                 return False
@@ -167,7 +167,7 @@ class AsyncRunning(Record):
     async def save_step(self, name: str, text: str) -> None:
         """Save what a step came to; see the sync twin."""
         self.check()
-        self._saved(name, text, await self._domain.insist(*self._step(name, text), self._patience))
+        self._saved(name, text, await self._domain.insist(*self._step(name, text), self._patience, self._again))
 
     async def finish(self, status: str, text: str) -> None:
         """Store what came of it; see the sync twin."""
@@ -181,7 +181,7 @@ class AsyncRunning(Record):
         self._leave()
         statement = self._finish(status, text, reply)
         try:
-            row = await self._domain.insist(*statement, self._patience)
+            row = await self._domain.insist(*statement, self._patience, self._again)
         except BaseException as error:
             self._unfinished(statement[2], error)
             if told := self._unanswered(error):
@@ -193,7 +193,9 @@ class AsyncRunning(Record):
         """Say whether it is finished, by a transaction of the caller; see the sync twin."""
         self._leave()
         try:
-            return self._confirmed(await self._domain.insist(*self._finish(None, None, None), self._patience))
+            return self._confirmed(
+                await self._domain.insist(*self._finish(None, None, None), self._patience, self._again)
+            )
         except Exception as error:
             if self._held_up(error):
                 return False

@@ -42,8 +42,8 @@ class _Attempt(Generic[RunningT]):
         self._completed: Any = NOTHING
         self._doing: dict[str, object] = {}
         """The steps at work, each with a mark of whoever does it."""
-        self.torn: set[str] = set()
-        """What was done and is not known to be saved: steps, and "" for the whole."""
+        self.torn: dict[str, str] = {}
+        """What was done and is not known to be saved: steps, with what is to be saved, and "" for the whole."""
 
     def __repr__(self) -> str:
         return repr(self._running).replace("Running", "Attempt")
@@ -99,10 +99,11 @@ class _Attempt(Generic[RunningT]):
         finally:
             del self._doing[name]
 
-    def _encoded(self, name: str, value: Any) -> str:
+    def _encode(self, name: str, value: Any) -> None:
         try:
-            return self._codec.encode(value)
-        except IdempotencyMisuseError as error:
+            self.torn[name] = self._codec.encode(value)
+        except BaseException as error:
+            self.torn[""] = ""
             error.add_note(f"the step {name!r} of {self!r} was done, and what it returned is not saved")
             raise
 
@@ -150,11 +151,14 @@ class Attempt(_Attempt[Running]):
         if saved is not NOTHING:
             return cast("R", saved)
         with self._at(name):
-            value = expect_value(fn(derived), fn)
-            self.torn.add(name)
-            self._running.save_step(name, self._encoded(name, value))
-            self.torn.discard(name)
-        return value
+            if name in self.torn:  # done, and its save had no answer
+                value = self._codec.decode(self.torn[name])
+            else:
+                value = expect_value(fn(derived), fn)
+                self._encode(name, value)
+            self._running.save_step(name, self.torn[name])
+            del self.torn[name]
+        return cast("R", value)
 
     def complete(self, session: Session | scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction, so that it is committed together with the rows of the business.
@@ -190,13 +194,17 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
         if saved is not NOTHING:
             return cast("R", saved)
         with self._at(name):
-            found: Any = fn(derived)
-            # A plain function has done it by now: to refuse what it returned would be to forget it.
-            value: R = await found if isawaitable(found) else found
-            self.torn.add(name)
-            await self._running.save_step(name, self._encoded(name, value))
-            self.torn.discard(name)
-        return value
+            if name in self.torn:  # done, and its save had no answer
+                value = self._codec.decode(self.torn[name])
+            else:
+                value = fn(derived)
+                # A plain function has done it by now: to refuse what it returned would be to forget it.
+                if isawaitable(value):
+                    value = await value
+                self._encode(name, value)
+            await self._running.save_step(name, self.torn[name])
+            del self.torn[name]
+        return cast("R", value)
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction; see the sync twin."""

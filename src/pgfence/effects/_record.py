@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.chores import Ending, row_until
-from pgfence._runtime.lease_domain import RELEASE_BUDGET
+from pgfence._runtime.lease_domain import RELEASE_BUDGET, ask_again
 from pgfence._runtime.state import emit
 from pgfence._sql.effects import effect_sql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Statement = tuple[Place, str, tuple[Any, ...]]
 
+COMPLETE = -2
+"""What the server answers to complete() where it was committed before."""
 LONGEST_PATIENCE = 30.0
 """Seconds that the end of an attempt waits for a server that does not answer, at most."""
 
@@ -109,12 +111,14 @@ class Record:
 
         Raises:
             AttemptLostError: another attempt counts by now.
-            IdempotencyMisuseError: the session sees no such key.
+            IdempotencyMisuseError: the session sees no such key; or a transaction that completed it was committed before.
         """
         if answer is None and self._inside and self._grant.state == "held":
             raise IdempotencyMisuseError(
                 f"{self._wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
             )
+        if answer == COMPLETE:
+            raise IdempotencyMisuseError(f"{self!r} is complete already: a transaction with its result was committed")
         if answer != self.number:
             self._domain.beat.drop(self._grant)
             self._grant.lose("superseded")
@@ -132,10 +136,12 @@ class Record:
 
     @property
     def _patience(self) -> float:
-        if self._inside:
-            return 0.0
         left = row_until(self._grant) - clock()
         return min(max(left, RELEASE_BUDGET), LONGEST_PATIENCE)
+
+    def _again(self, error: BaseException) -> bool:
+        """Say whether to try again: a row that is locked is so by the transaction that was told to end the attempt."""
+        return isinstance(error, UnreachableError) if self._inside else ask_again(error)
 
     def _step(self, name: str, text: str) -> Statement:
         return self._grant.place, self._sql.step, (*self._mine, name, text)

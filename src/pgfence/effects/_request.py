@@ -86,10 +86,10 @@ class Effects(Generic[T]):
         return value
 
     def _encoded(self, value: Any, attempt: _Attempt[Any]) -> str:
-        attempt.torn.add("")
+        attempt.torn[""] = ""
         try:
             return self._codec.encode(value)
-        except IdempotencyMisuseError as error:
+        except BaseException as error:
             error.add_note(f"{attempt!r} was done, and nobody will know: what came of it is not stored")
             raise
 

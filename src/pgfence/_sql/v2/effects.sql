@@ -194,9 +194,11 @@ BEGIN
         WHERE k.scope = whose AND k.key = named;
     ELSIF r.status NOT IN ('done', 'failed') THEN
         answer := -1;
+    ELSIF NOT p_own THEN
+        answer := -2;  -- its own end is committed already
     END IF;
     IF NOT p_own AND answer IS DISTINCT FROM p_attempt THEN
-        RAISE EXCEPTION 'attempt % does not count any more: this transaction must be rolled back', p_attempt
+        RAISE EXCEPTION 'attempt % has ended, or does not count any more: this transaction must be rolled back', p_attempt
             USING ERRCODE = 'PF005', DETAIL = pg_catalog.jsonb_build_object('newest', answer)::text;
     END IF;
     RETURN answer;
