@@ -40,10 +40,10 @@ NOTE = sa.text("INSERT INTO journal VALUES (:payer, :payee, :amount)")
 
 def run(quick: bool) -> dict[str, Any]:
     """Move money with each of the guards, and without one as the control."""
-    transfers, processes = (800, 2) if quick else (100_000, 8)
+    transfers, processes = (100, 2) if quick else (100_000, 8)
     rows, bars = [], []
     for guard, share in (("none", 0.02), ("TransactionLock", 1.0), ("AdvisoryLock.hold()", 0.2)):
-        number = max(400, int(transfers * share))
+        number = max(100, int(transfers * share))
         lost, took = _act(guard, number, processes)
         rows.append((guard, f"{number:,}", f"{lost:,}", f"{number / took:,.0f}/s"))
         if guard != "none":
