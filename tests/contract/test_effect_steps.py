@@ -452,6 +452,10 @@ async def test_a_transaction_that_is_left_open_is_told_of_soon(shop: Shop, payme
     async def work(attempt: Any) -> str:
         sessions.append(shop.session())
         await shop.soon(attempt.complete(sessions[0], "x"))
+        other = shop.session()
+        with pytest.raises(IdempotencyMisuseError, match="in another transaction, which has not ended"):
+            await shop.soon(attempt.complete(other, "y"))
+        await shop.soon(other.close())
         return ""
 
     began = time.monotonic()

@@ -549,7 +549,7 @@ def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], mess
 def test_types_that_cannot_be_used_are_refused() -> None:
     """C105: a class whose instances cannot be stored, what is no class of errors, a coroutine function, what is no engine."""
     kind: Any = IdempotentEffect
-    for options in ({"result": Gate}, {"record": ["x"]}, {"free": [int]}):
+    for options in ({"result": Gate}, {"record": ["x"]}, {"free": [int]}, {"takeover": None}):
         with pytest.raises(TypeError):
             kind(object, "k", scope="s", **options)
     with pytest.raises(TypeError, match="claimed by a commit of its own"):

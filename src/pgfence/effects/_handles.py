@@ -10,6 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.idempotency import NEEDED
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence._sql.storage import translated
 from pgfence.effects._attempts import AsyncRunning, Running
 from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
@@ -115,6 +116,10 @@ class _Attempt(Generic[RunningT]):
         try:
             answer = finish_inside(connection, *self._running.inside(text))
         except DBAPIError as error:
+            if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                raise IdempotencyMisuseError(
+                    f"{self!r} was completed in another transaction, which has not ended: commit it, or roll it back, first"
+                ) from error
             if told := translated(error, self._running.place, NEEDED):
                 raise told from error
             raise
@@ -151,6 +156,8 @@ class Attempt(_Attempt[Running]):
         if saved is not NOTHING:
             return cast("R", saved)
         with self._at(name):
+            if (saved := self._saved(name)) is not NOTHING:  # by another thread, since the look
+                return cast("R", saved)
             if name in self.torn:  # done, and its save had no answer
                 value = self._codec.decode(self.torn[name])
             else:
@@ -172,7 +179,8 @@ class Attempt(_Attempt[Running]):
 
         Raises:
             AttemptLostError: this attempt does not count any more: roll back.
-            IdempotencyMisuseError: the value cannot be stored.
+            IdempotencyMisuseError: the value cannot be stored; or the attempt was completed before, by a transaction that was
+                committed or has not ended.
             TransactionStateError: autocommit.
             TypeError: it is no session of this half.
         """

@@ -118,7 +118,9 @@ class Record:
                 f"{self._wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
             )
         if answer == COMPLETE:
-            raise IdempotencyMisuseError(f"{self!r} is complete already: a transaction with its result was committed")
+            raise IdempotencyMisuseError(
+                f"attempt {self.number} at {self._wanted} is complete already: a transaction with its result was committed"
+            )
         if answer != self.number:
             self._domain.beat.drop(self._grant)
             self._grant.lose("superseded")
@@ -196,9 +198,10 @@ class Record:
     def _unanswered(self, error: BaseException) -> UnreachableError | None:
         if not isinstance(error, UnreachableError):
             return None
+        again = "" if self._inside else " It is tried again in the background for a while."
         return UnreachableError(
             f"the server gave no answer when the result of attempt {self.number} at {self._wanted} was to be stored: {error}."
-            " It is tried again in the background for a while; ask for the key again to learn what came of it"
+            f"{again} Ask for the key again to learn what came of it"
         )
 
     def _held_up(self, error: Exception) -> bool:

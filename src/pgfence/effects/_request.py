@@ -45,6 +45,8 @@ class Effects(Generic[T]):
         free: Sequence[type[Exception]],
         takeover: bool,
     ) -> None:
+        if not isinstance(takeover, bool):
+            raise TypeError(f"takeover must be True or False, not {takeover!r}")
         self._wanted = Wanted(
             scope=expect_key(scope, "the scope"),
             key=expect_key(key, "the key"),

@@ -174,14 +174,14 @@ DECLARE
     whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
     r @idempotency_key@;
     answer integer := p_attempt;
+    before text := pg_catalog.current_setting('lock_timeout');
 BEGIN
-    IF p_own THEN
-        IF pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
-            PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
-        END IF;
-        PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    IF p_own AND pg_catalog.current_setting('synchronous_commit') NOT IN ('on', 'remote_apply') THEN
+        PERFORM pg_catalog.set_config('synchronous_commit', 'on', true);
     END IF;
+    PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     SELECT k.* INTO r FROM @idempotency_key@ AS k WHERE k.scope = whose AND k.key = named FOR NO KEY UPDATE;
+    PERFORM pg_catalog.set_config('lock_timeout', before, true);
     IF r.claim_id IS DISTINCT FROM p_claim::uuid OR r.attempt <> p_attempt THEN
         answer := CASE r.attempt WHEN p_attempt THEN -1 ELSE r.attempt END;
     ELSIF r.status = 'in_progress' AND p_status IS NULL THEN
