@@ -11,16 +11,16 @@ import logging
 from enum import Enum
 from functools import partial
 from http import HTTPStatus
-from math import ceil
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, overload
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from pgfence._http.endpoint import payload_of, scope_of
+from pgfence._http.dependants import checked_root, declared
+from pgfence._http.endpoint import payload_of, retry_headers, scope_of
 from pgfence._http.key import key_of
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
@@ -29,23 +29,24 @@ from pgfence.idempotency._codec import Codec
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from fastapi import FastAPI
 
     from pgfence.timing import Seconds
 
-__all__ = ["Idempotent", "IdempotentCall", "Locked", "install_error_handlers"]
+__all__ = ["Idempotent", "IdempotentCall", "Locked", "idempotency_key", "install_error_handlers"]
 
 T = TypeVar("T")
 log = logging.getLogger("pgfence.fastapi")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer each error of pgfence with its `http_status`, and with `Retry-After` where waiting helps.
+    """Answer each error of pgfence with its `http_status`, and with `Retry-After` where to send the request again may help.
 
-    The answer is `application/problem+json` and names the class of the error. The message, which may name keys and holders, goes
-    to the log `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error goes on.
+    That is each error that is `retryable`. Such an answer is not recorded by an `IdempotencyMiddleware`. It is
+    `application/problem+json` and names the class of the error. The message, which may name keys and holders, goes to the log
+    `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error goes on.
     """
     app.add_exception_handler(PgfenceError, cast("Any", _answer))
 
@@ -56,9 +57,23 @@ async def _answer(connection: Request | WebSocket, error: PgfenceError) -> Respo
     status = HTTPStatus(error.http_status)
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
     log.log(level, "%s %s: %s", connection.method, connection.url.path, error, exc_info=trace)
-    wait = {} if error.retry_after is None else {"Retry-After": str(ceil(error.retry_after))}
     told = {"title": status.phrase, "status": status, "detail": type(error).__name__}
-    return JSONResponse(told, status, wait, media_type="application/problem+json")
+    return JSONResponse(told, status, retry_headers(error), media_type="application/problem+json")
+
+
+async def idempotency_key(
+    request: Request,
+    header: Annotated[str | None, Header(alias="Idempotency-Key")] = None,  # noqa: ARG001, the OpenAPI document shows it
+) -> str:
+    """Return the key of a request, as a dependency: `Depends(idempotency_key)`. With its quotes and without it is the same.
+
+    Raises:
+        HTTPException: 400: the request has no header `Idempotency-Key`, or two, or it is malformed or too long.
+    """
+    try:
+        return key_of(request.headers.getlist("Idempotency-Key"))
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
 
 
 class Locked:
@@ -74,7 +89,8 @@ class Locked:
 
     Raises:
         ValueError: there is no name, or a field is not just the name of a parameter.
-        TypeError: from a request: nobody declares a field; or somebody asks for the session without `scope="function"`.
+        TypeError: from a request: nobody declares a field; or somebody asks for the session without `scope="function"`, or with
+            `use_cache=False`.
         PgfenceError: from a request, as `TransactionLock.acquire`.
     """
 
@@ -87,7 +103,7 @@ class Locked:
 
     async def __call__(self, *, request: Request, session: Any) -> None:
         """Take the lock; FastAPI calls this."""
-        root = _checked(request, self._session)
+        root = checked_root(request.scope, self._session)
         values = {field: _value(root, field, request.path_params) for field in self._fields}
         is_async = isinstance(session, kinds("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session"))
         kind: Any = AsyncTransactionLock if is_async else TransactionLock
@@ -113,6 +129,9 @@ class IdempotentCall(Generic[T]):
     def run(self, fn: Callable[[], T], /) -> T: ...
     def run(self, fn: Callable[[], Any], /) -> Any:
         """Do the work, or return what came of it the first time, with a header `Idempotent-Replayed: true`.
+
+        Not stored: status and headers, which the endpoint sets outside of `fn`. A Response of its own gets the header from
+        the parameter of FastAPI: `JSONResponse(value, headers=dict(response.headers))`.
 
         Args:
             fn: does the work in the session's transaction. On an AsyncSession it is a coroutine function; await the result.
@@ -150,16 +169,14 @@ class Idempotent(Generic[T]):
         Codec.of(result)
         self._session, self._result = session, result
         asked = {"session": Depends(session, scope="function"), "principal": Depends(principal)}
-        asked["idempotency_key"] = Header(default=None)
-        self.__signature__ = _signature(request=Request, response=Response, **asked)
+        self.__signature__ = _signature(request=Request, response=Response, **asked, key=Depends(idempotency_key))
 
     async def __call__(
-        self, *, request: Request, response: Response, session: Any, principal: str, idempotency_key: str | None
+        self, *, request: Request, response: Response, session: Any, principal: str, key: str
     ) -> IdempotentCall[T]:
         """Return the key of the request; FastAPI calls this. The database is asked by `run`."""
-        _checked(request, self._session)
+        checked_root(request.scope, self._session)
         try:
-            key = key_of(request.headers.getlist("Idempotency-Key"))
             scope = scope_of(request.method, request.scope["path"], principal)
             once = idempotent(session, key, scope=scope, payload=await payload_of(request), result=self._result)
         except ValueError as error:
@@ -168,32 +185,14 @@ class Idempotent(Generic[T]):
 
 
 def _signature(**wanted: Any) -> inspect.Signature:
-    """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency or a header gives."""
+    """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency gives."""
     one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
     given = [(name, what, "annotation" if isinstance(what, type) else "default") for name, what in wanted.items()]
     return inspect.Signature([one(name, **{where: what}) for name, what, where in given])
 
 
-def _all(dependant: Any) -> Iterator[Any]:
-    yield dependant
-    for one in dependant.dependencies:
-        yield from _all(one)
-
-
-def _checked(request: Request, session: Callable[..., Any]) -> Any:
-    """Return what the endpoint depends on, if it has one session: FastAPI makes one for each scope that is asked for."""
-    root = request.scope["route"].dependant
-    if any(one.call == session and one.scope != "function" for one in _all(root)):
-        raise TypeError(f'{request.url.path} asks for its session without scope="function" too: it would get two')
-    return root
-
-
 def _value(root: Any, field: str, given: dict[str, Any]) -> Any:
-    # FastAPI takes a parameter of a router's prefix for one of the query, until it knows the whole path.
-    declared = [one for part in _all(root) for one in (*part.path_params, *part.query_params) if one.alias == field]
-    if not declared or field not in given:
-        raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
-    value, errors = declared[0].validate(given[field], {}, loc=("path", field))
+    value, errors = declared(root, field).validate(given[field], {}, loc=("path", field))
     if errors:
         raise RequestValidationError(errors)
     return value.value if isinstance(value, Enum) else value

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio.to_thread
 import httpx2
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, UploadFile, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, Response, UploadFile, WebSocket
+from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
+from pgfence.asgi import IdempotencyMiddleware
 from pgfence.config import configure
 from pgfence.errors import (
     CapacityError,
+    DeadlockError,
     IdempotencyInProgressError,
     IdempotencyKeyReusedError,
     LockTimeoutError,
@@ -30,7 +33,7 @@ from pgfence.errors import (
     SchemaError,
     UnreachableError,
 )
-from pgfence.fastapi import Idempotent, IdempotentCall, Locked, install_error_handlers
+from pgfence.fastapi import Idempotent, IdempotentCall, Locked, idempotency_key, install_error_handlers
 from pgfence.transaction import TransactionLock
 from support.keyed import Desk
 
@@ -280,6 +283,62 @@ async def test_a_session_in_another_scope_is_refused(shop: Shop) -> None:
                 await client.request(method, "/accounts/7")
 
 
+async def test_a_session_that_is_not_shared_is_refused(shop: Shop) -> None:
+    """Without the cache the endpoint gets a session of its own, also where nobody asks for it in another scope."""
+
+    def closes(account_id: int, session: Any = Depends(shop.session, scope="function", use_cache=False)) -> None:
+        raise AssertionError
+
+    once = Idempotent(session=shop.session, principal=user, result=int)
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
+    shop.app.put("/accounts/{account_id}", dependencies=[Depends(once, scope="function")])(closes)
+    async with shop.client(raises=True, **{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for method in ("DELETE", "PUT"):
+            with pytest.raises(TypeError, match="use_cache=False"):
+                await client.request(method, "/accounts/7")
+
+
+@pytest.mark.parametrize("where", ["route", "router", "inclusion", "inclusion of an inclusion", "application"])
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_a_lock_may_stand_wherever_dependencies_do(shop: Shop, where: str) -> None:
+    """A parameter that a dependency of the router, of its inclusion or of the application declares names the lock."""
+
+    def account(account_id: int) -> int:
+        return account_id
+
+    def closes(session: Any = Depends(shop.session, scope="function")) -> None:
+        raise AssertionError
+
+    needed = [Depends(account), *shop.locked("account:{account_id}", timeout=0)]
+    here = {name: needed if where == name else [] for name in (where, "route", "router", "inclusion")}
+    shop.app.router.dependencies.extend(needed if where == "application" else [])
+    router = APIRouter(dependencies=here["router"])
+    router.delete("/now", dependencies=here["route"])(closes)
+    if where == "inclusion of an inclusion":
+        outer = APIRouter(prefix="/{account_id}")
+        outer.include_router(router)
+        shop.app.include_router(outer, prefix="/accounts", dependencies=needed)
+    else:
+        shop.app.include_router(router, prefix="/accounts/{account_id}", dependencies=here["inclusion"])
+    with shop.holding("account:7"):
+        async with shop.client(raises=True) as client:
+            assert (await client.delete("/accounts/007/now")).status_code == 423
+
+
+async def test_a_session_in_another_scope_is_refused_wherever_it_is_asked_for(shop: Shop) -> None:
+    """An inclusion that asks for the session in the request's scope makes a second one."""
+
+    def closes(account_id: int) -> None:
+        raise AssertionError
+
+    router = APIRouter()
+    router.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
+    shop.app.include_router(router, dependencies=[Depends(shop.session)])
+    async with shop.client(raises=True) as client:
+        with pytest.raises(TypeError, match='without scope="function"'):
+            await client.delete("/accounts/7")
+
+
 async def test_a_field_that_nobody_declares_is_refused(shop: Shop) -> None:
     """It would be the text of the path, which says one number in many ways."""
 
@@ -312,6 +371,24 @@ async def test_a_request_that_is_sent_again_gets_the_first_answer(shop: Shop) ->
     assert first.content == again.content
     assert ("Idempotent-Replayed" in first.headers, again.headers["Idempotent-Replayed"]) == (False, "true")
     assert shop.desk.effects() == 1
+
+
+async def test_a_replay_in_an_answer_of_the_endpoints_own_is_told_by_the_headers_it_is_given(shop: Shop) -> None:
+    """A Response of the endpoint's own takes status and headers from the parameter `response`, set outside of the work."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def pays(response: Response, call: IdempotentCall[int] = Depends(once, scope="function")) -> JSONResponse:
+        async def work() -> int:
+            return 7
+
+        value = await call.run(work) if shop.desk.world.is_async else call.run(lambda: 7)
+        return JSONResponse(value, 202, headers=dict(response.headers))
+
+    shop.app.post("/payments")(pays)
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        answers = [await client.post("/payments") for _ in range(2)]
+    assert [(answer.status_code, answer.json()) for answer in answers] == [(202, 7)] * 2
+    assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
 
 
 async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
@@ -441,6 +518,40 @@ async def test_a_principal_that_is_no_text_is_a_mistake_of_the_program(shop: Sho
             await client.post("/payments", json={"amount": 5})
 
 
+BAD_KEYS = [
+    [],
+    [b"a", b"b"],
+    [b"a, b"],
+    [b'"a";p=1'],
+    [b'"""a'],
+    [b'a\\"b'],
+    [b"\xff\xfe"],
+    [b'""'],
+    [b""],
+    [b"k" * 256],
+]
+
+
+def test_the_key_of_a_request_is_one_string() -> None:
+    """C108: with its quotes and without it is the same key; none, two, and what only looks like one are 400."""
+    app = FastAPI()
+    app.post("/")(takes_key)
+    client = TestClient(app)
+    for good in (b'"k 1"', b' "k 1" '):
+        assert client.post("/", headers=[(b"Idempotency-Key", good)]).json() == "k 1"
+    assert client.post("/", headers=[(b"idempotency-key", b"k:1")]).json() == "k:1"
+    for bad in BAD_KEYS:
+        answer = client.post("/", headers=[(b"Idempotency-Key", value) for value in bad])
+        assert answer.status_code == 400, bad
+        assert "Idempotency-Key" in answer.json()["detail"]
+    (told,) = app.openapi()["paths"]["/"]["post"]["parameters"]
+    assert (told["name"], told["in"]) == ("Idempotency-Key", "header")
+
+
+def takes_key(key: Annotated[str, Depends(idempotency_key)]) -> str:
+    return key
+
+
 # ---------------------------------------------------------------- answers
 
 
@@ -450,8 +561,10 @@ async def test_a_principal_that_is_no_text_is_a_mistake_of_the_program(shop: Sho
         (LockTimeoutError("who holds it"), 423, "1"),
         (IdempotencyInProgressError("k", scope="s", key="k", retry_after=0.2), 409, "1"),
         (IdempotencyKeyReusedError("k", scope="s", key="k"), 422, None),
-        (UnreachableError("host"), 503, None),
-        (CapacityError("full", used=1, limit=1), 503, None),
+        (DeadlockError("who was in it"), 409, "1"),
+        (UnreachableError("host"), 503, "1"),
+        (UnreachableError("password", retryable=False), 503, None),
+        (CapacityError("full", used=1, limit=1), 503, "1"),
         (SchemaError("no tables"), 500, None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PgfenceError) else None,
@@ -459,7 +572,7 @@ async def test_a_principal_that_is_no_text_is_a_mistake_of_the_program(shop: Sho
 def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
     error: PgfenceError, status: int, wait: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client learns the class and how long to wait; whoever reads the log learns the rest, with a traceback from 500 on."""
+    """The client learns the class, and when to try again if that helps; whoever reads the log learns the rest, with a traceback from 500 on."""
     app = FastAPI()
     install_error_handlers(app)
 
@@ -477,6 +590,26 @@ def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
     assert (record.levelno, bool(record.exc_info)) == (
         (logging.ERROR, True) if status >= 500 else (logging.INFO, False)
     )
+
+
+@pytest.mark.parametrize("world", ["asyncpg"], indirect=True)
+async def test_what_is_retryable_is_not_recorded_by_the_middleware(shop: Shop) -> None:
+    """C101: a deadlock was rolled back, and its answer says when to try again: the next request with the key is handled."""
+    done = []
+
+    async def pays() -> str:
+        done.append("paid")
+        if len(done) == 1:
+            raise DeadlockError("who was in it")
+        return "paid"
+
+    shop.app.post("/payments")(pays)
+    shop.app.add_middleware(IdempotencyMiddleware, engine=shop.desk.engine, principal=lambda scope: shop.desk.scope)
+    async with shop.client(**{"Idempotency-Key": "k1"}) as client:
+        answers = [await client.post("/payments") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [409, 200, 200]
+    assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, None, "true"]
+    assert len(done) == 2
 
 
 def test_in_a_websocket_the_error_goes_on() -> None:

@@ -1,12 +1,18 @@
-"""What an endpoint's dependency knows of a request: whose key it is, for what, and what makes it the same request."""
+"""What an endpoint's dependency knows of a request: whose key it is, what makes it the same request, and when to try again."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
 from hashlib import sha256
-from typing import Any
+from math import ceil
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+
+from pgfence._http.answers import SHORT
+
+if TYPE_CHECKING:
+    from pgfence.errors import PgfenceError
 
 READABLE = 160
 """Characters up to which a scope is stored as it is, and not as a digest."""
@@ -25,6 +31,11 @@ def scope_of(method: str, path: str, principal: object) -> str:
         raise TypeError(f"principal must return a str, not {type(principal).__name__}")
     text = f"{method} {quote(path)} {principal}"
     return text if len(text) <= READABLE and text.isprintable() else sha256(text.encode()).hexdigest()
+
+
+def retry_headers(error: PgfenceError) -> dict[str, str]:
+    """Return what says when to send a request again, if that helps; an answer that has it is not recorded under a key."""
+    return {"Retry-After": str(ceil(error.retry_after or SHORT))} if error.retryable else {}
 
 
 async def payload_of(request: Any) -> list[Any]:

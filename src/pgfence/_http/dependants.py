@@ -1,0 +1,51 @@
+"""What FastAPI knows of the dependencies of an endpoint, which it solves for each request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, MutableMapping
+
+
+def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -> Any:
+    """Return the dependant of a request, all parts of which get one session.
+
+    FastAPI makes a session for each scope in which somebody asks for it, and one more for whoever does not want its cache.
+
+    Raises:
+        TypeError: somebody would get another one.
+    """
+    root = _root_of(scope)
+    for one in parts_of(root):
+        if one.call == session and (one.scope != "function" or not one.use_cache):
+            how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
+            raise TypeError(f"{scope['path']} asks for its session {how} too: it would get two")
+    return root
+
+
+def _root_of(scope: MutableMapping[str, Any]) -> Any:
+    route = scope["route"]
+    # Older versions of FastAPI write what the inclusion of a router adds into the route; newer ones put it beside it.
+    included = scope.get("fastapi", {}).get("effective_route_context")
+    return included.dependant if getattr(included, "original_route", None) is route else route.dependant
+
+
+def parts_of(root: Any) -> Iterator[Any]:
+    """Yield a dependant, and all that it depends on."""
+    yield root
+    for one in root.dependencies:
+        yield from parts_of(one)
+
+
+def declared(root: Any, field: str) -> Any:
+    """Return what checks a parameter of the path.
+
+    Raises:
+        TypeError: nobody declares it.
+    """
+    for part in parts_of(root):
+        for one in part.path_params:
+            if one.alias == field:
+                return one
+    raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
