@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from support.servers import OwnServer
 
-pytest_plugins = ["support.faults"]
+pytest_plugins = ["support.faults", "support.retrying"]
 
 _SERVER = pytest.StashKey[servers.TestServer]()
 

@@ -14,27 +14,18 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from pgfence.retrying import in_transaction, run_transaction
-from support.retrying import Row
 from support.transactions import factory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    import psycopg
     from sqlalchemy.ext.asyncio import AsyncSession
 
+    from support.retrying import Row
     from support.worlds import World
 
 UNUSED = sessionmaker(create_engine("postgresql+psycopg://nobody@nowhere.invalid/none"))
 UNUSED_ASYNC = async_sessionmaker()
-
-
-@pytest.fixture
-def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
-    """A table with one counter at 0."""
-    made = Row(admin)
-    yield made
-    made.drop()
 
 
 async def test_a_decorated_function_is_a_transaction(world: World, row: Row) -> None:

@@ -24,13 +24,11 @@ from pgfence.errors import (
     VersionConflictError,
 )
 from pgfence.retrying import TransactionAttempt, run_transaction
-from support.retrying import Row, sessions, transact
+from support.retrying import Row, conflict, sessions, transact
 from support.transactions import factory
 from support.waiting import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import psycopg
     from sqlalchemy.orm import Session
 
@@ -38,20 +36,6 @@ if TYPE_CHECKING:
 
 
 EACH = 25 if os.environ.get("PGFENCE_TEST_FAULTS") else 8
-
-
-@pytest.fixture
-def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
-    """A table with two counters at 0."""
-    made = Row(admin, rows=2)
-    yield made
-    made.drop()
-
-
-def conflict(*, precondition: bool) -> VersionConflictError:
-    return VersionConflictError(
-        "somebody was first", items=[VersionConflict(Row, (1,), 1, 2)], precondition=precondition
-    )
 
 
 # ------------------------------------------------------------ again

@@ -25,18 +25,8 @@ from support.transactions import factory
 from support.worlds import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import psycopg
     from sqlalchemy.orm import Session
-
-
-@pytest.fixture
-def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
-    """A table with two counters at 0."""
-    made = Row(admin, rows=2)
-    yield made
-    made.drop()
 
 
 async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: World, row: Row) -> None:

@@ -6,14 +6,16 @@ import functools
 import secrets
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from pgfence.errors import VersionConflict, VersionConflictError
 from pgfence.retrying import run_transaction
 from pgfence.versions import Versioned, VersionedSession
 from support.transactions import factory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import psycopg
     from sqlalchemy.orm import Session
@@ -56,6 +58,21 @@ class Row:
     def drop(self) -> None:
         self._admin.execute(f"SET lock_timeout = '5s'; DROP TABLE {self.table}")
         self._admin.execute(f"DROP FUNCTION IF EXISTS {self.table}_second")
+
+
+@pytest.fixture
+def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
+    """A table with two counters at 0."""
+    made = Row(admin, rows=2)
+    yield made
+    made.drop()
+
+
+def conflict(*, precondition: bool) -> VersionConflictError:
+    """Return the error of a row that somebody else has changed."""
+    return VersionConflictError(
+        "somebody was first", items=[VersionConflict(Row, (1,), 1, 2)], precondition=precondition
+    )
 
 
 def sessions(world: World, engine: Any, *, versioned: bool) -> Any:
