@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Work = Callable[[Any], Coroutine[Any, Any, Any]]
 
 _ROW = """
-    SELECT status, attempt, step, result, claim_id, owner, host, pid, fingerprint,
+    SELECT status, attempt, step, result, claim_id, owner, host, pid, fingerprint, locked_until,
         extract(epoch FROM locked_until - clock_timestamp())::float8 AS claim_left,
         extract(epoch FROM expires_at - clock_timestamp())::float8 AS record_left
     FROM pgfence_idempotency_key WHERE scope = %s AND key = %s
