@@ -171,7 +171,8 @@ class Attempt(_Attempt[Running]):
         """Store the result in the caller's own transaction, so that it is committed together with the rows of the business.
 
         Promised: if the transaction commits, the key is done with this result, and `run` returns it. An attempt that does not
-        count any more is refused here, with its transaction, and none takes over until the transaction has ended.
+        count any more is refused here, and PostgreSQL has aborted its transaction; none takes over until the transaction has
+        ended. Not promised: that inside a savepoint, to which a program rolls back that swallows the refusal.
 
         Args:
             session: its transaction must end before the function returns.
