@@ -13,6 +13,7 @@ from functools import partial
 from http import HTTPStatus
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, overload
+from urllib.parse import quote
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
@@ -56,7 +57,7 @@ async def _answer(connection: Request | WebSocket, error: PgfenceError) -> Respo
         raise error
     status = HTTPStatus(error.http_status)
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
-    log.log(level, "%s %s: %s", connection.method, connection.url.path, error, exc_info=trace)
+    log.log(level, "%s %s: %s", connection.method, quote(connection.scope["path"]), error, exc_info=trace)
     told = {"title": status.phrase, "status": status, "detail": type(error).__name__}
     return JSONResponse(told, status, retry_headers(error), media_type="application/problem+json")
 

@@ -416,6 +416,17 @@ async def test_another_request_under_the_key_is_422_and_another_users_key_is_ano
     assert shop.desk.effects() == 5
 
 
+async def test_what_a_client_says_of_the_host_hides_nothing(shop: Shop) -> None:
+    """C108: a URL that is made of the header `Host` may lose its query, or be none at all; keys and errors do without."""
+    shop.pays()
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1", "Host": "a#"}) as client:
+        assert (await client.post("/payments?a=1", json={"amount": 5})).status_code == 201
+        assert (await client.post("/payments?a=2", json={"amount": 5})).status_code == 422
+        answer = await client.post("/payments?a=2", json={"amount": 5}, headers={"Host": "[x"})
+        assert (answer.status_code, answer.json()["detail"]) == (422, "IdempotencyKeyReusedError")
+    assert shop.desk.effects() == 1
+
+
 @pytest.mark.parametrize(
     ("headers", "body"),
     [

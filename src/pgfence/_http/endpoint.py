@@ -48,7 +48,8 @@ async def payload_of(request: Any) -> list[Any]:
         if "json" in request.headers.get("content-type", ""):
             with suppress(ValueError, RecursionError):
                 body = json.loads(body)
-    return [request.url.query, body]
+    # Not of `request.url`, which is made of the header `Host` too: that may hide the query.
+    return [request.scope["query_string"].decode("latin-1"), body]
 
 
 async def _field(value: Any) -> Any:
