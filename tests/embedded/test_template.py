@@ -21,10 +21,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pgfence"
 
 
-def test_the_second_start_copies_the_template(cache: Path) -> None:
+@pytest.fixture(scope="module")
+def _kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(home))
+        with own(fsync=False):
+            return home
+
+
+@pytest.fixture
+def template(_kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The one template of a cache that tests share, made by an earlier start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(_kept))
+    (made,) = (_kept / "pgfence").iterdir()
+    return made
+
+
+def test_the_second_start_copies_the_template(template: Path) -> None:
     """What initdb made once is kept and copied; the kept copy has no trace of the server that ran."""
-    with own(fsync=False):
-        (template,) = cache.iterdir()
     assert not (template / "postmaster.pid").exists()
     with own(fsync=False) as second:
         assert second.password == (template / "pgfence_password").read_text()
@@ -50,8 +65,8 @@ def test_a_folder_that_another_start_takes_for_abandoned_is_made_anew(monkeypatc
 
 
 def test_first_starts_at_once_do_not_collide(cache: Path) -> None:
-    """Several first starts race for the template: all start, one template is left."""
-    servers = [OwnServer.__new__(OwnServer) for _ in range(3)]
+    """Two first starts race for the template: both start, one template is left."""
+    servers = [OwnServer.__new__(OwnServer) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda server: server.__init__(fsync=False), servers))
     for server in servers:
@@ -60,22 +75,18 @@ def test_first_starts_at_once_do_not_collide(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["global/pg_control", "pg_wal/archive_status", "pgfence_entries"])
-def test_a_template_that_lost_a_part_is_made_anew(cache: Path, part: str) -> None:
+def test_a_template_that_lost_a_part_is_made_anew(template: Path, part: str) -> None:
     """A cleaner of old files may take a part, or an empty folder: the next start does not trust the rest."""
-    with own(fsync=False):
-        (template,) = cache.iterdir()
     lost = template / part
     lost.rmdir() if lost.is_dir() else lost.unlink()
     with own(fsync=False) as server:
         assert server.port
     assert lost.exists()
-    assert len(list(cache.iterdir())) == 1
+    assert list(template.parent.iterdir()) == [template]
 
 
-def test_a_start_that_fails_keeps_the_template(cache: Path) -> None:
+def test_a_start_that_fails_keeps_the_template(template: Path) -> None:
     """A wrong setting is not the template's fault, and somebody else may be copying it."""
-    with own(fsync=False):
-        (template,) = cache.iterdir()
     with pytest.raises(UnreachableError, match="did not start"), own(settings={"max_connections": "-7"}):
         pass
     assert template.exists()
