@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._runtime.claims import Refused
 from pgfence._runtime.sync import for_certain
+from pgfence._sql.sqlstate import sqlstate
 from pgfence.effects._claim import Settled, claim_of
 from pgfence.effects._domain import AsyncEffects, SyncEffects
 from pgfence.effects._record import Record
@@ -20,7 +21,6 @@ from pgfence.lease import _aio as lease_aio
 from pgfence.lease import _sync as lease_sync
 
 if TYPE_CHECKING:
-    from pgfence._runtime.grant import Grant
     from pgfence.lease._aio import AsyncEngineSource
     from pgfence.lease._sync import EngineSource
 
@@ -84,9 +84,6 @@ class Running(Record):
     """
 
     _domain: SyncEffects
-
-    def __init__(self, wanted: Wanted, domain: SyncEffects, grant: Grant) -> None:
-        super().__init__(wanted, domain, grant)
 
     def save_step(self, name: str, text: str) -> None:
         """Save what a step came to, so that an attempt after this one has it.
@@ -152,7 +149,7 @@ class Running(Record):
             self._freed(self._domain.insist(*self._free(), 0.0))
         except BaseException as error:
             for_certain(partial(self._domain.unanswered, self._grant, error))
-            if not isinstance(error, PgfenceError):
+            if not isinstance(error, PgfenceError) and sqlstate(error) is None:
                 raise
 
 
@@ -160,9 +157,6 @@ class AsyncRunning(Record):
     """An attempt at work, for tasks; see `Running`. A cancel during one of its ends is made up for in the background."""
 
     _domain: AsyncEffects
-
-    def __init__(self, wanted: Wanted, domain: AsyncEffects, grant: Grant) -> None:
-        super().__init__(wanted, domain, grant)
 
     async def save_step(self, name: str, text: str) -> None:
         """Save what a step came to; see the sync twin."""
@@ -210,5 +204,5 @@ class AsyncRunning(Record):
             self._freed(await self._domain.insist(*self._free(), 0.0))
         except BaseException as error:
             self._domain.unanswered(self._grant, error)
-            if not isinstance(error, PgfenceError):
+            if not isinstance(error, PgfenceError) and sqlstate(error) is None:
                 raise
