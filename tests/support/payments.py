@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "payments"
 
 # One process imports everything; each server is a fork of it. A line of its input is an order: "provider", or the number of
-# the moment of the first request at which a server shall die; 0 never. A moment is the time before, or after, a statement, a
-# commit or a call of the provider.
+# the moment of the first request at which a server shall die, 0 never, with a provider of its own. A moment is the time before,
+# or after, a statement, a commit or a call of the provider.
 _SERVERS = """
 import os, signal, socket, sys
 
@@ -63,7 +64,7 @@ def serve(app, listening):
     uvicorn.Server(uvicorn.Config(app, log_level="critical")).run(sockets=[listening])
 
 for line in sys.stdin:
-    what = line.strip()
+    what, _, elsewhere = line.strip().partition(" ")
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     if what == "provider":
@@ -71,6 +72,7 @@ for line in sys.stdin:
     if os.fork() == 0:
         if what != "provider":
             die_at = int(what)
+            api.PROVIDER = elsewhere or api.PROVIDER
             api.app.get("/moments")(lambda: counted)
             api.IdempotentEffect = Watched
             api.urlopen = watched(api.urlopen)
@@ -92,8 +94,8 @@ class Answer(NamedTuple):
 
 
 def ask(url: str, body: Any = None, **headers: str) -> Answer:
-    """Send a request once."""
-    data = None if body is None else json.dumps(body).encode()
+    """Send a request once; bytes as they are, anything else as JSON."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     try:
         with urlopen(Request(url, data, {"Content-Type": "application/json"} | named), timeout=20) as answer:
@@ -104,6 +106,27 @@ def ask(url: str, body: Any = None, **headers: str) -> Answer:
         return Answer(0, None, {})
 
 
+@contextmanager
+def provider_that_says(answers: list[bytes]) -> Iterator[str]:
+    """Serve a provider whose answers, one for each connection, are these bytes; yield its URL."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(20)
+    finally:
+        listening.close()
+
+
 class Servers:
     """Starts servers of the example, each in a process of its own."""
 
@@ -112,9 +135,9 @@ class Servers:
         self._turn = threading.Lock()
         self.provider = self._start("provider")
 
-    def api(self, die_at: int = 0) -> str:
-        """Start a server that dies at that moment of its first order; return its URL."""
-        return self._start(str(die_at))
+    def api(self, die_at: int = 0, *, provider: str = "") -> str:
+        """Start a server that dies at that moment of its first order, and has this provider; return its URL."""
+        return self._start(f"{die_at} {provider}")
 
     def _start(self, what: str) -> str:
         assert self._popen.stdin and self._popen.stdout

@@ -4,21 +4,24 @@ export PGHOST=... PGDATABASE=... PROVIDER=http://127.0.0.1:8001
 uvicorn api:app --port 8000
 """
 
+import http.client
 import json
 import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from typing import Annotated
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from fastapi import Depends, FastAPI, Header, HTTPException, Path
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import UniqueConstraint, create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence import Attempt, IdempotentEffect, TransactionLock, insert_once, schema
-from pgfence.fastapi import Idempotent, IdempotentCall, Locked, install_error_handlers
+from pgfence.fastapi import Idempotent, IdempotentCall, Locked, idempotency_key, install_error_handlers
 
 PROVIDER = os.environ.get("PROVIDER", "http://127.0.0.1:8001")
 TTL = 30.0  # seconds after which the request of a dead process is continued by another one
@@ -61,12 +64,20 @@ class VoucherOut(BaseModel):
     id: int
 
 
+class Charge(BaseModel):
+    id: str
+
+
 class Declined(Exception):
     """The provider has said no: that is an answer, and stays one."""
 
 
 class Away(Exception):
-    """The provider gave no answer. To ask it again under the same key is safe."""
+    """The provider gave no answer, or none that makes sense. To ask it again under the same key is safe."""
+
+
+class Different(Exception):
+    """There is an order of this key, for another amount: it is older than what is remembered of keys."""
 
 
 # ------------------------------------------------------------------ who asks, and in which transaction
@@ -87,6 +98,7 @@ def principal(customer: Annotated[int, Depends(get_customer)]) -> str:
 
 SessionDep = Annotated[Session, Depends(get_session, scope="function")]
 Customer = Annotated[int, Depends(get_customer)]
+Key = Annotated[str, Depends(idempotency_key)]
 OrderId = Annotated[int, Path(gt=0, lt=2**31)]
 
 
@@ -103,41 +115,49 @@ app = FastAPI(title="Payments", lifespan=lifespan)
 install_error_handlers(app)
 
 
+@app.exception_handler(RequestValidationError)
+async def invalid(request: object, error: RequestValidationError) -> JSONResponse:
+    # FastAPI's own answer repeats what it got, and fails where that is NaN or no text.
+    return JSONResponse({"detail": [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]}, 422)
+
+
 # ------------------------------------------------------------------ an effect outside of the database
 
 
 @app.post("/orders", status_code=201)
-def place(body: NewOrder, customer: Customer, idempotency_key: Annotated[str, Header()]) -> OrderOut:
+def place(body: NewOrder, customer: Customer, key: Key) -> OrderOut:
     def work(attempt: Attempt) -> OrderOut:
-        order = attempt.step("order", lambda key: write(key, customer, body.amount))
-        charge = attempt.step("charge", lambda key: ask_provider(f"{customer}:{key}", order, body.amount))
+        order, paid = attempt.step("order", lambda key: write(key, customer, body.amount))
+        charge = paid or attempt.step("charge", lambda key: ask_provider(f"{customer}:{key}", order, body.amount))
         return settle(attempt, order, charge)
 
-    try:
-        effect = IdempotentEffect(
-            engine,
-            idempotency_key.strip('"'),
-            scope=f"order:{customer}",
-            payload=body,
-            result=OrderOut,
-            ttl=TTL,
-            record=[Declined],
-            free=[Away],
-        )
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
+    effect = IdempotentEffect(
+        engine,
+        key,
+        scope=f"order:{customer}",
+        payload=body,
+        result=OrderOut,
+        ttl=TTL,
+        record=[Declined],
+        free=[Away, Different],
+    )
     try:
         return effect.run(work)
     except Declined as error:
         raise HTTPException(402, str(error)) from error
+    except Different as error:
+        raise HTTPException(422, "there is an order of this key, for another amount") from error
     except Away as error:
         raise HTTPException(503, "the payment provider is away", {"Retry-After": "1"}) from error
 
 
-def write(key: str, customer: int, amount: int) -> int:
+def write(key: str, customer: int, amount: int) -> tuple[int, str | None]:
     new = Order(customer=customer, request=key, amount=amount)
     with SessionLocal.begin() as session:
-        return insert_once(session, new, key=[Order.customer, Order.request]).id
+        order = insert_once(session, new, key=[Order.customer, Order.request])
+        if order.amount != amount:
+            raise Different
+        return order.id, order.charge
 
 
 def ask_provider(key: str, order: int, amount: int) -> str:
@@ -145,12 +165,12 @@ def ask_provider(key: str, order: int, amount: int) -> str:
     asked = Request(f"{PROVIDER}/charges", json.dumps({"order": order, "amount": amount}).encode(), headers)
     try:
         with urlopen(asked, timeout=10) as answer:
-            return str(json.load(answer)["id"])
+            return Charge.model_validate_json(answer.read()).id
     except HTTPError as error:
         if error.code == 402:
             raise Declined("the card was declined") from error
         raise Away from error
-    except (URLError, TimeoutError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # a cut connection, a timeout, a proxy's page
         raise Away from error
 
 

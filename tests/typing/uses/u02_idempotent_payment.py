@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from decimal import Decimal
 from typing import Annotated
 
-from fastapi import Depends, FastAPI, Header, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app import Account, AsyncSessionLocal, Base, async_engine, engine, get_session
 from pgfence import Attempt, IdempotentEffect, idempotent, idempotent_call, insert_once
 from pgfence.asgi import IdempotencyMiddleware
-from pgfence.fastapi import Locked, install_error_handlers
+from pgfence.fastapi import Locked, idempotency_key, install_error_handlers
 
 
 class Payment(Base):
@@ -43,10 +43,6 @@ def get_user(request: Request) -> int:
     return int(request.headers["x-user"])
 
 
-def get_key(idempotency_key: Annotated[str, Header()]) -> str:
-    return idempotency_key.strip('"')  # the header is a quoted string; many clients leave the quotes away
-
-
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
     yield
@@ -61,7 +57,7 @@ install_error_handlers(app)
 async def pay(
     body: PayIn,
     user: Annotated[int, Depends(get_user)],
-    key: Annotated[str, Depends(get_key)],
+    key: Annotated[str, Depends(idempotency_key)],
     session: Annotated[AsyncSession, Depends(get_async_session, scope="function")],
 ) -> PayOut:
     async def charge() -> PayOut:
@@ -70,11 +66,7 @@ async def pay(
         await session.flush()
         return PayOut(id=payment.id, amount=payment.amount)
 
-    try:
-        once = idempotent(session, key, scope=f"pay:{user}", payload=body, result=PayOut)
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
-    return await once.run(charge)
+    return await idempotent(session, key, scope=f"pay:{user}", payload=body, result=PayOut).run(charge)
 
 
 @app.delete(
@@ -140,8 +132,8 @@ def provider_charge(idempotency_key: str) -> str:
     return f"charged under {idempotency_key}"
 
 
-def charge_outside(key: str) -> str:
+def charge_outside(user: int, key: str) -> str:
     def work(attempt: Attempt) -> str:
-        return attempt.step("charge", provider_charge)
+        return attempt.step("charge", lambda key: provider_charge(f"{user}:{key}"))
 
-    return IdempotentEffect(engine, key, scope="orders", result=str).run(work)
+    return IdempotentEffect(engine, key, scope=f"orders:{user}", result=str).run(work)
