@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules
+from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules, length_of
 from pgfence.effects._attempts import Reply, Stored, claim_async
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.lease._aio import source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, MutableMapping
-    from typing import TypeAlias
+    from collections.abc import Collection
 
     from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from pgfence.effects._attempts import AsyncRunning
     from pgfence.timing import Seconds
 
-    Scope: TypeAlias = MutableMapping[str, Any]
-    Message: TypeAlias = MutableMapping[str, Any]
-    Receive: TypeAlias = Callable[[], Awaitable[Message]]
-    Send: TypeAlias = Callable[[Message], Awaitable[None]]
-    App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
-
 __all__ = ["IdempotencyMiddleware"]
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Ways to answer that cannot be recorded. An application that is not offered them sends a body.
 _NOT_OFFERED = ("http.response.pathsend", "http.response.trailers", "http.response.zerocopysend")
@@ -47,25 +47,27 @@ class IdempotencyMiddleware:
     Promised: of all requests with one key, principal, method and path, one is handled at a time, and at most one answer below
     `record_below` is recorded. Who asks again gets it: status, body and headers, without those of the connection,
     `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Meanwhile it is 409 with `Retry-After`; with another
-    query, content type or body 422. A client that goes away changes nothing: its request is handled to the end.
+    query, content type or body 422. A client that goes away before its answer is on its way changes nothing: its request is
+    handled to the end.
 
     Not promised: that a handler that dies, or fails, has done nothing; it is called again. What it does in the database should
     be one transaction; what it does elsewhere wants an `IdempotentEffect`, whose steps are remembered.
 
     An answer is sent when it is complete. One that outgrows `max_body`, or is `text/event-stream`, is sent as it comes; in its
-    place is recorded that the request was processed, and who asks again gets 409 without `Retry-After`. Other scopes than
-    `http`, and requests that need no key, pass through untouched.
+    place is recorded that the request was processed, also if the client goes away in the middle, and who asks again gets 409
+    without `Retry-After`. Other scopes than `http`, and requests that need no key, pass through untouched.
 
     Args:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must be there: `pgfence install`.
         principal: a function of the ASGI scope that says whose request it is, once that is known for sure: never a constant,
-            nor something that the client is free to say. None, also from the function: no key is accepted, 400. Without it,
-            the principal is a digest of `Authorization` and `Cookie`; a retry has to have the same.
+            nor something that the client is free to say. Two that share the tables, of whatever application or tenant, must
+            not have the same. None, also from the function: no key is accepted, 400. Without it, the principal is a digest of
+            `Authorization` and `Cookie`: only for APIs that authenticate by these. A retry with others is handled again.
         methods: which methods this is for.
         routes: which paths, below the application's root path, and there a request without a key is 400. `/payments`,
-            `/orders/{id}/payments`, `/v1/*`; `{name:path}` for several segments. None: all paths, and who sends no key is
-            handled as if there were no middleware.
+            `/orders/{id}/payments`, `/v1/*`; `{name:path}` for any number of segments; a slash at the end makes no difference.
+            None: all paths, and who sends no key is handled as if there were no middleware.
         record_below: answers with this status or above are failures: they are sent and not recorded. So are 401, 408, 425 and
             429, and from 400 on those with `Retry-After`: the same request may succeed later.
         max_body: bytes that the body of a request may have, 413 otherwise, and that are recorded of an answer.
@@ -150,6 +152,7 @@ class _Exchange:
         self._chunks: list[bytes] = []
         self._size = 0
         self._open = asyncio.Event()
+        self._gone = False
         self._ended = False
 
     async def run(self, app: App, scope: Scope) -> None:
@@ -159,12 +162,12 @@ class _Exchange:
         try:
             await app(scope, self.receive, self.send)
         except Exception:
-            await self._failed()
+            await self._stopped()
             raise
         except BaseException:
             self._running.let_lapse()
             raise
-        await self._failed()
+        await self._stopped()
 
     async def receive(self) -> Message:
         """Give the application the body, and news of the client only while an answer is on its way to it."""
@@ -172,13 +175,17 @@ class _Exchange:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
         await self._open.wait()
-        return await self._receive()
+        message = await self._receive()
+        self._gone = self._gone or message["type"] == "http.disconnect"
+        return message
 
     async def send(self, message: Message) -> None:
         """Take from the application a part of its answer."""
-        if message["type"] == "http.response.start" and self._start is None:
-            self._start = message
-            if self._rules.streams(_headers(message)):
+        if message["type"] == "http.response.start" and not self._open.is_set():
+            if self._start is not None:
+                raise RuntimeError("http.response.start was sent twice")
+            self._start = {**message, "headers": list(message.get("headers", ()))}
+            if self._rules.streams(_headers(self._start)):
                 await self._flow()
         elif message["type"] == "http.response.body" and self._start is not None and not self._ended:
             await self._add(self._start, message)
@@ -199,12 +206,19 @@ class _Exchange:
         """From now on the answer is sent as it comes."""
         assert self._start is not None
         self._open.set()
-        await self._send(self._start)
+        await self._pass(self._start)
 
     async def _flush(self, *, more: bool) -> None:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._pass({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError:  # how a server says that the client has gone away
+            self._gone = True
+            raise
 
     async def _complete(self, start: Message) -> None:
         """Record the answer, and then send it."""
@@ -235,6 +249,15 @@ class _Exchange:
             answers.log.exception("%s: the answer is not recorded", self._request)
         return None
 
+    async def _stopped(self) -> None:
+        """End the attempt of an application that has stopped, unless it has ended."""
+        if self._gone and self._start is not None and not self._ended:
+            # It has answered, and only its client has kept it from sending all of that.
+            reply = self._rules.record(self._start["status"], _headers(self._start), None)
+            if reply is not None:
+                await self._record(reply)
+        await self._failed()
+
     async def _failed(self) -> None:
         """End the attempt without a record, unless it has ended."""
         if self._ended:
@@ -254,20 +277,25 @@ def _request(scope: Scope) -> Request:
     # Some servers put the root into the path as well.
     if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
         path = path[len(root) :]
-    keys, credentials = [], []
+    keys, credentials, cookies = [], [], []
     content_type, length = b"", None
-    for raw, value in scope["headers"]:
+    headers = scope["headers"] = list(scope["headers"])
+    for raw, value in headers:
         name = raw.lower()
         if name == b"idempotency-key":
             keys.append(value.decode("latin-1"))
-        elif name in (b"authorization", b"cookie") and value:
+        elif name == b"authorization" and value:
             credentials.append(name + b":" + value)
+        elif name == b"cookie" and value:
+            cookies.append(value)
         elif name == b"content-type":
             content_type = value
-        elif name == b"content-length" and value.isdigit():
-            length = int(value)
+        elif name == b"content-length":
+            length = length_of(value.decode("latin-1"))
+    if cookies:
+        credentials.append(b"cookie:" + b"; ".join(cookies))
     query = scope.get("query_string", b"")
-    return Request(scope["method"].upper(), root, path, query, content_type, tuple(keys), tuple(credentials), length)
+    return Request(scope["method"], root, path, query, content_type, tuple(keys), tuple(credentials), length)
 
 
 async def _body(receive: Receive, rules: Rules) -> bytes | None:

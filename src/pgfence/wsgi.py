@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules
+from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules, announced, length_of
 from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -43,8 +43,8 @@ class IdempotencyMiddleware:
 
     An iterable, a generator, the function `write` and the server's file wrapper are all read to their end before the answer is
     recorded and sent; `close()` is called when the server has sent it. The words of a status line are not recorded, its number
-    is. A server that joins repeated headers makes of two keys a malformed one: 400 as well. An answer that is sent as it comes
-    lapses if the server stops asking for it.
+    is. A server that joins repeated headers makes of two keys a malformed one: 400 as well. A body needs a length, or a server
+    that ends it (`wsgi.input_terminated`): 411 otherwise.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -116,6 +116,8 @@ class _Exchange:
         self._chunks: list[bytes] = []
         self._size = 0
         self._streams = False
+        self._length: int | None = None
+        self._gone = False
         self._ended = False
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
@@ -130,7 +132,7 @@ class _Exchange:
                     return _Answer(self, self._flow(rest), parts)
             return _Answer(self, iter(self._complete()), parts)
         except BaseException as error:
-            self.failed(error)
+            self._stopped(error)
             try:
                 _close(parts)
             except Exception as failure:
@@ -144,25 +146,30 @@ class _Exchange:
         if exc_info is None and self._started is not None:
             raise AssertionError("start_response was called twice, without an error")
         if self._write is not None:
-            return self._server(status, headers, exc_info)
+            self._write = self._server(status, headers, exc_info)
         # Nothing was sent so far: an error gives another answer.
         self._started = status, headers
         self._chunks.clear()
         self._size = 0
         self._streams = self._rules.streams(headers)
+        self._length = announced(headers)
         return self.write
 
     def write(self, data: bytes) -> None:
         """Take from the application a part of its answer, in the old way."""
+        self._size += len(data)
         if self._write is None:
             self._chunks.append(data)
-            self._size += len(data)
             if not self._flows:
                 return
             self._write = self._begin()
             data = b"".join(self._chunks)
             self._chunks.clear()
-        self._write(data)
+        try:
+            self._write(data)
+        except OSError:  # how a server says that the client has gone away
+            self._gone = True
+            raise
 
     @property
     def _begun(self) -> tuple[str, Headers]:
@@ -179,21 +186,25 @@ class _Exchange:
         return self._server(*self._begun)
 
     def _flow(self, rest: Iterator[bytes]) -> Iterator[bytes]:
-        """Send what there is and what comes. The last part is held back until it is recorded that there is no more."""
+        """Send what there is and what comes. What completes an announced length is held back until it is recorded."""
+        held: list[bytes] = []
         try:
             if self._write is None:
                 self._write = self._begin()
-            held = b"".join(self._chunks)
+            part: bytes | None = b"".join(self._chunks)
             self._chunks.clear()
-            for chunk in rest:
-                if held:
-                    yield held
-                held = chunk
+            while part is not None:
+                if held or self._size == self._length:
+                    held.append(part)
+                else:
+                    yield part
+                if (part := next(rest, None)) is not None:
+                    self._size += len(part)
             self._record(None)
         except BaseException as error:
-            self.failed(error)
+            self._stopped(error)
             raise
-        yield held
+        yield from held
 
     def _complete(self) -> Iterable[bytes]:
         """Record the answer, and then send it."""
@@ -211,7 +222,7 @@ class _Exchange:
         status, headers = self._begun
         reply = self._rules.record(int(status.split(" ", 1)[0]), headers, body)
         if reply is None:
-            self.failed(None)
+            self._failed(None)
             return None
         self._ended = True
         try:
@@ -223,7 +234,19 @@ class _Exchange:
             answers.log.exception("%s: the answer is not recorded", self._request)
         return None
 
-    def failed(self, error: BaseException | None) -> None:
+    def give_up(self) -> None:
+        """End the attempt of an answer that the server does not ask for any more."""
+        self._gone = True
+        self._stopped(None)
+
+    def _stopped(self, error: BaseException | None) -> None:
+        """End the attempt of an application that has stopped, unless it has ended."""
+        # One that has answered, and was only kept from sending all of that by its client, has not failed.
+        if self._gone and not self._ended and isinstance(error, Exception | None):
+            self._record(None)
+        self._failed(error)
+
+    def _failed(self, error: BaseException | None) -> None:
         """End the attempt without a record, unless it has ended."""
         if self._ended:
             return
@@ -249,7 +272,7 @@ class _Answer:
         return self._chunks
 
     def close(self) -> None:
-        self._exchange.failed(GeneratorExit())
+        self._exchange.give_up()
         _close(self._parts)
 
 
@@ -259,21 +282,21 @@ def _close(parts: object) -> None:
 
 
 def _request(environ: WSGIEnvironment) -> Request:
-    key, length = environ.get("HTTP_IDEMPOTENCY_KEY"), environ.get("CONTENT_LENGTH") or ""
+    key = environ.get("HTTP_IDEMPOTENCY_KEY")
     credentials = [
         f"{name.lower()}:{value}".encode("latin-1")
         for name in ("AUTHORIZATION", "COOKIE")
         if (value := environ.get(f"HTTP_{name}"))
     ]
     return Request(
-        environ["REQUEST_METHOD"].upper(),
+        environ["REQUEST_METHOD"],
         _text(environ.get("SCRIPT_NAME", "")),
         _text(environ.get("PATH_INFO", "")),
         environ.get("QUERY_STRING", "").encode("latin-1"),
         environ.get("CONTENT_TYPE", "").encode("latin-1"),
         () if key is None else (key,),
         tuple(credentials),
-        int(length) if length.isdecimal() else None,
+        length_of(environ.get("CONTENT_LENGTH", "")),
     )
 
 
@@ -286,11 +309,13 @@ def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
-        Refusal: it is too long, or the client has gone away before its end.
+        Refusal: it is too long, or where it ends is unknown, or the client has gone away before that.
     """
     left = request.length
     if left is None:
         if not environ.get("wsgi.input_terminated"):
+            if environ.get("CONTENT_LENGTH") or environ.get("HTTP_TRANSFER_ENCODING"):
+                raise Refusal(411, "With an Idempotency-Key a body needs a Content-Length.")
             return b""
         left = rules.max_body + 1
     chunks = []

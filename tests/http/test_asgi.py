@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -11,6 +11,7 @@ import pytest
 from fastapi import BackgroundTasks, FastAPI, Request, WebSocket
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, StreamingResponse
 from starlette.routing import Mount, Route
 
@@ -134,6 +135,62 @@ async def test_the_application_hears_of_the_client_while_its_answer_flows(site: 
     assert again.sent[0]["status"] == 409
 
 
+@pytest.mark.parametrize("spec", ["2.3", "2.4"])
+@pytest.mark.parametrize("kind", ["text/event-stream", "text/plain"])
+async def test_a_client_that_goes_away_while_its_answer_flows_does_not_pay_twice(
+    site: Site, spec: str, kind: str
+) -> None:
+    """The framework ends the answer in the middle: by a cancel where it hears of it, by an error where it cannot send."""
+    paid: list[int] = []
+
+    async def pay(_: Request) -> StreamingResponse:
+        paid.append(1)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(50):
+                yield b"x" * 10
+                await asyncio.sleep(0)
+
+        return StreamingResponse(pieces(), media_type=kind)
+
+    class Leaving(Call):
+        async def send(self, message: Any) -> None:
+            await super().send(message)
+            if len(self.sent) == 3:
+                self.gone.set()
+            if self.gone.is_set() and spec == "2.4":
+                raise OSError
+
+    app = Starlette(routes=[Route("/pay", pay, methods=["POST"])])
+    middleware = IdempotencyMiddleware(app, site.engine, max_body=15)
+    with suppress(ClientDisconnect):
+        await Leaving(site, asgi={"version": "3.0", "spec_version": spec}).through(middleware)
+    again = Call(site)
+    await again.through(middleware)
+    assert (again.sent[0]["status"], b"was processed" in again.sent[1]["body"]) == (409, True)
+    assert (paid, site.row.status) == ([1], "done")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_an_answer_that_fails_while_it_flows_frees_the_key(site: Site, leaves: bool) -> None:
+    """C101: a status that is none, or an error of the application: nobody has paid, whether or not the client has gone."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        kind = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 503 if leaves else 200, "headers": kind})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        if leaves:
+            await receive()
+            call.gone.set()
+            await receive()
+        raise ValueError("declined")
+
+    call = Call(site)
+    with pytest.raises(ValueError, match="declined"):
+        await call.through(IdempotencyMiddleware(app, site.engine))
+    assert site.row.status == "free"
+
+
 async def test_a_cancel_leaves_the_key_until_its_time_is_over(site: Site) -> None:
     """Nobody knows what the application was doing: the next request waits for the ttl, whatever `on_failure` says."""
     reached = asyncio.Event()
@@ -198,6 +255,60 @@ async def test_an_application_that_does_not_answer_frees_the_key(site: Site) -> 
 
         assert await Call(site).through(IdempotencyMiddleware(app, site.engine)) == []
         assert site.row.status == "free"
+
+
+async def test_headers_may_be_read_only_once(site: Site) -> None:
+    """What is an iterator of a server's or an application's is there for those who come later, too."""
+    asked: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(list(scope["headers"]))
+        await send({"type": "http.response.start", "status": 201, "headers": iter([(b"location", b"/1")])})
+        await send({"type": "http.response.body"})
+
+    for replayed in (False, True):
+        call = Call(site)
+        given = call.scope["headers"]
+        call.scope["headers"] = iter(given)
+        await call.through(IdempotencyMiddleware(app, site.engine))
+        assert asked == [given]
+        assert call.sent[0]["headers"] == [(b"location", b"/1"), (b"idempotent-replayed", b"true")][: 1 + replayed]
+
+
+async def test_a_length_of_too_many_digits_is_too_long(site: Site) -> None:
+    """413 like any other; no number is made of it."""
+    call = Call(site)
+    call.scope["headers"].append((b"content-length", b"5" * 5000))
+    await call.through(site.middleware)
+    assert (call.sent[0]["status"], site.seen) == (413, [])
+
+
+async def test_an_answer_begins_once(site: Site) -> None:
+    """A second beginning is an error of the application: nothing was sent, the key is free."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for status in (200, 500):
+            await send({"type": "http.response.start", "status": status, "headers": []})
+
+    call = Call(site)
+    with pytest.raises(RuntimeError, match="twice"):
+        await call.through(IdempotencyMiddleware(app, site.engine))
+    assert (call.sent, site.row.status) == ([], "free")
+
+
+async def test_credentials_are_the_same_in_any_order(site: Site) -> None:
+    """HTTP/2 clients send a cookie in pieces, and nobody promises an order of different headers."""
+    for n, credentials in enumerate(
+        (
+            [(b"authorization", b"me"), (b"cookie", b"a=1; b=2")],
+            [(b"cookie", b"a=1; b=2"), (b"authorization", b"me")],
+            [(b"cookie", b"a=1"), (b"Authorization", b"me"), (b"Cookie", b"b=2")],
+        )
+    ):
+        call = Call(site)
+        call.scope["headers"] = [(b"idempotency-key", f"{site.label}:k".encode()), *credentials]
+        await call.through(site.middleware)
+        assert ((b"idempotent-replayed", b"true") in call.sent[0]["headers"]) == (n > 0)
 
 
 async def test_work_after_the_answer_is_no_part_of_it(site: Site) -> None:

@@ -137,6 +137,15 @@ async def test_without_one_good_key_a_request_is_refused_on_routes_that_need_one
     assert site.seen == []
 
 
+@pytest.mark.filterwarnings("ignore:Unknown REQUEST_METHOD")
+async def test_a_method_is_another_one_in_small_letters(site: Site) -> None:
+    """Some frameworks refuse it and some take it for the same: it needs a key, and has answers of its own."""
+    site.behind(routes=["/pay"])
+    assert (await site.ask(None, method="post")).status == 400
+    assert [(await site.ask(method=method)).replayed for method in ("post", "POST", "post")] == [False, False, True]
+    assert [asked.method for asked in site.seen] == ["post", "POST"]
+
+
 async def test_what_needs_no_key_passes_through(site: Site) -> None:
     """Other methods and other routes are never asked for a key, and without routes nobody is."""
     for options, request in (
@@ -333,6 +342,19 @@ async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) ->
     site.behind(max_body=15)
     assert (await site.ask()).body == b"x" * 60
     assert site.row.status == "free"
+
+
+async def test_an_answer_that_no_row_can_have_is_not_done_twice(site: Site) -> None:
+    """A NUL in a header is no text of PostgreSQL's: it is recorded that the request was processed."""
+
+    async def pay(_: Asked) -> Answer:
+        return Answer(headers=(("content-type", "text/plain"), ("x-note", "a\0b")))
+
+    site.handler = pay
+    with suppress(AssertionError):  # of what looks whether rules of WSGI are kept
+        assert (await site.ask()).status == 201
+    assert (await site.ask()).status == 409
+    assert (len(site.seen), site.row.status) == (1, "done")
 
 
 # ---------------------------------------------------------------- the database

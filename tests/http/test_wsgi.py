@@ -59,7 +59,7 @@ def serve(site: Site, app: Any, **options: Any) -> Any:
     return send
 
 
-def begun(middleware: Any, site: Site, sent: list[Any]) -> Any:
+def begun(middleware: Any, site: Site, sent: list[Any], **more: Any) -> Any:
     """Send a request as a server that does what the test says with the parts."""
     environ = {
         "REQUEST_METHOD": "POST",
@@ -67,6 +67,7 @@ def begun(middleware: Any, site: Site, sent: list[Any]) -> Any:
         "HTTP_IDEMPOTENCY_KEY": f"{site.label}:k",
         "HTTP_AUTHORIZATION": "me",
         "wsgi.input": BytesIO(b""),
+        **more,
     }
 
     def start_response(status: str, headers: Any, exc_info: Any = None) -> Any:
@@ -170,8 +171,8 @@ async def test_an_application_that_does_not_begin_its_answer_is_told(site: Site)
         assert site.row.status == "free"
 
 
-async def test_a_long_answer_is_read_as_it_is_sent(site: Site) -> None:
-    """Beyond `max_body` nothing is collected; the last part waits until it is recorded that it was the last."""
+async def test_a_long_answer_is_sent_as_it_comes(site: Site) -> None:
+    """Beyond `max_body` nothing is collected, and nothing waits for what comes after it."""
     parts = Parts(*[b"0123456789"] * 2, b"", *[b"0123456789"] * 3)
     given: list[Any] = []
 
@@ -182,16 +183,51 @@ async def test_a_long_answer_is_read_as_it_is_sent(site: Site) -> None:
     sent: list[Any] = []
     answer = iter(begun(IdempotencyMiddleware(app, site.engine, max_body=15), site, sent))
     assert next(answer) == b"0123456789" * 2
-    assert (sent, site.row.status) == (["200 OK"], "in_progress")
-    assert len(given) == 3
-    assert [next(answer), next(answer)] == [b"0123456789"] * 2
-    assert site.row.status == "in_progress"
+    assert (sent, len(given)) == (["200 OK"], 2)
+    assert b"".join(answer) == b"0123456789" * 3
+    assert site.row.status == "done"
+
+
+async def test_the_part_that_completes_a_length_waits_until_it_is_recorded(site: Site) -> None:
+    """A client that was told the length knows the end of its answer: by then there is a record."""
+
+    def app(environ: Any, start_response: Any) -> Any:
+        write = start_response("200 OK", [("content-length", "40")])
+        write(b"0123456789")
+        return [b"0123456789"] * 3
+
+    sent: list[Any] = []
+    answer = iter(begun(IdempotencyMiddleware(app, site.engine, max_body=15), site, sent))
+    assert sent == ["200 OK", b"0123456789"]
+    assert [next(answer), next(answer), site.row.status] == [b"0123456789"] * 2 + ["in_progress"]
     assert [next(answer), site.row.status, list(answer)] == [b"0123456789", "done", []]
 
 
+@pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream; charset=utf-8"])
+async def test_an_event_is_sent_before_the_next_one_is_made(site: Site, kind: str) -> None:
+    """Whoever reads a stream of events is never behind, whatever it writes at the same time."""
+    made: list[int] = []
+
+    def app(environ: Any, start_response: Any) -> Any:
+        write = start_response("200 OK", [("content-type", kind)])
+
+        def events() -> Iterator[bytes]:
+            for n in range(3):
+                made.append(n)
+                yield b"data: %d\n\n" % n
+                write(b"\n")
+
+        return events()
+
+    sent: list[Any] = []
+    for n, event in enumerate(begun(IdempotencyMiddleware(app, site.engine), site, sent)):
+        assert (event, made, sent[1:]) == (b"data: %d\n\n" % n, list(range(n + 1)), [b"\n"] * n)
+    assert (len(made), site.row.status) == (3, "done")
+
+
 @pytest.mark.parametrize("read", [0, 1])
-async def test_a_long_answer_that_the_server_gives_up_lapses(site: Site, read: int) -> None:
-    """Nobody knows what the rest would have done; also if the server never asked for a part."""
+async def test_a_long_answer_that_the_server_gives_up_is_not_done_twice(site: Site, read: int) -> None:
+    """Its client has gone away: the request was processed; also if the server never asked for a part."""
     parts = Parts(*[b"0123456789"] * 5)
 
     def app(environ: Any, start_response: Any) -> Any:
@@ -204,10 +240,46 @@ async def test_a_long_answer_that_the_server_gives_up_lapses(site: Site, read: i
         next(rest)
     answer.close()
     assert parts.closed == 1
-    assert site.row.status == "in_progress"
+    assert site.row.status == "done"
     sent: list[Any] = []
-    begun(IdempotencyMiddleware(app, site.engine), site, sent)
-    assert sent == ["409 Conflict"]
+    (told,) = begun(IdempotencyMiddleware(app, site.engine), site, sent)
+    assert (sent, b"was processed" in told) == (["409 Conflict"], True)
+
+
+@pytest.mark.parametrize(("status", "left"), [("200 OK", "done"), ("503 Away", "free")])
+async def test_a_write_that_nobody_hears_is_not_done_twice(site: Site, status: str, left: str) -> None:
+    """A server that cannot send raises an error in the application, which gives up; a failure stays one."""
+
+    def app(environ: Any, start_response: Any) -> Any:
+        write = start_response(status, [])
+        write(b"0123456789")
+        return []
+
+    class Gone(list[Any]):
+        def append(self, item: Any) -> None:
+            if isinstance(item, bytes):
+                raise BrokenPipeError
+            super().append(item)
+
+    with pytest.raises(BrokenPipeError):
+        begun(IdempotencyMiddleware(app, site.engine, max_body=5), site, Gone())
+    assert site.row.status == left
+
+
+async def test_an_error_before_the_first_byte_of_a_long_answer_changes_it(site: Site) -> None:
+    """The server has sent nothing yet and takes the new beginning: that one counts."""
+
+    def app(environ: Any, start_response: Any) -> Any:
+        start_response("200 OK", [("content-type", "text/event-stream")])
+        yield b""
+        try:
+            raise ValueError("declined")
+        except ValueError:
+            start_response("503 Away", [("content-type", "text/plain")], sys.exc_info())
+        yield b"away"
+
+    got = serve(site, app)()
+    assert (got.status, got.body, site.row.status) == (503, b"away", "free")
 
 
 async def test_an_error_in_a_long_answer_frees_the_key(site: Site) -> None:
@@ -253,6 +325,22 @@ async def test_a_body_without_a_length_is_read_where_the_server_ends_it(site: Si
     assert send(body=b"abcdx", **chunked).status == 422
     assert send(body=b"abcdef", **chunked).status == 413
     assert send("other", body=b"abcde", CONTENT_LENGTH="").body == b"got "
+
+
+async def test_a_body_whose_end_is_unknown_is_refused(site: Site) -> None:
+    """411 where a server hands on a chunked body as it is: taken for none, all of them would be one request."""
+    send = serve(site, echo)
+    for announced in ({"CONTENT_LENGTH": "", "HTTP_TRANSFER_ENCODING": "chunked"}, {"CONTENT_LENGTH": "+5"}):
+        got = send(body=b"abcde", **announced)
+        assert (got.status, "Content-Length" in got.problem) == (411, True)
+    assert site.rows() == []
+
+
+async def test_a_length_of_too_many_digits_is_too_long(site: Site) -> None:
+    """413 like any other; no number is made of it."""
+    sent: list[Any] = []
+    begun(IdempotencyMiddleware(echo, site.engine), site, sent, CONTENT_LENGTH="5" * 5000)
+    assert sent[0].startswith("413 ")
 
 
 async def test_half_a_body_is_no_request(site: Site) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from time import process_time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._http.answers import Refusal, kept, problem, refused, replay
+from pgfence._http.answers import UNKEPT, Refusal, kept, problem, refused, replay
 from pgfence._http.key import key_of
 from pgfence._http.routes import routes_of
-from pgfence._http.rules import SHOWN, Request, Rules
+from pgfence._http.rules import SHOWN, Request, Rules, length_of
 from pgfence.effects._wanted import Reply, Stored
 from pgfence.errors import (
     AttemptLostError,
@@ -66,6 +67,7 @@ def request(**known: Any) -> Request:
         ("a+/=:.~_!#$%&'()*<>?@[]^`{|}", "a+/=:.~_!#$%&'()*<>?@[]^`{|}"),
         ("k" * 255, "k" * 255),
         ('"' + "k" * 255 + '"', "k" * 255),
+        ('"' + '\\"' * 255 + '"', '"' * 255),
     ],
 )
 def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> None:
@@ -102,12 +104,16 @@ def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> N
         ["k" * 256],
         ['"' + "k" * 256 + '"'],
         ["k" * 10_000_000],
+        ['"' + "k" * 10_000_000 + '"'],
+        ['"' + '\\"' * 5_000_000 + '"'],
     ],
 )
 def test_what_is_no_key_is_refused_in_words_for_the_client(values: list[str]) -> None:
     """C108: none, several, too long, blank, or with characters that no string has."""
+    before = process_time()
     with pytest.raises(ValueError, match=r"^(The|This) .*Idempotency-Key.*\.$"):
         key_of(values)
+    assert process_time() - before < 0.2, "it is refused before it is read"
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=120).filter(str.strip))
@@ -123,22 +129,46 @@ def test_every_printable_text_is_a_key_when_it_is_quoted(key: str) -> None:
 @pytest.mark.parametrize(
     ("route", "matches", "others"),
     [
-        ("/pay", ["/pay"], ["/pay/", "/pay/1", "/", "/payx", "/x/pay", "/pay\n"]),
+        ("/pay", ["/pay", "/pay/", "/pay\n", "/pay/\n", "//pay", "//pay//"], ["/pay/1", "/", "/payx", "/x/pay"]),
+        ("/pay/", ["/pay/", "/pay", "/pay/\n"], ["/", "/pay/1"]),
+        ("/", ["/", "", "//", "/\n"], ["/x"]),
         (
             "/orders/{id}/pay",
-            ["/orders/7/pay", "/orders/a b/pay"],
-            ["/orders//pay", "/orders/1/2/pay", "/orders/7/pay/"],
+            ["/orders/7/pay", "/orders/a b/pay", "/orders/7//pay", "/orders/7/pay/"],
+            ["/orders//pay", "/orders/1/2/pay"],
         ),
         ("/orders/{id:int}.json", ["/orders/7.json"], ["/orders/7xjson", "/orders/.json"]),
-        ("/files/{name:path}", ["/files/a", "/files/a/b"], ["/files/", "/files"]),
+        (
+            "/files/{name:path}",
+            ["/files/", "/files/a", "/files/a/b", "/files//", "/files/a\n"],
+            ["/file", "/x/files/a"],
+        ),
+        ("/files/{name:path}/meta", ["/files//meta", "/files/a/b/meta"], ["/files/meta/x"]),
         ("/v1/*", ["/v1/", "/v1/a/b", "/v1/a\nb"], ["/v1", "/v2/a"]),
         ("/a+b(c)", ["/a+b(c)"], ["/aab(c)"]),
+        ("/a//b", ["/a//b", "/a/b"], ["/a", "/ab"]),
     ],
 )
 def test_a_route_matches_the_whole_path(route: str, matches: list[str], others: list[str]) -> None:
-    """A field is one segment, with `:path` several; a star at the end is anything; all else is literal."""
-    pattern = routes_of([route, "/never"])
-    assert [path for path in matches + others if pattern.fullmatch(path)] == matches
+    """A field is one segment, with `:path` several; a star at the end is anything; all else is literal.
+
+    What a framework may take for the same path is the same: with a slash at the end or without, with one twice, and with the
+    line feed before which a regular expression lets a text end.
+    """
+    ours = rules(routes=[route, "/never"])
+    assert [path for path in matches + others if ours.concern(request(path=path))] == matches
+
+
+def test_no_path_takes_long_to_compare() -> None:
+    """Who may not even have a key cannot keep a server busy with a path of 64 kB."""
+    ours = rules(routes=["/x/{p:path}/y/{a}/z", "/{a}/{b}/{c}/{d}/e", "/a-{b}-c/d*", "/{p:path}/y/z*"])
+    before = process_time()
+    for path in ("/x" + "/y/" * 20_000, "/" + "a" * 64_000, "/" * 64_000 + "\n\n", "/a" + "-" * 64_000, "/\n" * 30_000):
+        ours.concern(request(path=path))
+    assert process_time() - before < 0.5
+    for route in ("/p/{a}-{b}", "/files/{name}.{ext}", "/{a}{b}", "/{a:path}/x/{b:path}", "/{a:path}.{b}"):
+        with pytest.raises(ValueError, match="one field"):
+            routes_of([route])
 
 
 @pytest.mark.parametrize("routes", [[], ["pay"], [""], ["/a*b"], ["/a/<id>"], ["/a/{id"], ["/a/{}"], ["/a?b"]])
@@ -162,6 +192,7 @@ def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
     assert (everywhere.concern(request()), everywhere.concern(keyless)) == (True, False)
     assert (named.concern(request()), named.concern(keyless), named.concern(request(path="/x"))) == (True, True, False)
     assert not named.concern(request(method="PUT"))
+    assert named.concern(request(method="post")), "some frameworks take it for POST"
     with pytest.raises(Refusal) as told:
         named.key(keyless)
     assert told.value.reply.status == 400
@@ -194,6 +225,21 @@ def test_arguments_that_cannot_work_are_refused_when_the_middleware_is_made(
 
 
 # ---------------------------------------------------------------- whose, and for what
+
+
+@pytest.mark.parametrize("announced", ["5" * 5000, "1048577", "101", "0" * 5000])
+def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) -> None:
+    """No number is made of what no body can have."""
+    assert length_of("99") == 99
+    with pytest.raises(Refusal) as told:
+        rules().key(request(length=length_of(announced)))
+    assert told.value.reply.status == 413
+
+
+@pytest.mark.parametrize("announced", ["", "-1", "+5", " 5", "0x10", "\u00b2", "\u0663"])
+def test_what_is_no_length_is_none(announced: str) -> None:
+    """Only digits are one."""
+    assert length_of(announced) is None
 
 
 def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> None:
@@ -233,6 +279,7 @@ def test_a_scope_keeps_principals_methods_and_paths_apart() -> None:
         (request(), "me"),
         (request(), "you"),
         (request(method="PATCH"), "me"),
+        (request(method="post"), "me"),
         (request(path="/pay/"), "me"),
         (request(path="/pa"), "yme"),
         (request(root="/api"), "me"),
@@ -245,7 +292,7 @@ def test_a_scope_keeps_principals_methods_and_paths_apart() -> None:
     assert max(map(len, scopes)) <= SHOWN + 72
     assert all(scope.isprintable() and scope.isascii() for scope in scopes)
     assert scopes[0].startswith("POST /pay ")
-    assert ours.wanted(request(root="/api", path="/pay"), "me", "k", b"").scope == scopes[5]
+    assert ours.wanted(request(root="/api", path="/pay"), "me", "k", b"").scope == scopes[6]
 
 
 def test_a_fingerprint_tells_query_type_and_body_apart() -> None:
@@ -305,9 +352,21 @@ def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
     assert whole is not None
     assert whole.status == 409
     assert b"was processed" in whole.body
-    streams = [[("Content-Length", "4")], [("content-type", "text/event-stream; charset=utf-8")]]
+    streams = [
+        [("Content-Length", "4")],
+        [("Content-Length", "4" * 5000)],
+        [("content-type", "text/event-stream; charset=utf-8")],
+        [("content-type", " Text/Event-Stream")],
+    ]
     assert all(ours.streams(headers) for headers in streams)
     assert not any(ours.streams(headers) for headers in ([], [("content-length", "3")], [("content-length", "x")]))
+
+
+@pytest.mark.parametrize("header", [("x", "a\0b"), ("x\0", "a"), ("x", "\N{EURO SIGN}"), ("x", "\ud800")])
+def test_of_an_answer_that_no_row_can_have_the_fact_is_recorded(header: tuple[str, str]) -> None:
+    """The work is done: it must not be done again because of a character."""
+    assert rules().record(201, [("a", "\xff\t"), header], b"") == UNKEPT
+    assert rules().record(500, [header], b"") is None
 
 
 def test_a_waiter_is_told_to_come_back_soon_while_the_claim_is_renewed() -> None:

@@ -77,9 +77,7 @@ def problem(status: int, detail: str, *headers: tuple[str, str]) -> Reply:
     )
 
 
-UNKEPT = problem(
-    409, "The request was processed. Its answer was too large to be kept, or a stream, and cannot be given again."
-)
+UNKEPT = problem(409, "The request was processed. Its answer could not be kept, and cannot be given again.")
 """What is recorded in the place of an answer that cannot be."""
 
 

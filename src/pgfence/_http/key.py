@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from pgfence.idempotency._keys import expect_key
+from pgfence.idempotency._keys import LONGEST, expect_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +27,8 @@ def key_of(values: Sequence[str]) -> str:
     if len(values) != 1:
         raise ValueError(f"This request needs {'an' if not values else 'one'} Idempotency-Key.")
     value = values[0].strip(" \t")
+    if len(value) > 2 * LONGEST + 2:
+        raise ValueError(f"The Idempotency-Key must not be longer than {LONGEST} characters.")
     if quoted := _QUOTED.fullmatch(value):
         value = re.sub(r'\\(["\\])', r"\1", quoted[1])
     elif not _BARE.fullmatch(value):

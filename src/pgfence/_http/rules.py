@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -11,7 +12,7 @@ from urllib.parse import quote
 
 from pgfence._http.answers import UNKEPT, Refusal, kept
 from pgfence._http.key import key_of
-from pgfence._http.routes import routes_of
+from pgfence._http.routes import among, routes_of
 from pgfence._runtime.trust import ttl_of
 from pgfence.effects._wanted import Reply, Wanted
 from pgfence.idempotency._functions import life_of
@@ -32,6 +33,8 @@ SHOWN = 60
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
 # Without credentials, too slowly, too early, too often: nothing was done, and the same request may succeed.
 _AGAIN = (401, 408, 425, 429)
+_STORABLE = re.compile(r"[\x01-\xff]*")
+_DIGITS = 19
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
@@ -39,13 +42,13 @@ class Request(NamedTuple):
     """What is known of a request before its body is read.
 
     Attributes:
-        method: in capitals.
+        method: as it was sent.
         root: of the application.
         path: below the root, as the application sees it.
         query: as it was sent.
         content_type: as it was sent, or empty.
         keys: the values of the headers `Idempotency-Key`.
-        credentials: the headers `Authorization` and `Cookie` that are not empty, with their names.
+        credentials: the headers `Authorization` and then `Cookie` that are not empty, with their names; of Cookie only one.
         length: of the body, if it was announced.
     """
 
@@ -119,9 +122,10 @@ class Rules:
 
     def concern(self, request: Request) -> bool:
         """Say whether a request is one that has, or needs, a key. On the routes that were named each needs one."""
-        if request.method not in self.methods:
+        # Methods are case-sensitive, but not for all frameworks.
+        if request.method.upper() not in self.methods:
             return False
-        return bool(request.keys) if self.routes is None else self.routes.fullmatch(request.path) is not None
+        return bool(request.keys) if self.routes is None else among(self.routes, request.path)
 
     def owner(self, request: Request, raw: Any) -> str:
         """Return whose request it is.
@@ -178,10 +182,8 @@ class Rules:
 
     def streams(self, headers: Sequence[tuple[str, str]]) -> bool:
         """Say whether an answer is sent on as it comes, and not recorded, by what its headers say."""
-        known = {name.lower(): value for name, value in headers}
-        length = known.get("content-length", "")
-        too_long = length.isdecimal() and int(length) > self.max_body
-        return too_long or known.get("content-type", "").startswith("text/event-stream")
+        kind = _header(headers, "content-type").strip().lower()
+        return (announced(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
 
     def record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
         """Return what is recorded of an answer; None: the request has failed, or is told to come again.
@@ -194,7 +196,25 @@ class Rules:
         again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
         if again or status >= self.record_below:
             return None
-        return UNKEPT if body is None else Reply(status, kept(headers), body)
+        if body is None or not all(_STORABLE.fullmatch(part) for pair in headers for part in pair):
+            return UNKEPT
+        return Reply(status, kept(headers), body)
+
+
+def announced(headers: Sequence[tuple[str, str]]) -> int | None:
+    """Return the length that an answer is announced to have, if it is."""
+    return length_of(_header(headers, "content-length"))
+
+
+def _header(headers: Sequence[tuple[str, str]], name: str) -> str:
+    return {header.lower(): value for header, value in headers}.get(name, "")
+
+
+def length_of(value: str) -> int | None:
+    """Return the length that a header `Content-Length` says; None if it is no number."""
+    if not (value.isascii() and value.isdecimal()):
+        return None
+    return int(value) if len(value) < _DIGITS else sys.maxsize
 
 
 def _methods(methods: Collection[str]) -> frozenset[str]:
