@@ -10,11 +10,10 @@ from pydantic import BaseModel
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import Account, AsyncSessionLocal, Base, async_engine, engine, get_session
 from pgfence import Attempt, IdempotentEffect, idempotent, idempotent_call, insert_once
-from pgfence.asgi import IdempotencyMiddleware
+from pgfence.asgi import App, IdempotencyMiddleware, Receive, Scope, Send
 from pgfence.fastapi import Locked, idempotency_key, install_error_handlers
 
 
@@ -80,7 +79,7 @@ def close(account_id: int, session: Annotated[Session, Depends(get_session, scop
 class Authentication:
     """Stands for whatever knows who asks."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
