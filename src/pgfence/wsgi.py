@@ -242,7 +242,8 @@ class _Exchange:
     def _stopped(self, error: BaseException | None) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
         # One that has answered, and was only kept from sending all of that by its client, has not failed.
-        if self._gone and not self._ended and isinstance(error, Exception | None):
+        answered = self._started is not None and isinstance(error, Exception | None)
+        if self._gone and answered and not self._ended:
             self._record(None)
         self._failed(error)
 
@@ -272,8 +273,10 @@ class _Answer:
         return self._chunks
 
     def close(self) -> None:
-        self._exchange.give_up()
-        _close(self._parts)
+        try:
+            self._exchange.give_up()
+        finally:
+            _close(self._parts)
 
 
 def _close(parts: object) -> None:

@@ -171,6 +171,14 @@ async def test_an_application_that_does_not_begin_its_answer_is_told(site: Site)
         assert site.row.status == "free"
 
 
+async def test_a_long_answer_that_never_began_is_closed(site: Site) -> None:
+    """A server that gives up before it asks for a part leaves a failure, and nothing open."""
+    parts = Parts(b"0123456789")
+    answer = begun(IdempotencyMiddleware(lambda *_: parts, site.engine, max_body=5), site, [])
+    answer.close()
+    assert (parts.closed, site.row.status) == (1, "free")
+
+
 async def test_a_long_answer_is_sent_as_it_comes(site: Site) -> None:
     """Beyond `max_body` nothing is collected, and nothing waits for what comes after it."""
     parts = Parts(*[b"0123456789"] * 2, b"", *[b"0123456789"] * 3)
