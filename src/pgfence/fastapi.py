@@ -52,12 +52,12 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(PgfenceError, cast("Any", _answer))
 
 
-async def _answer(connection: Request | WebSocket, error: PgfenceError) -> Response:
-    if isinstance(connection, WebSocket):
+async def _answer(asked: Request | WebSocket, error: PgfenceError) -> Response:
+    if isinstance(asked, WebSocket):
         raise error
     status = HTTPStatus(error.http_status)
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
-    log.log(level, "%s %s: %s", connection.method, quote(connection.scope["path"]), error, exc_info=trace)
+    log.log(level, "%s %s: %s", asked.method, quote(asked.scope["path"], errors="replace"), error, exc_info=trace)
     told = {"title": status.phrase, "status": status, "detail": type(error).__name__}
     return JSONResponse(told, status, retry_headers(error), media_type="application/problem+json")
 

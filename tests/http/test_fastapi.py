@@ -623,6 +623,27 @@ async def test_what_is_retryable_is_not_recorded_by_the_middleware(shop: Shop) -
     assert len(done) == 2
 
 
+async def test_a_path_that_is_no_text_can_be_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """C108: some servers hand on bytes that are not UTF-8 as halves of pairs, or an escape: neither gets into the log."""
+    app = FastAPI()
+    install_error_handlers(app)
+    app.add_api_route("/{name:path}", fails)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/\udcff\x1ba", "query_string": b"", "headers": []}
+    with caplog.at_level(logging.INFO, "pgfence.fastapi"):
+        await app(scope, anyio.sleep_forever, send)
+    assert sent[0]["status"] == 423
+    assert "GET /%3F%1Ba: " in caplog.text
+
+
+async def fails() -> None:
+    raise LockTimeoutError("who holds it")
+
+
 def test_in_a_websocket_the_error_goes_on() -> None:
     """There is no status to answer with: it ends the connection, and the server logs it."""
     app = FastAPI()
