@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules, length_of
+from pgfence._http.rules import MEBIBYTE, WHY, Request, Rules, length_of
 from pgfence.effects._attempts import Reply, Stored, claim_async
 from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.idempotency._functions import DAY
 from pgfence.lease._aio import source_of
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the server calls this."""
-        request = _request(scope) if scope["type"] == "http" else None
+        request = _request(scope) if scope["type"] == "http" and self._rules.takes(scope["method"]) else None
         if request is None or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return

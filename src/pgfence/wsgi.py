@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import DAY, MEBIBYTE, WHY, Request, Rules, announced, length_of
+from pgfence._http.rules import MEBIBYTE, WHY, Request, Rules, announced, length_of
 from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
 from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.idempotency._functions import DAY
 from pgfence.lease._sync import source_of
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ class IdempotencyMiddleware:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request; the server calls this."""
-        request = _request(environ)
-        if not self._rules.concern(request):
+        request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
+        if request is None or not self._rules.concern(request):
             return self._app(environ, start_response)
         found: _Exchange | Reply
         try:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 OnFailure: TypeAlias = Literal["free", "lapse"]
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
-DAY = 86_400
 MEBIBYTE = 1_048_576
 SHOWN = 60
 """Characters of a path that an operator sees in a scope."""
@@ -120,10 +119,14 @@ class Rules:
             frees=on_failure == "free",
         )
 
+    def takes(self, method: str) -> bool:
+        """Say whether a method is one of those that have keys."""
+        # Methods are case-sensitive, but not for all frameworks.
+        return method.upper() in self.methods
+
     def concern(self, request: Request) -> bool:
         """Say whether a request is one that has, or needs, a key. On the routes that were named each needs one."""
-        # Methods are case-sensitive, but not for all frameworks.
-        if request.method.upper() not in self.methods:
+        if not self.takes(request.method):
             return False
         return bool(request.keys) if self.routes is None else among(self.routes, request.path)
 

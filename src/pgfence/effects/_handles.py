@@ -16,6 +16,7 @@ from pgfence.effects._attempts import AsyncRunning, Running
 from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
+from pgfence.idempotency._functions import real_session
 from pgfence.idempotency._keys import expect_key
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class Attempt(_Attempt[Running]):
             TransactionStateError: autocommit.
             TypeError: it is no session of this half.
         """
-        real = _real(session)
+        real = real_session(session)
         if hasattr(real, "run_sync"):
             raise TypeError("this attempt completes in a Session, not in an AsyncSession")
         self._complete(real, value)
@@ -217,11 +218,7 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction; see the sync twin."""
-        real = _real(session)
+        real = real_session(session)
         if not hasattr(real, "run_sync"):
             raise TypeError("this attempt completes in an AsyncSession, not in a Session")
         await real.run_sync(self._complete, value)
-
-
-def _real(session: Any) -> Any:
-    return session.registry() if hasattr(session, "registry") else session

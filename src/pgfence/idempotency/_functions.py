@@ -191,13 +191,13 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
     from pgfence.idempotency._insert import insert
 
     if isinstance(session, kinds(ASYNCIO, "AsyncSession", "async_scoped_session")):
-        return _real(session).run_sync(insert, instance, key)
+        return real_session(session).run_sync(insert, instance, key)
     if not isinstance(session, kinds(ORM, "Session", "scoped_session")):
         raise TypeError(f"insert_once() takes a Session, not a {type(session).__name__}")
-    return insert(_real(session), instance, key)
+    return insert(real_session(session), instance, key)
 
 
-def _real(session: Any) -> Any:
+def real_session(session: Any) -> Any:
     return session.registry() if hasattr(session, "registry") else session
 
 
