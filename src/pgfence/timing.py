@@ -25,6 +25,11 @@ def clock() -> float:
     return time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK)
 
 
+# Not the generator of the module: what a program seeds for itself would keep the pauses of all its processes in step, and our
+# threads would disturb it.
+between = random.SystemRandom().uniform
+
+
 def seconds(value: Seconds, what: str = "timeout") -> float:
     """Return `value` as a number of seconds.
 
@@ -91,7 +96,7 @@ def milliseconds(length: float, keys: int = 1) -> int:
 
 def pause(left: float) -> float:
     """Return the jittered seconds between two polls, never past what is left."""
-    return min(left, random.uniform(0.02, 0.06))
+    return min(left, between(0.02, 0.06))
 
 
 WARN_AFTER = 30.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import time
 from datetime import timedelta
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pgfence._runtime.trust import retry_after
+from pgfence.retrying._rules import pause_after
 from pgfence.timing import Deadline, clock, first_slice, milliseconds, pause, seconds, slice_for
 
 moments = st.floats(0, 1e9)
@@ -143,3 +146,17 @@ def test_a_pause_is_short_jittered_and_within_what_is_left(left: float) -> None:
 def test_pauses_differ() -> None:
     """Waiters that started together do not stay together."""
     assert len({pause(1.0) for _ in range(20)}) > 1
+
+
+def test_a_program_that_seeds_random_puts_no_pauses_in_step_and_keeps_its_numbers() -> None:
+    """The pauses between polls, renewals and attempts differ after one and the same seed, and take nothing from that generator."""
+
+    def drawn() -> list[float]:
+        random.seed(7)
+        pauses = [pause(1.0), retry_after(1, 10.0), pause_after(3)]
+        assert random.random() == first
+        return pauses
+
+    random.seed(7)
+    first = random.random()
+    assert all(one != other for one, other in zip(drawn(), drawn(), strict=True))

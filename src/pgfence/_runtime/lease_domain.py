@@ -11,7 +11,6 @@ so, and the grant, which has an id of this client's making, is ended in the back
 from __future__ import annotations
 
 import logging
-import random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgfence._runtime.beat import beat_of
@@ -29,7 +28,7 @@ from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sql
 from pgfence._sql.storage import translated
 from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
 from pgfence.grants import Holder
-from pgfence.timing import WARN_AFTER, clock
+from pgfence.timing import WARN_AFTER, between, clock
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -253,8 +252,8 @@ class LeaseDomain(Domain[S]):
 
         Only the first sleep is of random length: it is enough to keep waiters apart, and from then on each asks once a second.
         """
-        longest = LONGEST_SLEEP if naps else LONGEST_SLEEP * random.uniform(0.5, 1.0)
-        return min(left, longest, max(0.0, remaining) + random.uniform(0.005, 0.05))
+        longest = LONGEST_SLEEP if naps else LONGEST_SLEEP * between(0.5, 1.0)
+        return min(left, longest, max(0.0, remaining) + between(0.005, 0.05))
 
     def news(self, request: Request, began: float, busy: Busy) -> None:
         """Say once in the log who is waited for, when that has taken long."""

@@ -9,12 +9,11 @@ in good faith can still end.
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from pgfence.timing import seconds
+from pgfence.timing import between, seconds
 
 if TYPE_CHECKING:
     from pgfence.timing import Seconds
@@ -54,7 +53,7 @@ def deadline(started: float, remaining: float, ttl: float) -> float:
 def retry_after(failures: int, ttl: float) -> float:
     """Return the seconds to wait after the n-th renewal in a row without an answer, jittered; never above a tenth of the TTL."""
     longest = min(ttl / 10, FIRST_RETRY * 2.0 ** min(failures, 20))
-    return longest * random.uniform(0.5, 1.0)
+    return longest * between(0.5, 1.0)
 
 
 def patience(left: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pgfence._runtime.lease_aio import AsyncLeases
@@ -11,6 +10,7 @@ from pgfence._runtime.lease_sync import SyncLeases
 from pgfence._runtime.watch import WATCHER
 from pgfence.effects._claim import EffectClaim
 from pgfence.errors import IdempotencyInProgressError, LockNotHeldError, UnreachableError
+from pgfence.timing import between
 
 if TYPE_CHECKING:
     from pgfence._runtime.chores import Family
@@ -55,9 +55,9 @@ class _Effects(LeaseDomain[Any]):
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
 
     def nap(self, remaining: float, left: float, *, naps: int) -> float:
-        longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(naps, 20)) * random.uniform(0.5, 1.0)
+        longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(naps, 20)) * between(0.5, 1.0)
         # A claim that is not renewed ends by itself.
-        return min(left, longest, remaining + random.uniform(0.005, 0.05)) if remaining else min(left, longest)
+        return min(left, longest, remaining + between(0.005, 0.05)) if remaining else min(left, longest)
 
     def abandon(self, hold: Grant) -> None:
         """Stop renewing the claim of an attempt that was dropped before its end; called by a finaliser."""

@@ -7,7 +7,6 @@ a session that waits in the server, or that is idle in a transaction, keeps a sn
 from __future__ import annotations
 
 import logging
-import random
 import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +19,7 @@ from pgfence._sql.advisory import LockSql
 from pgfence.config import config_of
 from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError
 from pgfence.migrations import _command
-from pgfence.timing import clock
+from pgfence.timing import between, clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,7 +121,7 @@ class SessionLock:
                 log.info(
                     "waiting for the migration lock %s since %.0f s: %s", self._name, now - began, self._holders(own)[1]
                 )
-            time.sleep(min(random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE), limit - (now - began)))
+            time.sleep(min(between(SHORTEST_PAUSE, LONGEST_PAUSE), limit - (now - began)))
         if told > began:
             log.info("the migration lock %s is ours after %.1f s", self._name, clock() - began)
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,6 +11,7 @@ from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqls
 from pgfence.blocks import kinds
 from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError
 from pgfence.grants import Event
+from pgfence.timing import between
 
 BASE = 0.005
 CAP = 0.5
@@ -47,7 +47,7 @@ class TransactionAttempt(Event):
 
 def pause_after(attempt: int) -> float:
     """Return the seconds to wait after an attempt that failed: anything up to a bound that doubles, "full jitter"."""
-    return random.uniform(0, min(CAP, BASE * 2 ** min(attempt - 1, 10)))
+    return between(0, min(CAP, BASE * 2 ** min(attempt - 1, 10)))
 
 
 def curable(error: Exception) -> bool:
