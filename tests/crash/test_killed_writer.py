@@ -49,7 +49,7 @@ def killed_in_a_statement(
     """Kill a writer whose statement runs, and return the process id of its server session."""
     writer = script(program(world, WRITER), world.url, name, repr(settings(world, **values)))
     backend = int(writer.read_line())
-    sleeping = "SELECT FROM pg_stat_activity WHERE pid = %s AND query LIKE %s AND state = 'active'"
+    sleeping = "SELECT FROM pg_stat_activity WHERE pid = %s AND query LIKE %s AND wait_event = 'PgSleep'"
     blocking(lambda: admin.execute(sleeping, [backend, "%pg_sleep%"]).rowcount == 1)
     writer.kill()
     return backend
