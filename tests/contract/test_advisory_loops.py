@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import socket
 import threading
 import warnings
 from datetime import timedelta
@@ -70,6 +71,31 @@ def test_a_loop_that_ends_with_a_lock_held_frees_it(
         del held
         gc.collect()
     asyncio.run(use_and_dispose(async_engine, name))
+
+
+@pytest.mark.parametrize(("driver", "no_tls"), [("psycopg", "sslmode"), ("asyncpg", "ssl")])
+def test_a_loop_that_ends_while_a_connection_is_opened_leaves_none_half_open(driver: str, no_tls: str) -> None:
+    """The server does not wait for the rest of a login until the collector comes by: the socket ends with the loop."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        engine = create_async_engine(
+            f"postgresql+{driver}://me@127.0.0.1:{listening.getsockname()[1]}/x?{no_tls}=disable"
+        )
+
+        async def main() -> socket.socket:
+            asking = asyncio.ensure_future(AsyncAdvisoryLock(engine, "half open").acquire(timeout=20))
+            login, _ = await asyncio.to_thread(listening.accept)
+            assert await asyncio.to_thread(login.recv, 1000)
+            asking.cancel()
+            return login
+
+        gc.collect()
+        gc.disable()
+        try:
+            with asyncio.run(main()) as login:
+                login.settimeout(5)
+                assert login.recv(1000) == b""
+        finally:
+            gc.enable()
 
 
 async def use_and_dispose(engine: Any, name: str) -> None:

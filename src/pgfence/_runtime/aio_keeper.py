@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.aio_sessions import AsyncSession, BorrowedAsyncSession, keep, on_loop
@@ -148,6 +149,11 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 await anext(self._goodbye)
             session = await self._opened_alone()
             return session
+        except asyncio.CancelledError as ended:
+            # The loop ends. The frames that it was cancelled in refer to each other, and with them lives a socket that is half
+            # open: until they are collected the server waits for the rest of a login, up to authentication_timeout.
+            traceback.clear_frames(ended.__traceback__)
+            raise
         finally:
             with MUTEX:
                 late = asyncio.current_task() in self._late
