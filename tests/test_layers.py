@@ -79,6 +79,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@cache
 def modules() -> list[Path]:
     """Return our modules: without the front door, and without the files that become somebody else's environment."""
     found = (path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
@@ -156,15 +157,17 @@ def test_imports_point_downward(path: Path) -> None:
     assert rooms_imported(path) <= allowed
 
 
+@cache
+def followed(start: Path) -> set[Path]:
+    """Return the modules of ours that a module imports."""
+    files = {".".join(("pgfence", *p.relative_to(ROOT).with_suffix("").parts)): p for p in modules()}
+    names = [name for name, _ in run_time_imports(start)]
+    return {files[n] for name in names for n in (name, name.rpartition(".")[0]) if n in files} - {start}
+
+
 @each_module
 def test_a_package_has_no_import_cycle(path: Path) -> None:
     """Following imports from a module never leads back to it."""
-
-    def followed(start: Path) -> set[Path]:
-        files = {".".join(("pgfence", *p.relative_to(ROOT).with_suffix("").parts)): p for p in modules()}
-        names = [name for name, _ in run_time_imports(start)]
-        return {files[n] for name in names for n in (name, name.rpartition(".")[0]) if n in files} - {start}
-
     seen: set[Path] = set()
     waiting = followed(path)
     while waiting:
