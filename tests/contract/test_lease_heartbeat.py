@@ -100,7 +100,7 @@ def bench(world: World, admin: psycopg.Connection[Any]) -> Iterator[Callable[...
 async def test_a_lease_is_renewed_for_longer_than_its_ttl(bench: Any, name: str, eventually: Any) -> None:
     """C083: a job that takes three times its TTL is one run."""
     here = bench()
-    grant = here.take(name, 0.6)
+    grant = here.take(name, 1.0)
     count = here.renewals(name)
     await eventually(lambda: count() >= 9, deadline=10)
     assert grant.state == "held"
