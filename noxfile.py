@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PYPROJECT)
 SQLALCHEMYS = ["2.0", "2.1"]
-POSTGRESQLS = ["15", "16", "17", "18"]
+POSTGRESQLS = ["14", "15", "16", "17", "18"]
 BINARIES_NEED_PYTHON = "3.12"
 
 os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
