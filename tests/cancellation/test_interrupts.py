@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from support.processes import Script
+    from support.proxy import Proxy
 
 COMMON = """
 import gc, random, signal, threading, time, warnings
@@ -198,3 +199,37 @@ park()
 """)
     assert script.read_line(60) == "strange []"
     assert is_free(admin, name)
+
+
+def test_interrupted_openings_do_not_make_the_server_unreachable(
+    script: Callable[..., Script], proxy: Proxy, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """As many as there are places are interrupted while the server is slow: whoever comes next waits, and gets its lock."""
+    proxy.black_hole()
+    running = script(
+        COMMON
+        + """
+configure(engine, max_lock_connections=3)
+for _ in range(3):
+    gun = Gun(0.1)
+    try:
+        gun.aim()
+        AdvisoryLock(engine, name).acquire(timeout=20)
+    except SoftLimit:
+        say("interrupted")
+    gun.thread.join()
+say("asks")
+with AdvisoryLock(engine, name).hold(timeout=20):
+    say("holds")
+    park()
+""",
+        "psycopg",
+        proxy.dsn,
+        name,
+    )
+    assert [running.read_line() for _ in range(4)] == ["interrupted"] * 3 + ["asks"]
+    proxy.heal()
+    assert running.read_line() == "holds"
+    assert not is_free(admin, name)
+    running.kill()
+    eventually(lambda: is_free(admin, name))

@@ -125,7 +125,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
         if not task.done():
             with MUTEX:
                 self._late.add(task)
-                (self.given_up if counts else self.stuck_visitor)()
+                self.given_up(counts=counts, late=True)
             task.add_done_callback(self._park_result)
             raise self.too_late(budget)
         session = task.result()
@@ -158,7 +158,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
             with MUTEX:
                 late = asyncio.current_task() in self._late
                 self._late.discard(asyncio.current_task())
-                self.opened(session, generation, counts=counts, given_up=late)
+                self.opened(session, generation, counts=counts and not late, late=late)
 
     async def _opened_alone(self) -> AsyncSession:
         """Open a session of which no child that is forked meanwhile keeps the socket; see the sync twin."""

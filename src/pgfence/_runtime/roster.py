@@ -146,7 +146,7 @@ class Keeper(ABC, Generic[S]):
         """Raised by every `engine.dispose()`: what was opened before it is not kept."""
         self.sessions: set[S] = set()
         self.stuck = 0
-        """Openings that were given up and have not ended yet."""
+        """Openings that took too long and have not ended yet."""
         self._opening_began = 0.0
         self.on_death = on_death
         self._counted_at = 0.0
@@ -192,11 +192,10 @@ class Keeper(ABC, Generic[S]):
     def disposed(self, _: Engine) -> None:
         """Close the idle sessions; the others are closed when what they hold ends."""
 
-    def opened(self, session: S | None, generation: int, *, counts: bool, given_up: bool = False) -> None:
+    def opened(self, session: S | None, generation: int, *, counts: bool, late: bool) -> None:
         """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
-        if given_up:
+        if late:
             self.stuck -= 1
-            counts = False
         if session is None:
             if counts:
                 self.roster.gone()
@@ -207,19 +206,16 @@ class Keeper(ABC, Generic[S]):
         self.sessions.add(session)
         self.counted(session.facts.locks_used, session.facts.lock_limit)
 
-    def given_up(self) -> None:
-        """An opening takes too long: its place goes to somebody else, under the mutex; when it comes, it is closed."""
-        self.stuck += 1
-        self.roster.gone()
+    def given_up(self, *, counts: bool, late: bool) -> None:
+        """Give the place of an opening, if it has one, to somebody else, under the mutex; when the session comes, it is closed.
 
-    def stuck_visitor(self) -> None:
-        """As `given_up`, for one that has no place."""
-        self.stuck += 1
-
-    def nothing_stuck(self) -> None:
-        """What was given up had not begun."""
-        with MUTEX:
-            self.stuck -= 1
+        Args:
+            counts: whether it has a place.
+            late: it takes too long. One that was interrupted says nothing about the server.
+        """
+        self.stuck += late
+        if counts:
+            self.roster.gone()
 
     def too_late(self, budget: float) -> UnreachableError:
         return UnreachableError(

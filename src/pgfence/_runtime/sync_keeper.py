@@ -47,7 +47,7 @@ class Gate:
 class Opening:
     """A connection being opened for somebody who may have gone by the time it is there."""
 
-    __slots__ = ("__weakref__", "_over", "abandoned", "counts", "done", "error", "gate", "session")
+    __slots__ = ("__weakref__", "_over", "abandoned", "counts", "done", "error", "gate", "late", "session")
 
     def __init__(self, *, counts: bool) -> None:
         self.gate = Gate()
@@ -56,6 +56,7 @@ class Opening:
         self.session: SyncSession | None = None
         self.error: Exception | None = None
         self.abandoned = False
+        self.late = False
         self._over = threading.Event()
         native.register(self)
 
@@ -67,12 +68,12 @@ class Opening:
         """Wait, for the interpreter ends: exit() must not meet the thread inside the driver."""
         self._over.wait(seconds)
 
-    def abandon(self, given_up: Callable[[], None]) -> SyncSession | None:
+    def abandon(self, keeper: SyncKeeper, *, late: bool) -> SyncSession | None:
         """Stop waiting. Returns the session if it came in the last moment."""
         with MUTEX:
             if not self.done:
-                self.abandoned = True
-                given_up()
+                self.abandoned, self.late = True, late
+                keeper.given_up(counts=self.counts, late=late)
         return self.session
 
 
@@ -129,17 +130,14 @@ class SyncKeeper(Keeper[SyncSession]):
         """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
         opening = Opening(counts=keys > 0)
         self.begin_opening(counts=opening.counts)
-        given_up = self.given_up if opening.counts else self.stuck_visitor
         try:
             native.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
             opening.gate.wait(budget)
-        except BaseException as error:
-            if (late := opening.abandon(given_up)) is not None:
-                self.park(late)
-            if isinstance(error, RuntimeError):  # the system gives no more threads: nobody opens anything
-                self.nothing_stuck()
+        except BaseException:
+            if (session := opening.abandon(self, late=False)) is not None:
+                self.park(session)
             raise
-        session = opening.abandon(given_up)
+        session = opening.abandon(self, late=True)
         if session is None:
             raise opening.error or self.too_late(budget)
         try:
@@ -160,7 +158,7 @@ class SyncKeeper(Keeper[SyncSession]):
         finally:
             opening.left_driver()
             with MUTEX:
-                self.opened(session, generation, counts=opening.counts, given_up=opening.abandoned)
+                self.opened(session, generation, counts=opening.counts and not opening.abandoned, late=opening.late)
                 opening.session, opening.error, opening.done = session, error, True
             opening.gate.open()
             if opening.abandoned and session is not None:
