@@ -6,7 +6,9 @@ import asyncio
 import gc
 import os
 import secrets
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -250,6 +252,51 @@ async def test_steps_of_one_name_in_two_tasks_are_refused(shop: Shop) -> None:
         return str(one)
 
     assert await shop.run("k", work) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
+
+
+class Away(Exception):
+    """What a provider says that is not there."""
+
+
+@pytest.mark.parametrize("option", ["free", "record"])
+async def test_an_error_while_another_step_is_at_work_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
+    """C101: whatever `free` and `record` say, nobody does the step a second time while the first is on its way."""
+    others: list[Any] = []
+
+    async def work(attempt: Any) -> str:
+        if shop.world.is_async:
+            begun, go = asyncio.Event(), asyncio.Event()
+
+            async def slow_async(key: str) -> str:
+                begun.set()
+                await go.wait()
+                return shop.provider.charge(key)
+
+            others.append((go, asyncio.ensure_future(attempt.step("charge", slow_async))))
+            await begun.wait()
+        else:
+            started, goes = threading.Event(), threading.Event()
+
+            def slow(key: str) -> str:
+                started.set()
+                goes.wait(30)
+                return shop.provider.charge(key)
+
+            pool = ThreadPoolExecutor(1)
+            others.append((goes, pool.submit(attempt.step, "charge", slow)))
+            pool.shutdown(wait=False)
+            started.wait(30)
+        raise Away
+
+    with pytest.raises(Away):
+        await shop.run("k", work, **{option: (Away,)})
+    with pytest.raises(IdempotencyInProgressError):
+        await shop.run("k")
+    ((go, step),) = others
+    go.set()
+    await eventually(step.done)
+    assert isinstance(step.exception(), (AttemptLostError, IdempotencyMisuseError))
     assert shop.provider.asked == {"k:charge": 1}
 
 

@@ -49,7 +49,8 @@ _SETTINGS = (
 )
 # Whoever was at work names its claim in each statement, so without one none of them finds the row.
 _FREE = (
-    "UPDATE {idempotency_key} AS k SET status = 'free', claim_id = NULL, locked_until = NULL"
+    "UPDATE {idempotency_key} AS k SET status = 'free', claim_id = NULL, locked_until = NULL,"
+    " expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + (k.expires_at - k.locked_until))"
     " WHERE k.scope = CAST({0} AS text) AND k.key = CAST({1} AS text)"
 )
 _AUDIT = (

@@ -42,7 +42,7 @@ class _Attempt(Generic[RunningT]):
         self._expect = expect
         """Refuses a function whose result could not be stored, as far as its annotation tells."""
         self._completed: Any = NOTHING
-        self._doing: dict[str, object] = {}
+        self.doing: dict[str, object] = {}
         """The steps at work, each with a mark of whoever does it."""
         self.torn: dict[str, str] = {}
         """What was done and is not known to be saved: steps, with what is to be saved, and "" for the whole."""
@@ -92,14 +92,14 @@ class _Attempt(Generic[RunningT]):
             raise IdempotencyMisuseError(f"{self!r} is complete: no step comes after complete()")
         self.check()
         mark = object()
-        if self._doing.setdefault(name, mark) is not mark:
+        if self.doing.setdefault(name, mark) is not mark:
             raise IdempotencyMisuseError(
                 f"the step {name!r} of {self!r} is at work already: give each step a name of its own"
             )
         try:
             yield
         finally:
-            del self._doing[name]
+            del self.doing[name]
 
     def _encode(self, name: str, value: Any) -> None:
         try:

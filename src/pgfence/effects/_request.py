@@ -103,10 +103,10 @@ class Effects(Generic[T]):
     def _end_of(self, error: BaseException, attempt: _Attempt[Any]) -> tuple[Literal["record", "free", "lapse"], str]:
         """Return how an attempt ends by an error, and of a recorded one its JSON.
 
-        What was done and is not known to be saved is unknown, whatever the error is. And nobody means an error of ours who says
-        `Exception`: it counts only where a class of ours is named.
+        What was done and is not known to be saved is unknown, whatever the error is, and so is what another thread or task is
+        still doing. And nobody means an error of ours who says `Exception`: it counts only where a class of ours is named.
         """
-        if attempt.torn or isinstance(error, AttemptLostError):
+        if attempt.torn or attempt.doing or isinstance(error, AttemptLostError):
             return "lapse", ""
         if _among(error, self._record):
             try:

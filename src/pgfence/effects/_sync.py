@@ -45,8 +45,9 @@ class IdempotentEffect(Effects[T]):
 
     How an attempt ends: by a result or an error of `record`, the key is done; by an error of `free`, anybody may run at once.
     By any other error, a cancel or a death nobody knows what it did, and the claim stays until its time is over. So it does,
-    whatever `record` and `free` say, when something was done that is not known to be saved, or when the attempt was lost; and
-    errors of pgfence count only where one of its classes is named, not by `Exception`.
+    whatever `record` and `free` say, when something was done that is not known to be saved, when a step is still at work in
+    another thread or task, or when the attempt was lost; and errors of pgfence count only where one of its classes is named,
+    not by `Exception`.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
@@ -56,8 +57,9 @@ class IdempotentEffect(Effects[T]):
         payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
         result: the type of the result, and of what steps return; see `idempotent`.
         ttl: seconds that a claim outlives a dead attempt, 0.3 to a day. Not how long the work takes.
-        keep: seconds from the end of the work on for which the result is kept, at least the ttl. After that the key is new
-            again, with its steps: it has to outlast the client's retries.
+        keep: seconds from the end of the work on for which the result is kept, at least the ttl; of an attempt that was lost,
+            from the end of its claim on for which its steps are. After that the key is new again, with its steps: it has to
+            outlast the client's retries.
         timeout: seconds to wait for an attempt that is at work; 0 does not wait.
         record: classes of errors that are an answer too: stored, and raised again each time. They come before `free`.
         free: classes of errors after which it is known that nothing was done, or that doing it again does no harm.

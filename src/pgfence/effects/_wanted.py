@@ -13,7 +13,7 @@ class Wanted(NamedTuple):
         key: what the client repeats.
         fingerprint: of the request; None compares nothing.
         ttl: seconds that a claim outlives a dead attempt.
-        keep: seconds from the end of the work on for which its result is kept.
+        keep: seconds from the end of the work on for which its result is kept, and from the end of a claim what is known of it.
         takeover: whether an attempt that was lost is followed by another one.
     """
 

@@ -81,7 +81,7 @@ BEGIN
     INSERT INTO @idempotency_key@ AS k (scope, key, fingerprint, status, attempt, step, locked_until, claim_id, owner, host, pid,
         created_at, expires_at)
     VALUES (p_scope, p_key, p_fingerprint, 'in_progress', next, steps, until, p_claim::uuid, p_owner, p_host, p_pid,
-        at, at + pg_catalog.make_interval(secs => GREATEST(p_keep, p_ttl)))
+        at, until + pg_catalog.make_interval(secs => p_keep))
     ON CONFLICT (scope, key) DO UPDATE SET
         fingerprint = excluded.fingerprint, status = excluded.status, attempt = excluded.attempt, step = excluded.step,
         locked_until = excluded.locked_until, claim_id = excluded.claim_id, owner = excluded.owner, host = excluded.host,
@@ -128,7 +128,9 @@ BEGIN
             answer := '["lost", "expired"]'::jsonb;
         ELSE
             IF r.status = 'in_progress' THEN
-                UPDATE @idempotency_key@ AS k SET locked_until = until, expires_at = GREATEST(k.expires_at, until)
+                -- What is known of it, its steps above all, outlives the claim by as much as at its beginning.
+                UPDATE @idempotency_key@ AS k SET locked_until = until,
+                    expires_at = until + GREATEST(k.expires_at - k.locked_until, '0 s')
                 WHERE k.scope = r.scope AND k.key = r.key;
             END IF;
             answer := pg_catalog.jsonb_build_array('ok', EXTRACT(EPOCH FROM until), p_ttls[i]);
@@ -190,7 +192,8 @@ BEGIN
         UPDATE @idempotency_key@ AS k SET
             status = p_status, locked_until = NULL, result = p_result::jsonb, http_status = p_http_status,
             http_headers = p_http_headers::jsonb, http_body = p_http_body,
-            expires_at = GREATEST(k.expires_at, pg_catalog.clock_timestamp() + pg_catalog.make_interval(secs => p_keep))
+            expires_at = pg_catalog.clock_timestamp()
+                + GREATEST(k.expires_at - k.locked_until, pg_catalog.make_interval(secs => p_keep))
         WHERE k.scope = whose AND k.key = named;
     ELSIF r.status NOT IN ('done', 'failed') THEN
         answer := -1;
