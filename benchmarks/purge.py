@@ -25,7 +25,8 @@ FILL = (
     "INSERT INTO pgfence_idempotency_key (scope, key, fingerprint, status, result, created_at, expires_at)"
     " SELECT 'user:' || n %% 5000 || ':pay', gen_random_uuid(), sha256(n::text::bytea), 'done',"
     """ '{"$c": "Receipt", "v": {"id": 123456, "amount": {"$t": "Decimal", "v": "12.30"}}}', at, at + CAST(%s AS interval)"""
-    " FROM (SELECT n, clock_timestamp() - interval '2 days' + random() * interval '1 day' AS at FROM generate_series(1, %s) AS n)"
+    " FROM (SELECT n, clock_timestamp() - interval '2 days' + random() * interval '1 day' AS at"
+    " FROM generate_series(1, %s) AS n) AS old"
 )
 SIZES = (
     "SELECT pg_relation_size('pgfence_idempotency_key'), pg_indexes_size('pgfence_idempotency_key'),"
