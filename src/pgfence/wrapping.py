@@ -97,8 +97,15 @@ class Policy:
         return self._unreachable == "skip"
 
 
-def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, Any], list[Name]] | None:
+def templates(
+    names: Sequence[Name], fn: Callable[..., Any], fill: Callable[..., str] = str.format
+) -> Callable[[Any, Any], list[Name]] | None:
     """Return a function from a call's arguments to its names; None when no name depends on them.
+
+    Args:
+        names: those that are texts may be templates.
+        fn: whose arguments they name.
+        fill: what makes a name of a template and of the arguments.
 
     Raises:
         ValueError: a field of a template is no argument of the function.
@@ -121,7 +128,7 @@ def templates(names: Sequence[Name], fn: Callable[..., Any]) -> Callable[[Any, A
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values: Mapping[str, Any] = {**kwargs, **bound.arguments}
-        return [name.format(**values) if isinstance(name, str) else name for name in names]
+        return [fill(name, **values) if isinstance(name, str) else name for name in names]
 
     return names_for
 

@@ -75,6 +75,16 @@ async def test_each_event_is_taken_once(desk: Desk) -> None:
     assert desk.effects("e1") == 2
 
 
+async def test_a_call_without_an_id_of_its_own_has_no_key(desk: Desk) -> None:
+    """C108: None in a template would be one key for all of them, and the second would be lost; it is refused, nothing is done."""
+    call = webhook(desk)
+    async with desk.world.enter(desk.session()) as session:
+        for values in ({"event_id": None}, {"event_id": "e1", "kind": None}):
+            with pytest.raises(ValueError, match="is None: a call without it has no key"):
+                await desk.world.call(call, amount=Decimal(1), session=session, **values)
+    assert desk.effects("e1") == 0
+
+
 def test_the_session_is_found_by_its_annotation() -> None:
     """In quotes, inside Annotated, optional, a scoped one, one that only type checkers import; none, or two, is refused."""
     decorate = idempotent_call(key="k", scope="s")

@@ -57,6 +57,35 @@ class Payment(Base):
     customer: Mapped[Customer | None] = relationship()
 
 
+class Account(Base):
+    """A table of two classes, with keys that PostgreSQL looks at later, or through a function, or backwards."""
+
+    __tablename__ = f"account_{SUFFIX}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    kind: Mapped[str]
+    number: Mapped[int] = mapped_column()
+    mail: Mapped[str] = mapped_column(default="m")
+    later: Mapped[int] = mapped_column(default=1)
+    __table_args__ = (
+        UniqueConstraint("later", deferrable=True, initially="DEFERRED"),
+        Index(f"ix_mail_{SUFFIX}", func.lower(mail), unique=True),
+        Index(f"ix_number_{SUFFIX}", number.desc(), unique=True),
+    )
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_abstract": True}  # noqa: RUF012
+
+
+class Card(Account):
+    """One of them."""
+
+    __mapper_args__ = {"polymorphic_identity": "card"}  # noqa: RUF012
+
+
+class Wire(Account):
+    """The other."""
+
+    __mapper_args__ = {"polymorphic_identity": "wire"}  # noqa: RUF012
+
+
 class Data(MappedAsDataclass, DeclarativeBase):
     """Of mapped dataclasses."""
 
@@ -176,6 +205,17 @@ async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
     assert await count(desk) == 2
 
 
+async def test_a_row_of_another_class_that_has_the_key_is_an_error_of_integrity(desk: Desk) -> None:
+    """C096: no new transaction would find it either, so none is asked for; the transaction stays usable."""
+    async with desk.world.enter(desk.session()) as session:
+        first = await desk.world.call(insert_once, session, Card(number=1), [Account.number])
+        assert await desk.world.call(insert_once, session, Card(number=1, mail="n", later=2), ["number"]) is first
+        with pytest.raises(IntegrityError) as told:
+            await desk.world.call(insert_once, session, Wire(number=1, mail="n", later=2), ["number"])
+        assert "does not find" in told.value.__notes__[0]
+        await desk.world.call(session.commit)
+
+
 async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
     """The primary key is a key like any other."""
     async with desk.world.enter(desk.session()) as session:
@@ -186,11 +226,14 @@ async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
 
 
 def test_what_cannot_be_unique_is_refused() -> None:
-    """No such key, one that holds for some rows only, a None, a name, an instance that is no row, or one already."""
+    """No such key, one of some rows only, over a function, or deferred; a None, a name, an instance that is no row, or one already."""
     session = Session()
     for key in (["amount"], [], ["tenant"], ["note"], ["tenant", "number", "id"], ["nothing"]):
         with pytest.raises(ValueError, match="declares no|has no column"):
             insert_once(session, row(note="n", amount=1, number=1, id=1), key)
+    for name in ("mail", "later"):
+        with pytest.raises(ValueError, match="declares no"):
+            insert_once(session, Card(number=1, mail="m", later=1), [name])
     with pytest.raises(ValueError, match="is None"):
         insert_once(session, row(), ["tenant", "number"])
     for instance, key in ((object(), ["a"]), (Payment, ["order_id"]), (row(), "order_id")):

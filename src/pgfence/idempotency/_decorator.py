@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import string
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -22,6 +23,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _SESSION = re.compile(r"\b(?:Session|AsyncSession|scoped_session|async_scoped_session)\b")
+
+
+class _Given(string.Formatter):
+    """`str.format`, where no field may be None: it would be one key for all calls that have no value of their own."""
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        found = super().get_field(field_name, args, kwargs)
+        if found[0] is None:
+            raise ValueError(f"{{{field_name}}} of the key or the scope is None: a call without it has no key")
+        return found
 
 
 class SameCall(Protocol):
@@ -50,7 +61,7 @@ def idempotent_call(
     return. It runs in the session's transaction, and the caller commits.
 
     Args:
-        key: a `str.format` template for the call's arguments.
+        key: a `str.format` template for the call's arguments. Put between two fields what neither of them contains.
         scope: likewise.
         payload: names of the arguments that make two calls with the same key the same call; None compares nothing.
         timeout: as for `idempotent`.
@@ -60,7 +71,8 @@ def idempotent_call(
     Raises:
         TypeError: at the decoration: there is not one session among the arguments; the function is a generator function; or
             what it is annotated to return cannot be stored.
-        ValueError: at the decoration: a field of a template, or a name in `payload`, is no argument.
+        ValueError: at the decoration: a field of a template, or a name in `payload`, is no argument. From a call: a field of a
+            template is None.
         PgfenceError: from a call, as `idempotent`.
     """
     options = {"timeout": timeout, "keep": keep, "record": record}
@@ -107,7 +119,7 @@ class _Calls:
             )
         self._payload = payload
         self._plain = key, scope
-        self._naming = templates((key, scope), fn)
+        self._naming = templates((key, scope), fn, _Given().format)
 
     def keyed(self, args: Any, kwargs: Any) -> Any:
         """Return the key of one call, in the transaction of its session."""

@@ -180,12 +180,14 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
     Args:
         session: a Session or scoped_session, or an async one; then the result is awaited. What is pending in it is flushed.
         instance: of a mapped class, new, with the columns of the key set.
-        key: attributes, or their names, that a primary key, a unique constraint or a unique index of the table consists of.
+        key: attributes, or their names, that a primary key, a unique constraint or a unique index of the table consists of; not
+            one that is deferred, or an index over some rows or over an expression.
 
     Raises:
         ValueError: no such unique key is declared; or one of its attributes is None.
         TypeError: it is no instance of a mapped class, or no session.
-        IntegrityError: of another constraint.
+        IntegrityError: of another constraint; or of this one, where a query of the class does not find the row that has the
+            key: it is of another class of the same table, or hidden by a filter or a policy.
         IdempotencyInProgressError: see above.
     """
     from pgfence.idempotency._insert import insert

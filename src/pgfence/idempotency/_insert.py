@@ -39,6 +39,7 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
     wanted = _wanted(mapper, instance, key)
     if state.session is session:
         session.expunge(instance)
+    refused: IntegrityError | None = None
     for _ in range(_TRIES):
         # Looked for first: a failed INSERT is an ERROR in the server's log.
         if (found := session.scalars(wanted.query).one_or_none()) is not None:
@@ -50,10 +51,17 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
         except IntegrityError as error:
             if doubled(error) != wanted.columns:
                 raise
+            refused = error
         else:
             return instance
     if (found := session.scalars(wanted.query).one_or_none()) is not None:
         return found
+    if session.connection(bind_arguments={"mapper": mapper}).get_isolation_level() == "READ COMMITTED":
+        assert refused is not None
+        refused.add_note(
+            f"there is a {type(instance).__name__} with {wanted.shown}, which a query of that class does not find"
+        )
+        raise refused
     raise IdempotencyInProgressError(
         f"there is a {type(instance).__name__} with {wanted.shown}, and this transaction cannot see it, for its snapshot is"
         " older: a new transaction can",
@@ -90,9 +98,14 @@ def _unique(columns: Sequence[Any]) -> Iterator[set[Any]]:
     for table in {column.table for column in columns}:
         if isinstance(table, Table):
             yield set(table.primary_key.columns)
-            yield from (set(one.columns) for one in table.constraints if isinstance(one, UniqueConstraint))
-            yield from (
-                set(one.columns)
-                for one in table.indexes
-                if one.unique and one.dialect_options["postgresql"]["where"] is None
-            )
+            for one in table.constraints:
+                if isinstance(one, UniqueConstraint) and str(one.initially).upper() != "DEFERRED":
+                    yield set(one.columns)
+            for index in table.indexes:
+                if index.unique and index.dialect_options["postgresql"]["where"] is None:
+                    yield {_ordered(one) for one in index.expressions}
+
+
+def _ordered(expression: Any) -> Any:
+    """Return the column of `column.desc()`; anything else as it is."""
+    return getattr(expression, "element", expression) if getattr(expression, "modifier", None) else expression
