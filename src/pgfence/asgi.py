@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import MEBIBYTE, WHY, Request, Rules, length_of
+from pgfence._http.rules import HANDLED, MEBIBYTE, WHY, Request, Rules, length_of
 from pgfence.effects._attempts import Reply, Stored, claim_async
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
@@ -111,7 +111,9 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the server calls this."""
-        request = _request(scope) if scope["type"] == "http" and self._rules.takes(scope["method"]) else None
+        # Inside another one of ours, which has the key of this request, there is nothing to do.
+        ours = scope["type"] == "http" and HANDLED not in scope and self._rules.takes(scope["method"])
+        request = _request(scope) if ours else None
         if request is None or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return
@@ -157,6 +159,7 @@ class _Exchange:
         self._ended = False
 
     async def run(self, app: App, scope: Scope) -> None:
+        scope[HANDLED] = True
         if "extensions" in scope:
             offered = scope["extensions"] or {}
             scope["extensions"] = {name: offered[name] for name in offered if name not in _NOT_OFFERED}

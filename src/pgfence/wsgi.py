@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import MEBIBYTE, WHY, Request, Rules, announced, length_of
+from pgfence._http.rules import HANDLED, MEBIBYTE, WHY, Request, Rules, announced, length_of
 from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -80,7 +80,9 @@ class IdempotencyMiddleware:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request; the server calls this."""
-        request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
+        # Inside another one of ours, which has the key of this request, there is nothing to do.
+        ours = HANDLED not in environ and self._rules.takes(environ["REQUEST_METHOD"])
+        request = _request(environ) if ours else None
         if request is None or not self._rules.concern(request):
             return self._app(environ, start_response)
         found: _Exchange | Reply
@@ -123,6 +125,7 @@ class _Exchange:
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
         parts: Iterable[bytes] = ()
+        environ[HANDLED] = True
         try:
             parts = app(environ, self.start_response)
             rest = iter(parts)

@@ -495,6 +495,17 @@ async def test_a_key_of_a_transaction_is_answered_and_the_other_way_round(shop: 
     gate.open()
     assert await work == await shop.in_transaction("e", payload=1) == "receipt of e:charge"
 
+    async def away(attempt: Any) -> str:
+        raise ConnectionRefusedError
+
+    with pytest.raises(ConnectionRefusedError):
+        await shop.run("f", away, payload=1, free=(OSError,))
+    with pytest.raises(IdempotencyKeyReusedError):
+        await shop.in_transaction("f", payload=2)
+    async with shop.at_work("f", payload=1):
+        pass
+    assert await shop.run("f", payload=1) == "of the transaction"
+
 
 # ---------------------------------------------------------------- what it needs, and refuses
 

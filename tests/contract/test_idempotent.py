@@ -9,13 +9,16 @@ import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+from pgfence import schema
 from pgfence.config import configure
+from pgfence.effects import IdempotentEffect
 from pgfence.errors import (
     DeadlockError,
     IdempotencyInProgressError,
@@ -26,13 +29,10 @@ from pgfence.errors import (
 )
 from pgfence.idempotency import idempotent
 from support.keyed import Desk, Receipt
+from support.worlds import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import psycopg
-
-    from support.worlds import World
 
 ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 2
 CALLERS = 20
@@ -162,6 +162,46 @@ async def test_a_key_is_new_again_when_its_time_is_over(desk: Desk) -> None:
     ).fetchone()
     assert row
     assert (row[0], round(row[1].total_seconds())) == (1, 86400)
+
+
+async def test_a_key_is_kept_from_the_end_of_the_work_on(desk: Desk) -> None:
+    """Whoever waited for work that took longer than `keep` gets its result."""
+    earlier = text(
+        "UPDATE pgfence_idempotency_key SET created_at = created_at - interval '2 h', expires_at = expires_at - interval '2 h'"
+        " WHERE key = 'k'"
+    )
+
+    def work(session: Any) -> Receipt:
+        session.execute(earlier)
+        return desk.charge("k")(session)
+
+    for _ in range(2):
+        await desk.pay("k", keep=3600, work=work)
+    assert desk.effects("k") == 1
+
+
+async def test_a_prepared_transaction_has_the_key_until_it_is_decided(world: World, lend_server: Any) -> None:
+    """C104: it has no process to look for, and another payload is told at once all the same."""
+    server = lend_server(max_prepared_transactions="2")
+    with psycopg.connect(server.dsn, autocommit=True) as admin:
+        there = Desk(World(world.name, server.dsn), admin)
+        plain = there.plain()
+        schema.create_all(plain)
+        with Session(plain) as session:
+            assert there.key(session, "k", payload=1).run(lambda: Receipt("k")) == Receipt("k")
+            session.execute(text("PREPARE TRANSACTION 'k'"))
+        with pytest.raises(IdempotencyKeyReusedError):
+            await there.pay("k", payload=2, timeout=0)
+        with pytest.raises(IdempotencyInProgressError):
+            await there.pay("k", payload=1, timeout=0)
+        for payload, kind in ((2, IdempotencyKeyReusedError), (1, IdempotencyInProgressError)):
+            with pytest.raises(kind):
+                IdempotentEffect(plain, "k", scope=there.scope, payload=payload).run(lambda _: None)
+        admin.execute("COMMIT PREPARED 'k'")
+        assert await there.pay("k", payload=1) == Receipt("k")
+        plain.dispose()
+        there.close()
+        await there.world.close()
 
 
 # ---------------------------------------------------------------- while another one has the key
@@ -393,6 +433,45 @@ async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
     assert (desk.effects("mine"), desk.effects("k")) == (2, 0)
     with pytest.raises(IdempotencyMisuseError, match="Declined"):
         await desk.pay("k")
+
+
+async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(desk: Desk) -> None:
+    """C101: what another try would cure is not kept for a day because somebody has said `Exception`."""
+
+    def busy(session: Any) -> Receipt:
+        raise IdempotencyInProgressError("an inner key", scope="s", key="inner")
+
+    for record, recorded in (([Exception], False), ([IdempotencyInProgressError], True)):
+        async with desk.world.enter(desk.session()) as session:
+            key = desk.key(session, "k", record=record)
+            with pytest.raises(IdempotencyInProgressError):
+                await desk.world.call(key.run, desk.body(session, busy))
+            if not recorded:
+                with pytest.raises(IdempotencyMisuseError, match="has no result"):
+                    await desk.world.call(session.commit)
+            else:
+                await desk.world.call(session.commit)
+    with pytest.raises(IdempotencyMisuseError, match="IdempotencyInProgressError, which is none of record="):
+        await desk.pay("k")
+
+
+async def test_of_two_recorded_classes_of_one_name_the_one_that_was_raised_comes_back(desk: Desk) -> None:
+    """C102: `except` of whoever asks again finds it, as it did the first time."""
+
+    def declined(module: str) -> type[Declined]:
+        return type("Declined", (Declined,), {"__module__": module, "__qualname__": "Declined"})
+
+    one, other = declined("one"), declined("other")
+
+    def fail(session: Any) -> Receipt:
+        raise other(7)
+
+    for _ in range(2):
+        async with desk.world.enter(desk.session()) as session:
+            key = desk.key(session, "k", record=[one, other])
+            with pytest.raises(other):
+                await desk.world.call(key.run, desk.body(session, fail))
+            await desk.world.call(session.commit)
 
 
 async def test_with_record_the_work_is_kept_when_it_does_not_fail(desk: Desk) -> None:

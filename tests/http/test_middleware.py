@@ -162,6 +162,14 @@ async def test_what_needs_no_key_passes_through(site: Site) -> None:
     assert site.rows() == []
 
 
+async def test_inside_another_one_a_middleware_lets_a_request_pass(site: Site) -> None:
+    """C105: of an application and one that is mounted in it, the outer one has the key, and the inner one does not wait for it."""
+    outer = type(site.middleware)(site.middleware, site.engine)
+    first, again = await site.ask(app=outer), await site.ask(app=outer)
+    assert (first.status, again.status, again.replayed) == (201, 201, True)
+    assert len(site.seen) == 1
+
+
 async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> None:
     """C102: whoever has the same key elsewhere is somebody else, and is handled."""
     for request in ({}, {"user": "you"}, {"path": "/refund"}, {"method": "PATCH"}, {"headers": [("cookie", "s=1")]}):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pgfence._http.answers import UNKEPT, Refusal, kept, problem, refused, replay
 from pgfence._http.key import key_of
 from pgfence._http.routes import routes_of
+from pgfence._http.endpoint import retry_headers
 from pgfence._http.rules import SHOWN, Request, Rules, length_of
 from pgfence.effects._wanted import Reply, Stored
 from pgfence.errors import (
@@ -396,6 +397,13 @@ def test_a_refusal_is_a_problem_that_tells_no_secrets(error: Any, status: int) -
     assert b"secret" not in reply.body
     headers = dict(reply.headers)
     assert (headers["content-type"], headers["content-length"]) == ("application/problem+json", str(len(reply.body)))
+
+
+def test_an_endpoint_that_was_overtaken_says_when_to_come_back() -> None:
+    """C101: without that its 409 would be recorded under the key of the request, and outlive what an operator does about it."""
+    overtaken = AttemptLostError("secret", scope="s", key="k", attempt=1, newest=2)
+    misused = IdempotencyKeyReusedError("secret", scope="s", key="k")
+    assert (retry_headers(overtaken), retry_headers(misused)) == ({"Retry-After": "1"}, {})
 
 
 def test_a_replay_is_marked() -> None:

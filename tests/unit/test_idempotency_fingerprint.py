@@ -41,6 +41,12 @@ class Colour(Enum):
     RED = "red"
 
 
+class Name(str, Enum):  # noqa: UP042  # what a program has that began before StrEnum
+    """A text of which str() is another one."""
+
+    RED = "red"
+
+
 IDENT = UUID(int=7)
 NOON = datetime(2026, 4, 1, 12, tzinfo=UTC)
 
@@ -58,6 +64,7 @@ EQUAL = [
     (Body(Decimal("1.10")), {"amount": 1.1, "note": None}),
     (Body(Decimal(1), "x"), Model(amount=Decimal(1), note="x")),
     (Colour.RED, "red"),
+    ({Name.RED: 1}, {"red": 1}),
     (b"ab", bytearray(b"ab")),
     ("\u00e9", "\N{LATIN SMALL LETTER E WITH ACUTE}"),
 ]
@@ -128,7 +135,8 @@ def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None
     assert fingerprint(None) is None
     endless: list[Any] = []
     endless.append(endless)
-    for payload in (float("nan"), Decimal("Infinity"), endless):
+    beyond = datetime.min.replace(tzinfo=timezone(timedelta(hours=1)))
+    for payload in (float("nan"), Decimal("Infinity"), endless, beyond):
         with pytest.raises(ValueError):
             fingerprint({"a": payload})
     for payload in (object(), Body, 1j):

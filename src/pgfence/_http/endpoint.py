@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from pgfence._http.answers import SHORT
+from pgfence.errors import AttemptLostError
 
 if TYPE_CHECKING:
     from pgfence.errors import PgfenceError
@@ -35,7 +36,9 @@ def scope_of(method: str, path: str, principal: object) -> str:
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
     """Return what says when to send a request again, if that helps; an answer that has it is not recorded under a key."""
-    return {"Retry-After": str(ceil(error.retry_after or SHORT))} if error.retryable else {}
+    # Whoever has overtaken an attempt has its result, or will have it.
+    again = error.retryable or isinstance(error, AttemptLostError)
+    return {"Retry-After": str(ceil(error.retry_after or SHORT))} if again else {}
 
 
 async def payload_of(request: Any) -> list[Any]:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class AsyncIdempotentEffect(Effects[T]):
-    """Do something outside of the database once, however often it is asked for; see `AsyncIdempotentEffect`.
+    """Do something outside of the database once, however often it is asked for; see `IdempotentEffect`.
 
     Promises, arguments and errors are those of the sync twin, with an AsyncEngine and a coroutine function. The heartbeat is a
     thread of its own, so a blocked loop cannot lose the claim. A cancel is an end of which nobody knows what was done; one that

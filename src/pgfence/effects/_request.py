@@ -8,7 +8,7 @@ from pgfence._runtime.trust import ttl_of
 from pgfence.blocks import attach
 from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import Wanted
-from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
+from pgfence.errors import AttemptLostError, IdempotencyMisuseError
 from pgfence.idempotency import _recorded
 from pgfence.idempotency._codec import Codec
 from pgfence.idempotency._fingerprint import fingerprint
@@ -108,16 +108,10 @@ class Effects(Generic[T]):
         """
         if attempt.torn or attempt.doing or isinstance(error, AttemptLostError):
             return "lapse", ""
-        if _among(error, self._record):
+        if _recorded.among(error, self._record):
             try:
                 return "record", _recorded.encode(cast("Exception", error), self._codec)
             except Exception as failure:
                 attach(error, failure, "while it was recorded")
                 return "lapse", ""
-        return ("free" if _among(error, self._free) else "lapse"), ""
-
-
-def _among(error: BaseException, kinds: tuple[type[Exception], ...]) -> bool:
-    if isinstance(error, PgfenceError):
-        kinds = tuple(kind for kind in kinds if issubclass(kind, PgfenceError))
-    return isinstance(error, kinds)
+        return ("free" if _recorded.among(error, self._free) else "lapse"), ""

@@ -37,6 +37,8 @@ def fingerprint(payload: object) -> bytes | None:
         form = json.dumps(_canonical(payload), sort_keys=True, separators=(",", ":"))
     except RecursionError:
         raise ValueError("the payload is nested too deeply, or contains itself") from None
+    except OverflowError:
+        raise ValueError("a datetime in the payload has no instant: in UTC it is out of range") from None
     return sha256(form.encode("ascii")).digest()
 
 
@@ -96,7 +98,8 @@ def _number(value: float | Decimal) -> str:
 
 
 def _mapping(value: dict[Any, Any]) -> Any:
-    if all(isinstance(key, str) for key in value):
-        return {str(key): _canonical(one) for key, one in value.items()}
+    names = [_canonical(key) if isinstance(key, str) else None for key in value]
+    if all(isinstance(name, str) for name in names):
+        return dict(zip(names, map(_canonical, value.values()), strict=True))
     pairs = [[_canonical(key), _canonical(one)] for key, one in value.items()]
     return ["dict", *sorted(pairs, key=json.dumps)]

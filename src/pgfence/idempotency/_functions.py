@@ -122,7 +122,7 @@ def idempotent(
             them. None: only what JSON and the standard library's types of numbers, texts, times and collections can say.
         timeout: seconds to wait for another transaction that has the key; None is the configured default, `math.inf` for ever,
             0 does not wait.
-        keep: seconds from the beginning of the work on for which the result is kept. After that the key is new again.
+        keep: seconds from the end of the work on for which the result is kept. After that the key is new again.
         record: classes of errors that are an answer too. One of these, or of their subclasses, takes back what was done since
             the claim (a savepoint, two more round trips), is stored and raised again each time. The caller has to commit
             nevertheless, or nothing was stored.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from pgfence.blocks import attach
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
+from pgfence.idempotency._recorded import among
 from pgfence.wrapping import called
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Op(Generic[T]):
         return None
 
     def _recorded(self, error: BaseException | None) -> bool:
-        return isinstance(error, self._call.record) and not self._claim.replayed
+        return error is not None and among(error, self._call.record) and not self._claim.replayed
 
 
 class _Keyed(Generic[T]):

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from pgfence.errors import IdempotencyMisuseError
+from pgfence.errors import IdempotencyMisuseError, PgfenceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pgfence.idempotency._codec import Codec
+
+
+def among(error: BaseException, kinds: tuple[type[Exception], ...]) -> bool:
+    """Say whether an error is of these classes; one of ours only where a class of ours is named, not by `Exception`."""
+    if isinstance(error, PgfenceError):
+        kinds = tuple(kind for kind in kinds if issubclass(kind, PgfenceError))
+    return isinstance(error, kinds)
 
 
 def encode(error: Exception, codec: Codec) -> str:
@@ -23,6 +30,7 @@ def encode(error: Exception, codec: Codec) -> str:
     return json.dumps(
         {
             "class": type(error).__qualname__,
+            "module": type(error).__module__,
             "args": json.loads(codec.encode(error.args)),
             "state": json.loads(codec.encode(state)),
         }
@@ -32,17 +40,19 @@ def encode(error: Exception, codec: Codec) -> str:
 def decode(text: str, record: tuple[type[Exception], ...], codec: Codec, what: str) -> Exception:
     """Return a stored error, as it was raised; of a class that is not recorded any more, an IdempotencyMisuseError."""
     found = json.loads(text)
-    for kind in _with_subclasses(record):
-        if kind.__qualname__ == found["class"]:
-            args = codec.decode(json.dumps(found["args"]))
-            error = kind.__new__(kind, *args)
-            error.args = args
-            vars(error).update(codec.decode(json.dumps(found["state"])))
-            error.add_note(f"replayed: this is how {what} ended the first time")
-            return error
-    return IdempotencyMisuseError(
-        f"{what} ended in a {found['class']}, which is none of record= here: name the class, or one that it inherits from"
-    )
+    named = [kind for kind in _with_subclasses(record) if kind.__qualname__ == found["class"]]
+    if not named:
+        return IdempotencyMisuseError(
+            f"{what} ended in a {found['class']}, which is none of record= here: name the class, or one that it inherits from"
+        )
+    # One that has moved to another module since is still the only one of its name.
+    kind = next((kind for kind in named if kind.__module__ == found.get("module")), named[0])
+    args = codec.decode(json.dumps(found["args"]))
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(codec.decode(json.dumps(found["state"])))
+    error.add_note(f"replayed: this is how {what} ended the first time")
+    return error
 
 
 def _with_subclasses(kinds: tuple[type[Exception], ...]) -> Iterator[type[Exception]]:

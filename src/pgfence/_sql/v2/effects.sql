@@ -40,11 +40,11 @@ BEGIN
                 COALESCE(pg_catalog.encode(p_fingerprint, 'hex'), ''), named) >> 32)::integer) THEN
                 told := 'busy';
             ELSIF NOT pg_catalog.pg_try_advisory_xact_lock(named) THEN
-                told := CASE WHEN EXISTS (SELECT FROM pg_catalog.pg_locks AS n JOIN pg_catalog.pg_locks AS f USING (pid, database)
+                told := CASE WHEN EXISTS (SELECT FROM pg_catalog.pg_locks AS n JOIN pg_catalog.pg_locks AS f USING (virtualtransaction, database)
                     WHERE n.locktype = 'advisory' AND n.granted AND n.objsubid = 1 AND n.classid = family::oid
                     AND n.objid = ((named << 32) >> 32)::integer::oid
                     AND f.locktype = 'advisory' AND f.granted AND f.objsubid = 2 AND f.classid = family::oid
-                    AND pid <> pg_catalog.pg_backend_pid()
+                    AND n.pid IS DISTINCT FROM pg_catalog.pg_backend_pid()
                     AND database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())
                 ) THEN 'reused' ELSE 'busy' END;
             END IF;

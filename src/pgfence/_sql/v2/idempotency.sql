@@ -23,9 +23,12 @@ BEGIN
         IF FOUND AND r.status = 'in_progress' AND r.locked_until IS NULL THEN
             RETURN 'own';
         ELSIF FOUND AND r.expires_at > pg_catalog.clock_timestamp() THEN
-            RETURN CASE WHEN r.fingerprint IS DISTINCT FROM p_fingerprint THEN 'reused'
-                WHEN r.status IN ('done', 'failed') THEN pg_catalog.concat(r.status, ' ', r.result::text)
-                ELSE 'busy' END;
+            IF r.fingerprint IS DISTINCT FROM p_fingerprint THEN
+                RETURN 'reused';
+            ELSIF r.status <> 'free' THEN
+                RETURN CASE WHEN r.status IN ('done', 'failed') THEN pg_catalog.concat(r.status, ' ', r.result::text)
+                    ELSE 'busy' END;
+            END IF;
         END IF;
         -- Whatever ends in an error here gives its locks and settings back.
         BEGIN
@@ -38,13 +41,13 @@ BEGIN
                     ELSE GREATEST(1, (remaining * 1000)::bigint)::text END, true);
                 PERFORM pg_catalog.pg_advisory_xact_lock(family, member);
                 IF EXISTS (SELECT FROM @idempotency_key@ AS k WHERE k.scope = p_scope AND k.key = p_key
-                    AND k.expires_at > pg_catalog.clock_timestamp()) THEN
+                    AND k.status <> 'free' AND k.expires_at > pg_catalog.clock_timestamp()) THEN
                     RAISE EXCEPTION USING ERRCODE = 'PF008';
                 END IF;
                 PERFORM pg_catalog.set_config('lock_timeout', lock_timeout, true);
             END IF;
             IF NOT pg_catalog.pg_try_advisory_xact_lock(named) THEN
-                IF EXISTS (SELECT FROM pg_catalog.pg_locks AS n JOIN pg_catalog.pg_locks AS f USING (pid, database)
+                IF EXISTS (SELECT FROM pg_catalog.pg_locks AS n JOIN pg_catalog.pg_locks AS f USING (virtualtransaction, database)
                     WHERE n.locktype = 'advisory' AND n.granted AND n.objsubid = 1 AND n.classid = family::oid
                     AND n.objid = ((named << 32) >> 32)::integer::oid
                     AND f.locktype = 'advisory' AND f.granted AND f.objsubid = 2 AND f.classid = family::oid
@@ -54,6 +57,9 @@ BEGIN
                     RAISE EXCEPTION USING ERRCODE = 'PF009';
                 END IF;
                 -- A transaction that ends gives its locks back one after the other.
+                IF tries > 20 AND p_wait <= EXTRACT(epoch FROM pg_catalog.clock_timestamp() - began) THEN
+                    RAISE EXCEPTION USING ERRCODE = 'lock_not_available';
+                END IF;
                 PERFORM pg_catalog.pg_sleep(0.001);
                 RAISE EXCEPTION USING ERRCODE = 'PF008';
             END IF;
@@ -65,7 +71,8 @@ BEGIN
                 locked_until = NULL, claim_id = NULL, owner = NULL, host = NULL, pid = NULL, result = NULL,
                 http_status = NULL, http_headers = NULL, http_body = NULL,
                 created_at = excluded.created_at, expires_at = excluded.expires_at
-                WHERE k.expires_at <= pg_catalog.clock_timestamp()
+                WHERE k.status = 'free' AND k.fingerprint IS NOT DISTINCT FROM p_fingerprint
+                    OR k.expires_at <= pg_catalog.clock_timestamp()
             RETURNING 'fresh' INTO outcome;
             IF outcome IS NULL THEN
                 RAISE EXCEPTION USING ERRCODE = 'PF008';
@@ -85,7 +92,8 @@ END $$;
 CREATE FUNCTION @finish_key_v1@(p_scope text, p_key text, p_status text, p_result text) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
-    UPDATE @idempotency_key@ AS k SET status = p_status, result = p_result::jsonb
+    UPDATE @idempotency_key@ AS k SET status = p_status, result = p_result::jsonb,
+        expires_at = pg_catalog.clock_timestamp() + (k.expires_at - k.created_at)
     WHERE k.scope = p_scope AND k.key = p_key AND k.status = 'in_progress' AND k.locked_until IS NULL;
     RETURN FOUND;
 END $$;
