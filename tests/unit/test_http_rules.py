@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgfence._http.answers import UNKEPT, Refusal, kept, problem, refused, replay
+from pgfence._http.endpoint import retry_headers
 from pgfence._http.key import key_of
 from pgfence._http.routes import routes_of
-from pgfence._http.endpoint import retry_headers
 from pgfence._http.rules import SHOWN, Request, Rules, length_of
 from pgfence.effects._wanted import Reply, Stored
 from pgfence.errors import (
