@@ -162,7 +162,7 @@ class Idempotent(Generic[T]):
 
     Args:
         session: the dependency that gives the endpoint its Session or AsyncSession.
-        principal: a dependency that says whose request it is. Never a constant: clients would get each other's answers.
+        principal: a dependency that says whose request it is: never the same for two that share the tables, nor a constant.
         result: the type of the result. A TypeError if it cannot be stored.
     """
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy.orm import Session
 
+from pgfence import schema
 from pgfence.config import configure
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
 from pgfence.errors import (
@@ -526,6 +527,22 @@ async def test_the_namespace_separates_keys(shop: Shop) -> None:
     configure(other, namespace="green")
     assert await shop.run("k", engine=lambda: other) == "receipt of k:charge"
     assert shop.provider.asked == {"k:charge": 2}
+
+
+async def test_a_per_cent_sign_may_be_in_the_names_of_the_tables(shop: Shop) -> None:
+    """And with a role whose dates look otherwise."""
+    styled = (
+        {"server_settings": {"DateStyle": "German"}}
+        if shop.world.name == "asyncpg"
+        else {"options": "-c DateStyle=German"}
+    )
+    engine = shop.world.engine(connect_args=styled)
+    configure(engine, prefix="50%_")
+    await shop.world.call(schema.create_all, engine)
+    for _ in range(2):
+        assert await shop.run("k", engine=engine) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
+    await shop.world.call(schema.drop_all, engine)
 
 
 async def test_missing_tables_are_told_of_before_the_work(world: World, admin: psycopg.Connection[Any]) -> None:

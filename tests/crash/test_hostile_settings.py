@@ -28,6 +28,7 @@ HOSTILE = {
     "default_transaction_isolation": "serializable",
     "default_transaction_read_only": "on",
     "default_transaction_deferrable": "on",
+    "DateStyle": "German, DMY",
 }
 NEWER = {"transaction_timeout": ("400ms", 170000)}
 
@@ -107,8 +108,13 @@ async def test_the_users_own_connections_keep_the_sites_settings(world: World, n
     """C039: what is set on our sessions is set nowhere else, neither while a lock is held nor after it."""
     engine = world.engine(dsn=hostile)
     async with world.enter(lock(world, engine, name).hold()):
-        assert await settings(world, engine) == HOSTILE
-    assert await settings(world, engine) == HOSTILE
+        assert await settings(world, engine) == of_the_site(world)
+    assert await settings(world, engine) == of_the_site(world)
+
+
+def of_the_site(world: World) -> dict[str, str]:
+    """Return what a connection of the user's own has; psycopg2 sets one of them itself."""
+    return HOSTILE | ({"DateStyle": "ISO, DMY"} if world.name == "psycopg2" else {})
 
 
 async def settings(world: World, engine: Any) -> dict[str, str]:
@@ -126,7 +132,7 @@ async def test_work_on_the_locks_own_connection_has_the_sites_limits(
         await world.call(connection.rollback)
         assert "57014" in (getattr(caught.value.orig, "sqlstate", None) or getattr(caught.value.orig, "pgcode", None))
         found = {name: await run(world, connection, f"SHOW {name}") for name in HOSTILE}
-        assert found == HOSTILE | {"idle_session_timeout": "0", "idle_in_transaction_session_timeout": "0"}
+        assert found == of_the_site(world) | {"idle_session_timeout": "0", "idle_in_transaction_session_timeout": "0"}
         assert await run(world, connection, "SHOW transaction_isolation") == "serializable"
         await world.call(connection.rollback)
         await pass_by(0.6)

@@ -34,7 +34,7 @@ from pgfence._runtime.process import PROCESS
 from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.tables import checking, judged
+from pgfence._sql.tables import judged
 from pgfence.errors import LockLostError
 from pgfence.timing import clock
 
@@ -231,7 +231,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(await self._ask(place, checking(place, self.needed), ()), place, self.needed):
+        if refusal := judged(await self._ask(place, self.checking(place), ()), place, self.needed):
             raise refusal
         self._checked.add(place)
 

@@ -26,6 +26,7 @@ from pgfence._runtime.state import emit, log, named
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
 from pgfence._sql.storage import translated
+from pgfence._sql.tables import checking
 from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
 from pgfence.grants import Holder
 from pgfence.timing import WARN_AFTER, between, clock
@@ -66,6 +67,11 @@ class LeaseDomain(Domain[S]):
         self._checked: set[Place] = set()
         """Where the tables were found to be as they should."""
         self._beat: Beat | None = None
+
+    def checking(self, place: Place) -> str:
+        """Return the statement that asks for the tables, as the driver takes it."""
+        text = checking(place, self.needed)
+        return text if self.style == "numeric" else text.replace("%", "%%")
 
     @property
     def beat(self) -> Beat:

@@ -29,7 +29,7 @@ from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.tables import checking, judged
+from pgfence._sql.tables import judged
 from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError
 from pgfence.timing import clock
 
@@ -233,7 +233,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(self._ask(place, checking(place, self.needed), ()), place, self.needed):
+        if refusal := judged(self._ask(place, self.checking(place), ()), place, self.needed):
             raise refusal
         self._checked.add(place)
 

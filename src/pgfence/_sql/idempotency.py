@@ -97,7 +97,8 @@ def _unfinished(context: ExceptionContext) -> BaseException | None:
         return None
     return IdempotencyMisuseError(
         f"{primary(error)}. Nothing of it is committed: an exception of the work was swallowed, or the commit was inside the"
-        " block. Let the exception leave the transaction, or set a savepoint around the call",
+        " block, or SET CONSTRAINTS ALL IMMEDIATE asked before the end. Let the exception leave the transaction, or set a"
+        " savepoint around the call; and name the constraints that are meant",
         sqlstate=UNFINISHED,
     )
 

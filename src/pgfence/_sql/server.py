@@ -47,6 +47,7 @@ _OURS = {
     "transaction_timeout": "0",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
+    "DateStyle": "ISO",  # psycopg reads no other
     # The client's own budget is 20 s: a holder that is cut off hears of it before the server gives its lock away.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
@@ -138,6 +139,7 @@ _THEIRS = (
     "transaction_timeout",
     "default_transaction_isolation",
     "default_transaction_read_only",
+    "DateStyle",
 )
 
 

@@ -136,7 +136,7 @@ def idempotent(
         TransactionStateError: autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
-        StandbyError: the server is a standby.
+        StandbyError: the server is a standby, or the transaction is read-only; PostgreSQL has aborted it.
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
     takes_async: Any = kinds(ASYNCIO, "AsyncSession", "async_scoped_session")

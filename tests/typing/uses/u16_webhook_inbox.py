@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,6 +37,10 @@ class Paid:
     id: str
     order: int
     amount: int
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.id, str) and 0 < len(self.id) <= 255):
+            raise ValueError(f"an event needs an id: {self!r}")
 
 
 app = Flask(__name__)
@@ -75,5 +80,5 @@ def sign(body: bytes) -> bytes:
 
 @app.errorhandler(PgfenceError)
 def refused(error: PgfenceError) -> ResponseReturnValue:
-    again = {} if error.retry_after is None else {"Retry-After": f"{error.retry_after:.0f}"}
+    again = {} if error.retry_after is None else {"Retry-After": f"{math.ceil(error.retry_after)}"}
     return type(error).__name__, error.http_status, again
