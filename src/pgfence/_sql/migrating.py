@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgfence._sql import tables, versions
 from pgfence._sql.fences import COMMENT, Target, foreign, kind_query, triggers
-from pgfence._sql.storage import Place, quoted
+from pgfence._sql.storage import Place, block, quoted
 from pgfence._sql.tables import literal, plainly
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from sqlalchemy import Connection
 
@@ -83,16 +83,6 @@ def version(connection: Connection, place: Place) -> int:
     return found or 0
 
 
-def move(connection: Connection, place: Place, statements: Iterable[str], version: int) -> None:
-    """Execute what makes a version or goes back to it. Whoever does so at the same time waits for this transaction."""
-    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({tables._LOCK.value})")
-    for statement in statements:
-        plainly(connection, statement)
-    answer = plainly(connection, tables.checking(place, version)).one()
-    if (error := tables.judged(answer, place, version)) is not None:
-        raise error
-
-
 def installations(connection: Connection) -> set[Place]:
     """Return where this database has functions of ours, whatever their prefix."""
     found = plainly(
@@ -135,7 +125,7 @@ def expecting_unused(place: Place, version: int = 0) -> str:
         for name, (what, column, condition) in _USE.items()
         if not version or name not in tables._columns(version)
     )
-    return _block(f"DECLARE\n    found text;\nBEGIN\n{''.join(checks)}END")
+    return block(f"DECLARE\n    found text;\nBEGIN\n{''.join(checks)}END")
 
 
 def adding_version(place: Place, target: Target, column: str) -> list[str]:
@@ -155,7 +145,7 @@ def _not_theirs(place: Place, target: Target) -> str:
         f" AND t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)})"
         f" AND NOT pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')})"
     )
-    return _block(f"BEGIN\n{_refusing(query, target)}END")
+    return block(f"BEGIN\n{_refusing(query, target)}END")
 
 
 def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
@@ -167,7 +157,7 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
     kinds = "c.relkind = 'p' OR c.relispartition OR c.relhassubclass OR EXISTS (SELECT FROM pg_catalog.pg_inherits"
     comment = f"{literal(COMMENT)}"
     whole_comment = f"COMMENT ON TRIGGER {quoted(place.prefix + 'fence')} ON {target.quoted} IS {comment};"
-    return _block(
+    return block(
         "DECLARE\n    part text;\n"
         f"BEGIN\n{_refusing(foreign(place, target), target)}{columns}{_removal(place, target)}"
         f"    IF {'' if one else 'true OR '}(SELECT {kinds} AS i WHERE i.inhrelid = c.oid)"
@@ -186,7 +176,7 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
 
 def removing(place: Place, target: Target) -> str:
     """Return a statement that does what `fences.drop` does, likewise."""
-    return _block(
+    return block(
         f"DECLARE\n    part text;\nBEGIN\n{_refusing(foreign(place, target), target)}{_removal(place, target)}END"
     )
 
@@ -222,13 +212,6 @@ def _tree(target: Target) -> str:
         f"SELECT {table}::text UNION SELECT t.relid::pg_catalog.regclass::text"
         f" FROM pg_catalog.pg_partition_tree({table}) AS t WHERE t.level > 0"
     )
-
-
-def _block(body: str) -> str:
-    tag = "pgfence"
-    while f"${tag}$" in body:
-        tag += "_"
-    return f"DO ${tag}$\n{body}\n${tag}$"
 
 
 def _indexes(table: Target, index: str) -> str:
@@ -282,7 +265,7 @@ def drop_index(connection: Connection, called: str) -> None:
 
 def clearing(table: Target, name: str) -> str:
     """Return a statement that drops an index that an interrupted build left behind, for scripts: it keeps writers out."""
-    return _block(
+    return block(
         "DECLARE\n    found text;\nBEGIN\n"
         f"    SELECT x.oid::pg_catalog.regclass::text INTO found{_indexes(table, name)} AND NOT i.indisvalid;\n"
         "    IF found IS NOT NULL THEN\n        EXECUTE 'DROP INDEX ' || found;\n    END IF;\nEND"

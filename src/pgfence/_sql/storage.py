@@ -33,6 +33,14 @@ def quoted(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
 
 
+def block(body: str) -> str:
+    """Return a statement that runs a body, whatever names are in it."""
+    tag = "pgfence"
+    while f"${tag}$" in body:
+        tag += "_"
+    return f"DO ${tag}$\n{body}\n${tag}$"
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """One set of tables and functions."""

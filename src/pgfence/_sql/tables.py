@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from pgfence._sql.storage import VERSION, Place, function_texts, quoted
+from pgfence._sql.storage import VERSION, Place, block, function_texts, quoted
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -184,7 +184,7 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
     tables = define(MetaData(), place, version)
     made: list[Any] = [CreateTable(table, if_not_exists=True) for table in tables]
     made += [CreateIndex(index, if_not_exists=True) for table in tables for index in table.indexes]
-    schema = [] if place.schema is None else [f"CREATE SCHEMA IF NOT EXISTS {quoted(place.schema)}"]
+    schema = [] if place.schema is None else [_schema(place.schema)]
     return (
         *schema,
         *(str(statement.compile(dialect=dialect)).strip() for statement in made),
@@ -192,6 +192,15 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
         *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place, version)),
         *(() if version < _WITH_KEYS else (_trigger(place),)),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
+    )
+
+
+def _schema(name: str) -> str:
+    """Return what makes a schema; where it is there, no right to make one is needed."""
+    called = quoted(name)
+    return block(
+        f"BEGIN\n    IF pg_catalog.to_regnamespace({literal(called)}) IS NULL THEN\n"
+        f"        CREATE SCHEMA IF NOT EXISTS {called};\n    END IF;\nEND"
     )
 
 
@@ -310,24 +319,25 @@ def judged(row: Sequence[Any], place: Place, version: int = 1) -> SchemaError | 
     return None
 
 
-def verify(connection: Connection, place: Place) -> SchemaError | None:
-    """Ask the server whether tables and version are those that this release makes. One round trip.
+def verify(connection: Connection, place: Place, version: int = VERSION) -> SchemaError | None:
+    """Ask the server whether tables and version are those that this release makes, or older ones. One round trip.
 
     Raises:
         sqlalchemy.exc.DBAPIError: it could not be read at all; see `storage.translated`.
     """
-    return judged(plainly(connection, checking(place, VERSION)).one(), place, VERSION)
+    return judged(plainly(connection, checking(place, version)).one(), place, version)
 
 
-def installed(connection: Connection, place: Place) -> bool:
-    """Return whether tables, functions and version are there, without an error in the caller's transaction."""
-    names = ", ".join(literal(name) for name in functions(place))
+def installed(connection: Connection, place: Place, version: int = VERSION) -> bool:
+    """Return whether tables and functions of a version are there, without an error in the caller's transaction."""
+    newer = functions(place, version)
+    names = ", ".join(literal(name) for name in functions(place) if name not in newer)
     there = plainly(
         connection,
         f"SELECT pg_catalog.to_regclass({literal(place.name('schema_version'))}) IS NOT NULL AND NOT EXISTS"
         f" (SELECT FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name) WHERE pg_catalog.to_regproc(f.name) IS NULL)",
     ).scalar_one()
-    return bool(there) and verify(connection, place) is None
+    return bool(there) and verify(connection, place, version) is None
 
 
 def settled(connection: Connection, place: Place) -> Place:
@@ -352,14 +362,23 @@ def settled(connection: Connection, place: Place) -> Place:
     return Place(schema, place.prefix)
 
 
-def create(connection: Connection, place: Place) -> None:
+def create(connection: Connection, place: Place, version: int = VERSION) -> None:
     """Make what is missing, or raise an older version. Whoever calls it at the same time waits until this transaction ends."""
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
-    if installed(connection, place):
-        return
-    for statement in creation(place):
+    if not installed(connection, place, version):
+        _execute(connection, place, creation(place, version), version)
+
+
+def lower(connection: Connection, place: Place, version: int) -> None:
+    """Go back to an older version, likewise."""
+    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    _execute(connection, place, lowering(place, version), version)
+
+
+def _execute(connection: Connection, place: Place, statements: Sequence[str], version: int) -> None:
+    for statement in statements:
         plainly(connection, statement)
-    if (error := verify(connection, place)) is not None:
+    if (error := verify(connection, place, version)) is not None:
         raise error
 
 

@@ -44,12 +44,16 @@ def creation(place: Place, table: str, column: str) -> tuple[str, ...]:
         column: not quoted.
     """
     name, counted, function = quoted(trigger_name(place)), quoted(column), function_name(place, column)
-    body = f"BEGIN NEW.{counted} := COALESCE(OLD.{counted}, 0) + 1; RETURN NEW; END"
+    body = _body(counted)
     return (
         f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $pgfence${body}$pgfence$",
         f"CREATE OR REPLACE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {function}()",
         f"COMMENT ON TRIGGER {name} ON {table} IS {literal(COMMENT)}",
     )
+
+
+def _body(counted: str) -> str:
+    return f"BEGIN NEW.{counted} := COALESCE(OLD.{counted}, 0) + 1; RETURN NEW; END"
 
 
 def removal(place: Place, table: str) -> str:
@@ -80,8 +84,20 @@ def add(connection: Connection, place: Place, target: Target, column: str) -> No
     if found is not None and found.function == function_name(place, column) and found.enabled in {"O", "A"}:
         return
     plainly(connection, removal(place, target.quoted))
-    for statement in creation(place, target.quoted, column):
+    function, *trigger = creation(place, target.quoted, column)
+    for statement in trigger if _is_made(connection, place, column) else (function, *trigger):
         plainly(connection, statement)
+
+
+def _is_made(connection: Connection, place: Place, column: str) -> bool:
+    """Return whether the function is there as it would be made: only its owner could make it again."""
+    found = plainly(
+        connection,
+        "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc AS p"
+        f" WHERE p.oid = pg_catalog.to_regprocedure({literal(function_name(place, column) + '()')})"
+        f" AND p.prosrc = {literal(_body(quoted(column)))})",
+    )
+    return bool(found.scalar_one())
 
 
 def drop(connection: Connection, place: Place, target: Target) -> None:

@@ -90,7 +90,7 @@ def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
 
 def _raise(operations: Operations, place: Place, version: int) -> None:
     def work(connection: Connection, settled: Place) -> None:
-        migrating.move(connection, settled, texts.creation(settled, version), version)
+        texts.create(connection, settled, version)
 
     _perform(operations, place, work, texts.creation(place, version))
 
@@ -98,7 +98,7 @@ def _raise(operations: Operations, place: Place, version: int) -> None:
 def _lower(operations: Operations, place: Place, version: int) -> None:
     def work(connection: Connection, settled: Place) -> None:
         _refuse_while_used(migrating.used(connection, settled, version))
-        migrating.move(connection, settled, texts.lowering(settled, version), version)
+        texts.lower(connection, settled, version)
 
     _perform(operations, place, work, [migrating.expecting_unused(place, version), *texts.lowering(place, version)])
 
