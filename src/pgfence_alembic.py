@@ -220,21 +220,24 @@ class Directives:
         """Build an index with CONCURRENTLY, beside running writers. It may be repeated after a build that was cut off.
 
         An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first; a valid one
-        of the same columns stays. What the migration did before is committed: CONCURRENTLY runs outside of a transaction. It
-        waits for older transactions as long as it takes, whatever `lock_timeout` says: nobody who reads or writes waits behind
-        it. `statement_timeout` does end it.
+        stays if it is the same in everything that PostgreSQL writes down of an index, which an empty temporary table tells:
+        method, columns, expressions, order, predicate, options. A script (`--sql`) drops an invalid one too, and takes any
+        other of that name for the wanted one. What the migration did before is committed: CONCURRENTLY runs outside of a
+        transaction. It waits for older transactions as long as it takes, whatever `lock_timeout` says: nobody who reads or
+        writes waits behind it. `statement_timeout` does end it.
 
         Args:
             operations: `op` itself.
             index_name: the name of the index.
             table_name: the name of the table.
-            columns: names, or `sqlalchemy.text` for expressions, which are not compared with an index that is there.
+            columns: names, or `sqlalchemy.text` for expressions.
             schema: of both.
             unique: a unique index.
             **kw: as for `op.create_index`, e.g. postgresql_where.
 
         Raises:
-            ValueError: there is another index of that name.
+            ValueError: there is something else of that name, or an index of which this role cannot tell that it is the same;
+                or the table is one of partitions, where PostgreSQL has no CONCURRENTLY.
             TransactionStateError: the transaction is none of Alembic's, as with a Connection that is in one already.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)

@@ -223,24 +223,62 @@ def _indexes(table: Target, index: str) -> str:
 
 
 class Index(NamedTuple):
-    """An index of some name in the schema of a table."""
+    """What has some name in the schema of a table."""
 
     called: str
+    is_index: bool
     valid: bool
-    unique: bool
     of_this_table: bool
-    columns: list[str]
+
+
+def is_partitioned(connection: Connection, table: Target) -> bool:
+    """Return whether it is a table of partitions; no table is none."""
+    query = f"SELECT c.relkind = 'p' FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({literal(table.quoted)})"
+    return bool(plainly(connection, query).scalar())
 
 
 def index(connection: Connection, table: Target, name: str) -> Index | None:
-    """Return the index of a name, None if there is none. Its columns are as the server writes them, quoted where needed."""
+    """Return what has the name of an index, None if nothing has."""
     row: Any = plainly(
         connection,
-        "SELECT x.oid::pg_catalog.regclass::text, i.indisvalid, i.indisunique, i.indrelid = t.oid,"
-        " ARRAY(SELECT pg_catalog.pg_get_indexdef(x.oid, k, true)"
-        " FROM pg_catalog.generate_series(1, i.indnkeyatts::int) AS k)" + _indexes(table, name),
+        "SELECT x.oid::pg_catalog.regclass::text, i.indexrelid IS NOT NULL, COALESCE(i.indisvalid, false),"
+        " COALESCE(i.indrelid = t.oid, false) FROM pg_catalog.pg_class AS t"
+        f" JOIN pg_catalog.pg_class AS x ON x.relnamespace = t.relnamespace AND x.relname = {literal(name)}"
+        " LEFT JOIN pg_catalog.pg_index AS i ON i.indexrelid = x.oid"
+        f" WHERE t.oid = pg_catalog.to_regclass({literal(table.quoted)})",
     ).one_or_none()
     return None if row is None else Index(*row)
+
+
+WANTED = ("pgfence_wanted", "pgfence_wanted_index")
+"""An empty table like the real one, and the index on it, in pg_temp: the server writes down what it would be."""
+
+DIFFERS = "42P07"
+"""The SQLSTATE of `comparing` for another index."""
+
+
+def comparing(table: Target, called: str, creation: str) -> str:
+    """Return a statement that fails unless an index is the one that `creation` makes of the WANTED table.
+
+    Access method, columns, expressions, order, operator classes, collations, predicate and options count; names do not.
+    """
+    like, wanted = (f"pg_temp.{name}" for name in WANTED)
+    definition = (
+        "(SELECT CASE WHEN i.indisunique THEN 'UNIQUE ' ELSE '' END || CASE WHEN i.indimmediate THEN '' ELSE 'DEFERRABLE ' END"
+        " || pg_catalog.substr(d.whole, pg_catalog.strpos(d.whole, d.of || ' USING ') + pg_catalog.length(d.of) + 1)"
+        " FROM pg_catalog.pg_index AS i JOIN pg_catalog.pg_class AS t ON t.oid = i.indrelid, LATERAL (SELECT"
+        " pg_catalog.pg_get_indexdef(i.indexrelid) AS whole, pg_catalog.quote_ident(t.relname) AS of) AS d"
+        " WHERE i.indexrelid = {}::pg_catalog.regclass)"
+    )
+    return block(
+        "DECLARE\n    found text;\n    wanted text;\nBEGIN\n"
+        f"    CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n    {creation};\n"
+        f"    found := {definition.format(literal(called))};\n    wanted := {definition.format(literal(wanted))};\n"
+        f"    DROP TABLE {like};\n"
+        "    IF found IS DISTINCT FROM wanted THEN\n"
+        f"        RAISE EXCEPTION USING ERRCODE = '{DIFFERS}', MESSAGE = found || ', and not ' || wanted;\n"
+        "    END IF;\nEND"
+    )
 
 
 @contextmanager
