@@ -176,6 +176,7 @@ def test_slots_come_in_words_and_in_cron_lines(cli: Cli, name: str, period: str)
     ("words", "said"),
     [
         (["--once-per", "fortnight"], "--once-per='fortnight'"),
+        (["--once-per", "week"], "'0 7 * * 1-5', or in place of the line one word: day, hour, minute"),
         (["--once-per", "61 * * * *"], "bad minute"),
         (["--once-per", "0 0 30 2 *"], "bad day-of-month"),
         (["--once-per", "day", "--tz", "Mars/Base"], "--tz='Mars/Base'"),
@@ -183,7 +184,8 @@ def test_slots_come_in_words_and_in_cron_lines(cli: Cli, name: str, period: str)
         (["--once-per", "day", "--lease"], "not both"),
         (["--once-per", "day", "--min-hold", "5"], "--min-hold goes with --lease"),
         (["--once-per", "day", "--ttl", "0"], "--ttl"),
-        (["--once-per", "day", "--ttl", "-1"], "--ttl"),
+        (["--once-per", "day", "--ttl", "-1"], "--ttl must be 0.3 seconds or more, not -1"),
+        (["--lease", "--ttl", "0.2"], "--ttl must be 0.3 seconds or more, not 0.2"),
         (["--once-per", "day", "--ttl", "nan"], "--ttl"),
         (["--once-per", "day", "--ttl", "90000"], "--ttl"),
         (["--once-per", "day", "--max-hold", "0"], "--max-hold"),

@@ -119,3 +119,28 @@ def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> 
     service = cli.folder / "services"
     service.write_text("[shop]\n" + "".join(f"{k}={v}\n" for k, v in known.items()))
     assert cli.run(name, "--", "true", DATABASE_URL="", PGSERVICE="shop", PGSERVICEFILE=str(service)).returncode == 0
+
+
+def test_a_server_that_nobody_has_named_is_no_riddle(cli: Cli, name: str) -> None:
+    """In an empty environment, as a crontab's, a default server that does not answer is told from one that was named."""
+    del cli.environment["DATABASE_URL"]
+    done = cli.run(name, "--", "echo", "ran", PGCONNECT_TIMEOUT="5", PGUSER="ann", PGPASSWORD="s3cret")
+    assert (done.returncode, done.stdout) == (69, "")
+    assert "no session at the default host: no server was named: give --dsn or --engine, or set" in done.stderr
+    assert "?." not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "s3cret" not in done.stderr
+
+
+def test_a_url_that_did_not_arrive_is_misuse(cli: Cli, name: str) -> None:
+    """An empty DATABASE_URL, a secret that is missing, does not lead to whatever server is on this host."""
+    done = cli.run(name, "--", "echo", "ran", DATABASE_URL="")
+    assert (done.returncode, done.stdout) == (64, "")
+    assert "DATABASE_URL is empty" in done.stderr
+
+
+def test_what_the_driver_says_is_one_line_and_ends_once(cli: Cli, name: str) -> None:
+    """A question of libpq's keeps its mark and gets no full stop behind it; a place without a database has no slash."""
+    done = cli.run(name, "--", "true", DATABASE_URL=f"postgresql://127.0.0.1:{(port := unused_port())}")
+    assert f"no session at 127.0.0.1:{port}: " in done.stderr
+    assert "accepting TCP/IP connections? Nothing is known about the lock" in done.stderr

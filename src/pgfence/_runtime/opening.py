@@ -120,7 +120,8 @@ def place(engine: Engine) -> str:
     """Return where an engine connects to, for messages: no user, no password, no parameters."""
     url = engine.url
     port = f":{url.port}" if url.port else ""
-    return f"{url.host or 'the default host'}{port}/{url.database or ''}"
+    database = f"/{url.database}" if url.database else ""
+    return f"{url.host or 'the default host'}{port}{database}"
 
 
 def unreachable(
@@ -137,9 +138,11 @@ def unreachable(
     if state is None and not isinstance(error, tuple(kinds)):
         return None
     refused = state is not None and state[:2] in ("28", "3D", "42")
-    reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
+    # libpq's lines, the last of which may be a question.
+    reason = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
+    reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
     advice = "Check user, password, database and pg_hba.conf" if refused else otherwise
-    return UnreachableError(f"no session at {place(engine)}: {reason}. {advice}", sqlstate=state, retryable=not refused)
+    return UnreachableError(f"no session at {place(engine)}: {reason} {advice}", sqlstate=state, retryable=not refused)
 
 
 def lost_connection(session: Session, error: BaseException) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from pgfence._runtime.trust import SHORTEST_TTL
 from pgfence.advisory import AdvisoryLock
 from pgfence.cli.codes import MisuseError
 from pgfence.config import config_of
@@ -57,6 +58,11 @@ class Terms:
             raise MisuseError(f"{given[0]} goes with --lease: a plain lock has no time of its own")
         if self.min_hold is not None and self.once_per is not None:
             raise MisuseError("--min-hold goes with --lease: a slot runs once, however short the command")
+        if self.ttl is not None and self.ttl < SHORTEST_TTL:
+            raise MisuseError(
+                f"--ttl must be {SHORTEST_TTL:g} seconds or more, not {self.ttl:g}: it is renewed for as long as the"
+                " command runs. 30 to 60 suit most work"
+            )
         if self.ttl is not None and self.ttl > DAY:
             raise MisuseError("--ttl must be at most 86400 seconds: it is renewed for as long as the command runs")
 
@@ -97,9 +103,10 @@ def _lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: 
 
 def _in_options(message: str) -> str:
     """Return a message of the library in the words of the command line."""
-    for argument, option in (("cron=", "--once-per="), ("tz=", "--tz=")):
-        if message.startswith(argument):
-            return option + message.removeprefix(argument)
+    if message.startswith("cron="):
+        return f"--once-per={message.removeprefix('cron=')}, or in place of the line one word: {', '.join(PERIODS)}"
+    if message.startswith("tz="):
+        return f"--{message}"
     first, _, rest = message.partition(" ")
     word = first.partition("=")[0]
     return f"--{word.replace('_', '-')}{first.removeprefix(word)} {rest}" if word in _TIMES else message

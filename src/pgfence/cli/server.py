@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Engine, create_engine, make_url
+from sqlalchemy import URL, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 
 from pgfence.cli.codes import MisuseError
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DRIVERS = ("psycopg", "psycopg2")
+# Those of libpq's variables that say where to go, and not only as whom.
+WHERE = ("PGDATABASE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")
 INSTALL = 'pip install "psycopg[binary]"'
 
 
@@ -66,7 +68,27 @@ def engine_from(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
     for text, source in ((dsn, "--dsn"), (environ.get("DATABASE_URL"), "DATABASE_URL")):
         if text:
             return _created(_parsed(text, source), source)
-    return _created(URL.create("postgresql"), "the environment")
+    if any(map(environ.get, WHERE)):
+        return _created(URL.create("postgresql"), "the environment")
+    if "DATABASE_URL" in environ:
+        raise MisuseError("DATABASE_URL is empty: set it, or PGSERVICE or PGHOST, or give --dsn or --engine")
+    return _unnamed()
+
+
+def _unnamed() -> Engine:
+    """Return an engine for libpq's own default, which says so when nobody answers there."""
+    engine = _created(URL.create("postgresql"), "the environment")
+
+    @event.listens_for(engine, "do_connect")
+    def connect(dialect: Any, _record: object, words: Any, options: Any) -> Any:
+        failure = dialect.loaded_dbapi.OperationalError
+        try:
+            return dialect.connect(*words, **options)
+        except failure as error:
+            way = "give --dsn or --engine, or set DATABASE_URL, PGSERVICE or PGHOST"
+            raise failure(f"no server was named: {way}. The default was tried, and {error}") from error
+
+    return engine
 
 
 def _parsed(text: str, source: str) -> URL:
