@@ -18,6 +18,23 @@ T = TypeVar("T")
 _NO_DECORATOR = "this is no decorator: use a with block inside the function, or wrap() where there is one"
 
 
+def no_engine(what: str, returned: object, *, twin: str, asynchronous: bool) -> TypeError:
+    """Return what is wrong with what a function returned in the place of an engine.
+
+    Args:
+        what: who needs one.
+        returned: what came.
+        twin: what takes the other kind.
+        asynchronous: whether an AsyncEngine is needed.
+    """
+    wanted = "an AsyncEngine" if asynchronous else "a sync Engine"
+    if hasattr(returned, "dialect"):
+        return TypeError(f"{what} needs {wanted}, not {type(returned).__name__}: use {twin}")
+    return TypeError(
+        f"the function that {what} was given for an engine must return {wanted}, not {type(returned).__name__}"
+    )
+
+
 class Hold(AbstractContextManager[None, None]):
     """Acquire on entering, and do nothing on leaving."""
 

@@ -14,6 +14,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 
 import pgfence
 from pgfence.advisory import _named as named
@@ -444,6 +446,23 @@ async def test_an_engine_may_be_found_when_it_is_needed(
     async with world.enter(one.hold()):
         assert not is_free(admin, name)
     assert len(made) == 1
+
+
+async def test_a_function_that_returns_no_engine_is_told_of(world: World, name: str) -> None:
+    """One of the other half is sent to the twin; what is no engine at all is named."""
+    kind = world.pick(pgfence.Lease, pgfence.AsyncLease)
+    makers = (lambda engine: lock(world, engine, name), lambda engine: kind(engine, name, ttl=10))
+    for make in makers:
+        for returned, message in (
+            (
+                world.pick(create_async_engine, create_engine)(f"postgresql+psycopg://{world.dsn.split('://', 1)[1]}"),
+                r"Engine: use .*(AdvisoryLock|twin)",
+            ),
+            (None, "must return .* not NoneType"),
+            (object(), "must return .* not object"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                await world.call(make(lambda returned=returned: returned).acquire)
 
 
 async def test_a_dropped_handle_warns_and_frees_the_lock(

@@ -19,6 +19,7 @@ from pgfence.errors import (
     FenceRequiredError,
     SchemaError,
     StaleFencingTokenError,
+    StandbyError,
     TransactionStateError,
 )
 from pgfence.fence import fence, fenced
@@ -336,6 +337,14 @@ async def test_without_the_tables_the_command_is_named(world: World, name: str) 
         with pytest.raises(SchemaError) as caught:
             await world.call(fence, work, name, 1)
     assert caught.value.command == "pgfence install --schema nowhere"
+
+
+async def test_in_a_read_only_transaction_the_primary_is_named(world: World, name: str) -> None:
+    """No raw error of the driver: a gate is entered where rows are written."""
+    async with session(world, world.engine()) as work:
+        await run(world, work, "SET TRANSACTION READ ONLY")
+        with pytest.raises(StandbyError, match="read-only transaction: .* Begin on the primary"):
+            await world.call(fence, work, name, 1, after_reads=True)
 
 
 # ---------------------------------------------------------------- begin

@@ -68,4 +68,4 @@ def meaning(error: BaseException, place: Place) -> PgfenceError | None:
     """Return what an error of this statement means; None if nothing of ours."""
     if sqlstate(error) == READ_ONLY:
         return StandbyError("this server takes no writes (a standby, or read-only): purge on the primary")
-    return translated(error, place, NEEDED)
+    return translated(error, place, NEEDED, "SELECT, UPDATE, DELETE")

@@ -126,7 +126,7 @@ def _statements(name: str, since: int, place: Place) -> list[str]:
 
 
 def translated(
-    error: BaseException, place: Place, needed: int = 1
+    error: BaseException, place: Place, needed: int = 1, key_rights: str = "SELECT, INSERT, UPDATE"
 ) -> SchemaError | StaleFencingTokenError | FenceRequiredError | LockTimeoutError | None:
     """Return what the server meant by an error about our tables, functions or gates; None when it is none of those."""
     state = sqlstate(error)
@@ -140,7 +140,7 @@ def translated(
         )
     if state == "42501":
         evict = place.prefix + "audit" in primary(error)
-        rights = grants(place, "<role>", evict=evict) if needed == 1 else key_grants(place, "<role>")
+        rights = grants(place, "<role>", evict=evict) if needed == 1 else key_grants(place, "<role>", key_rights)
         command = "; ".join(rights)
         return SchemaError(
             f"this role may not use pgfence's tables: {primary(error)}. As their owner: {command}",
@@ -219,9 +219,9 @@ def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:
     return asked
 
 
-def key_grants(place: Place, role: str) -> list[str]:
-    """Return the rights that a role needs for idempotency keys; DELETE is for taking the expired ones away."""
-    asked = [f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place.name('idempotency_key')} TO {role}"]
+def key_grants(place: Place, role: str, rights: str) -> list[str]:
+    """Return the rights that a role needs for something it does with idempotency keys."""
+    asked = [f"GRANT {rights} ON {place.name('idempotency_key')} TO {role}"]
     asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")
     if place.schema is not None:
         asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")

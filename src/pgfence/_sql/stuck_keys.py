@@ -94,7 +94,7 @@ class Look:
 
     def meaning(self, error: BaseException) -> PgfenceError | None:
         """Return what an error of the statement means; None if nothing of ours."""
-        return translated(error, self.place, NEEDED)
+        return translated(error, self.place, NEEDED, "SELECT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Order:
                 command=command,
                 sqlstate=state,
             )
-        return translated(error, self.place, NEEDED)
+        return translated(error, self.place, NEEDED, "SELECT, UPDATE")
 
 
 def look(connection: Connection, wanted: Look) -> list[Row]:

@@ -12,7 +12,7 @@ from typing_extensions import deprecated
 from pgfence._runtime import aio
 from pgfence._runtime.process import PROCESS
 from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
-from pgfence.blocks import AsyncBlock
+from pgfence.blocks import AsyncBlock, no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import AsyncFencedHeld
 from pgfence.handles import AsyncHeld, given_back, lent
@@ -189,7 +189,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         if not hasattr(engine, "sync_engine"):
             engine = engine()
         if not hasattr(engine, "sync_engine"):
-            raise TypeError(f"AsyncAdvisoryLock needs an AsyncEngine, not {engine!r}: use AdvisoryLock")
+            raise no_engine("AsyncAdvisoryLock", engine, twin="AdvisoryLock", asynchronous=True)
         config = config_of(engine, pin=True)
         domain = aio.domain_of(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, domain.style)

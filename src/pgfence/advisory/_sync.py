@@ -11,7 +11,7 @@ from typing_extensions import deprecated
 from pgfence._runtime import sync
 from pgfence._runtime.process import PROCESS
 from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
-from pgfence.blocks import Block
+from pgfence.blocks import Block, no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import FencedHeld
 from pgfence.handles import Held, given_back, lent
@@ -202,7 +202,7 @@ class AdvisoryLock(Named, Verbs[H]):
         if not isinstance(engine, Engine):
             engine = engine()
         if not isinstance(engine, Engine) or engine.dialect.is_async:
-            raise TypeError(f"AdvisoryLock needs a sync Engine, not {engine!r}: use AsyncAdvisoryLock")
+            raise no_engine("AdvisoryLock", engine, twin="AsyncAdvisoryLock", asynchronous=False)
         config = config_of(engine, pin=True)
         domain = sync.domain_of(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, domain.style)

@@ -11,10 +11,11 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
-from pgfence._sql.storage import place_of, translated
+from pgfence._sql.sqlstate import READ_ONLY, sqlstate
+from pgfence._sql.storage import place_of, primary, translated
 from pgfence.blocks import AsyncBlock, Block, kinds
 from pgfence.config import config_of
-from pgfence.errors import StaleFencingTokenError, TransactionStateError
+from pgfence.errors import PgfenceError, StaleFencingTokenError, StandbyError, TransactionStateError
 from pgfence.keys import shown, stored
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session
 
     from pgfence._sql.gates import Gates
+    from pgfence._sql.storage import Place
 
 ASYNCIO = "sqlalchemy.ext.asyncio"
 ORM = "sqlalchemy.orm"
@@ -139,10 +141,18 @@ def _enter(connection: Connection, tokens: Mapping[str, int], *, fresh: bool, un
     try:
         gates.enter(connection, place, record, missing, wait)
     except DBAPIError as error:
-        if told := translated(error, place):
+        if told := _meaning(error, place):
             raise told from error
         raise
     record.first = record.first or first
+
+
+def _meaning(error: DBAPIError, place: Place) -> PgfenceError | None:
+    if sqlstate(error) == READ_ONLY:
+        return StandbyError(
+            f"{primary(error)}: a gate is entered where rows are written. Begin on the primary, not read-only"
+        )
+    return translated(error, place)
 
 
 def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str, token: int, data: str | None) -> None:
@@ -164,7 +174,7 @@ def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str,
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
     except DBAPIError as error:
-        if told := translated(error, place):
+        if told := _meaning(error, place):
             raise told from error
         raise
 

@@ -58,6 +58,7 @@ def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool =
             session's own `lock_timeout`. PostgreSQL has aborted this transaction: roll back.
         TransactionStateError: something was sent in this transaction already; or the connection is in autocommit.
         SchemaError: pgfence's tables are missing, or this role may not use them.
+        StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
         TypeError: `session` has no transaction of its own (an engine, a factory); a name is no str or a token no int.
         ValueError: a name is unusable, or a token below 1.
     """

@@ -11,6 +11,7 @@ from pgfence._runtime import aio
 from pgfence._runtime.claims import holder_of
 from pgfence._runtime.lease_aio import AsyncLeases, leases_of
 from pgfence._sql.storage import place_of
+from pgfence.blocks import no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import AsyncHeldLease
 from pgfence.lease._request import Leased, claim_of
@@ -161,5 +162,5 @@ def domain_of(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tupl
     found: Any = source
     engine = found if hasattr(found, "sync_engine") else found()
     if not hasattr(engine, "sync_engine"):
-        raise TypeError(f"{what} needs an AsyncEngine, not {engine!r}: use the sync twin")
+        raise no_engine(what, engine, twin="the sync twin", asynchronous=True)
     return leases_of(engine, config_of(engine, pin=True), kind), place_of(engine)

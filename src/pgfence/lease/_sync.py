@@ -12,6 +12,7 @@ from pgfence._runtime import sync
 from pgfence._runtime.claims import holder_of
 from pgfence._runtime.lease_sync import SyncLeases, leases_of
 from pgfence._sql.storage import place_of
+from pgfence.blocks import no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import HeldLease
 from pgfence.lease._request import Leased, claim_of
@@ -177,5 +178,5 @@ def domain_of(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[Lea
     """Return the leases, or the like, of an engine in this process, and where its tables are."""
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
-        raise TypeError(f"{what} needs a sync Engine, not {engine!r}: use the Async twin")
+        raise no_engine(what, engine, twin="the Async twin", asynchronous=False)
     return leases_of(engine, config_of(engine, pin=True), kind), place_of(engine)
