@@ -91,6 +91,8 @@ def stuck_keys(engine: Any, *, older_than: Seconds = 0, prefix: str = "") -> Any
     Promised: no lock is taken, and nothing that is stored under a key leaves the server: no result, no payload, of its steps
     only the names. The table is read from end to end, one row after the other.
 
+    `prefix` is about scopes: the same filter is `--scope` on the command line, where `--prefix` is that of the tables.
+
     Args:
         engine: an Engine, or an AsyncEngine: then await it. A standby will do.
         older_than: seconds since the key was claimed for the first time, at least.
@@ -124,6 +126,8 @@ def free_key(engine: Any, scope: str, key: str, *, reason: str, actor: str | Non
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit. The next caller
     is the next attempt, with the steps that are done so far. An attempt that is at work all the same is told at its next
     renewal or step: AttemptLostError; what it stores after this is refused.
+
+    The scope comes first, as in `pgfence keys free`; the two the other way round are a key that is unknown, and None.
 
     Not promised: that the attempt has stopped, or what it has done outside. Look there first: whoever comes next repeats the
     step that was not finished, under the same derived key.
