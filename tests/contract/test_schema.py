@@ -465,3 +465,13 @@ def test_the_script_makes_the_same_and_may_run_twice(dsn: str, place: Place, adm
         assert tables.installed(open_connection, place)
     engine.dispose()
     assert take(admin, place, "a") == (True, 1)
+
+
+def test_tables_in_the_users_metadata_can_be_made_where_its_tests_run() -> None:
+    """With SQLite in tests `metadata.create_all` goes through; nothing of pgfence works there, and nothing has to."""
+    metadata = MetaData()
+    schema.tables(metadata)
+    engine = create_engine("sqlite://")
+    metadata.create_all(engine)
+    assert set(looked_at(engine).get_table_names()) == set(metadata.tables)
+    engine.dispose()

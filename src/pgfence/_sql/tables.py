@@ -147,7 +147,7 @@ def _audit() -> tuple[Any, ...]:
 def _schema_version() -> tuple[Any, ...]:
     return (
         Column("version", Integer, primary_key=True, autoincrement=False),
-        _at("installed_at", nullable=False, server_default=text("pg_catalog.clock_timestamp()")),
+        _at("installed_at", nullable=False, server_default=text("CURRENT_TIMESTAMP")),
     )
 
 
