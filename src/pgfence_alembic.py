@@ -99,7 +99,8 @@ class Directives:
     ) -> None:
         """Let a table refuse every write of a transaction that has not entered the gate of its resource.
 
-        As `pgfence.schema.add_fence`, with what `configure` says written out. A fence of another resource is replaced.
+        As `pgfence.schema.add_fence`, with what `configure` says written out. A fence of another resource is replaced. The
+        fence that a partition had by itself becomes one with that of its parent, and goes with it.
 
         Args:
             operations: `op` itself.
@@ -111,8 +112,8 @@ class Directives:
             prefix: of their names.
 
         Raises:
-            ValueError: there is no such table or column, the resource cannot be used, or the table has a trigger of
-                somebody else's with the fence's name.
+            ValueError: there is no such table or column, the resource cannot be used, a table of partitions and one of
+                these would have different ones, or the table has a trigger of somebody else's with the fence's name.
             SchemaError: pgfence's functions are missing, or this role may not make a trigger.
         """
         made = _operations().AddFence(
@@ -130,7 +131,7 @@ class Directives:
         pgfence_schema: str | None = None,
         prefix: str = "pgfence_",
     ) -> None:
-        """Take the fence off a table; none there is no error.
+        """Take the fence off a table; none there is no error, and a partition keeps the one of its parent.
 
         Args:
             operations: `op` itself.

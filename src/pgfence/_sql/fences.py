@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 COMMENT = "pgfence:fence:v1"
+
+_log = logging.getLogger("pgfence.migrations")
 
 _KINDS = "'text', 'character varying', 'smallint', 'integer', 'bigint', 'uuid', 'date'"
 """Types whose values have one spelling, the same here and in the server; enums are added to them."""
@@ -74,47 +77,96 @@ class _Trigger:
 
     def creation(self) -> str:
         args = ", ".join(map(literal, self.args))
-        return f"CREATE TRIGGER {quoted(self.name)} {self.when} EXECUTE FUNCTION {self.function}({args})"
+        # A partition may have had one of its own, which becomes a copy of this one.
+        replacing = "OR REPLACE " if self.bits & 1 else ""
+        return f"CREATE {replacing}TRIGGER {quoted(self.name)} {self.when} EXECUTE FUNCTION {self.function}({args})"
 
     def is_there(self) -> str:
-        args = b"".join(arg.encode() + b"\0" for arg in self.args).hex()
         return (
             "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger AS t"
             f" WHERE t.tgrelid = pg_catalog.to_regclass({literal(self.table)}) AND t.tgtype = {self.bits}"
             f" AND t.tgname = {literal(self.name)}"
             f" AND t.tgfoid = pg_catalog.to_regproc({literal(self.function)}) AND t.tgenabled IN ('O', 'A')"
-            f" AND pg_catalog.encode(t.tgargs, 'hex') = '{args}')"
+            f" AND {_same(self.args)})"
         )
+
+
+def _same(args: tuple[str, ...]) -> str:
+    """Return the condition for a trigger with these arguments."""
+    written = b"".join(arg.encode() + b"\0" for arg in args).hex()
+    return f"pg_catalog.encode(t.tgargs, 'hex') = '{written}'"
 
 
 def add(connection: Connection, place: Place, target: Target, parts: tuple[str, ...]) -> None:
     """Put the triggers on a table, unless the same ones are there.
 
     Raises:
-        ValueError: there is no such table, or it has no such column that could name a resource.
+        ValueError: there is no such table, or it has no such column that could name a resource; or a table of partitions
+            and one of these have different ones.
     """
     by_row = _is_among_others(connection, target) or len(parts) > 1
     _expect_columns(connection, target, parts[1::2])
     found = triggers(place, target, _tree(connection, target), parts, by_row=by_row)
-    if all(plainly(connection, trigger.is_there()).scalar_one() for trigger in found):
+    missing = [trigger for trigger in found if not plainly(connection, trigger.is_there()).scalar_one()]
+    if not missing:
         return
-    drop(connection, place, target)
+    if (other := plainly(connection, contradicting(place, target, parts)).scalar()) is not None:
+        raise ValueError(
+            f"the fence of {target} and that of {other} would be one, since one of them is a partition of the other: give"
+            " both the same resource, or drop_fence the one that is there"
+        )
+    if _is_copied(connection, place, target):
+        # The fence itself is there, as its parent's; a partition that came later lacks the rest.
+        fence = quoted(place.prefix + "fence")
+        plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {fence}")
+        found = [trigger for trigger in missing if quoted(trigger.name) != fence]
+        for trigger in found:
+            plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(trigger.name)} ON {trigger.table}")
+    else:
+        drop(connection, place, target)
     for trigger in found:
         plainly(connection, trigger.creation())
         plainly(connection, f"COMMENT ON TRIGGER {quoted(trigger.name)} ON {trigger.table} IS {literal(COMMENT)}")
 
 
 def drop(connection: Connection, place: Place, target: Target) -> None:
-    """Take the triggers off a table; those that are not there are no error.
+    """Take the triggers off a table; those that are not there are no error, and a partition keeps those of its parent.
 
     Raises:
         ValueError: there is no such table, or a trigger there has our name and is somebody else's.
     """
     _is_among_others(connection, target)
     _expect_own(connection, place, target)
+    if _is_copied(connection, place, target):
+        _log.warning("%s keeps its fence, which is that of the table whose partition it is", target)
+        return
     plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted}")
     for table in _tree(connection, target):
         plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON {table}")
+
+
+def copied(place: Place, target: Target) -> str:
+    """Return the query for a fence that a partition has from its parent."""
+    return (
+        f"SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgname = {literal(place.prefix + 'fence')}"
+        f" AND t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)}) AND t.tgparentid <> 0"
+    )
+
+
+def contradicting(place: Place, target: Target, parts: tuple[str, ...]) -> str:
+    """Return the query for another fence that a table's parent, or a partition of it, has by itself."""
+    table = f"pg_catalog.to_regclass({literal(target.quoted)})"
+    return (
+        "SELECT t.tgrelid::pg_catalog.regclass::text FROM pg_catalog.pg_trigger AS t"
+        f" WHERE t.tgname = {literal(place.prefix + 'fence')} AND t.tgparentid = 0 AND NOT {_same(parts)}"
+        f" AND t.tgrelid <> {table} AND (t.tgrelid IN (SELECT relid FROM pg_catalog.pg_partition_tree({table}))"
+        f" OR (t.tgrelid IN (SELECT relid FROM pg_catalog.pg_partition_ancestors({table}))"
+        f" AND EXISTS ({copied(place, target)}))) ORDER BY 1 LIMIT 1"
+    )
+
+
+def _is_copied(connection: Connection, place: Place, target: Target) -> bool:
+    return bool(plainly(connection, f"SELECT EXISTS ({copied(place, target)})").scalar_one())
 
 
 def fenced(connection: Connection, place: Place) -> list[str]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgfence._sql import tables, versions
-from pgfence._sql.fences import COMMENT, Target, foreign, kind_query, triggers
+from pgfence._sql.fences import COMMENT, Target, contradicting, copied, foreign, kind_query, triggers
 from pgfence._sql.storage import Place, block, quoted
 from pgfence._sql.tables import literal, plainly
 
@@ -29,22 +29,34 @@ class Standing(NamedTuple):
     schema: str
     table: str
     parts: tuple[str, ...]
+    holds: bool
+    copied: bool
+
+
+_OWN = "t.tgenabled IN ('O', 'A') AS holds, t.tgparentid <> 0 AS copied"
+"""Whether a trigger is switched on, and whether a partition has it from its parent."""
 
 
 def standing(connection: Connection, place: Place) -> list[Standing]:
-    """Return the fences of one installation, in the order of their tables. Copies on partitions are not told of."""
+    """Return the fences of one installation, in the order of their tables.
+
+    One for every statement does not hold where the rows can be written by the name of a parent.
+    """
     names = ", ".join(literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1"))
     found = plainly(
         connection,
-        "SELECT n.nspname, c.relname, pg_catalog.encode(t.tgargs, 'hex') AS args FROM pg_catalog.pg_trigger AS t"
+        "SELECT n.nspname, c.relname, pg_catalog.encode(t.tgargs, 'hex') AS args, t.tgtype & 1 = 1 OR NOT (c.relispartition"
+        f" OR EXISTS (SELECT FROM pg_catalog.pg_inherits AS i WHERE i.inhrelid = c.oid)) AS covers, {_OWN}"
+        " FROM pg_catalog.pg_trigger AS t"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
         f" WHERE t.tgfoid IN (SELECT pg_catalog.to_regproc(f.name) FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name))"
-        f" AND t.tgname = {literal(place.prefix + 'fence')} AND t.tgparentid = 0 ORDER BY 1, 2",
+        f" AND t.tgname = {literal(place.prefix + 'fence')} ORDER BY 1, 2",
     )
-    return [
-        Standing(row.nspname, row.relname, tuple(arg.decode() for arg in bytes.fromhex(row.args).split(b"\0")[:-1]))
-        for row in found
-    ]
+    return [Standing(row.nspname, row.relname, _parts(row.args), row.covers and row.holds, row.copied) for row in found]
+
+
+def _parts(args: str) -> tuple[str, ...]:
+    return tuple(arg.decode() for arg in bytes.fromhex(args).split(b"\0")[:-1])
 
 
 class Counting(NamedTuple):
@@ -53,21 +65,27 @@ class Counting(NamedTuple):
     schema: str
     table: str
     column: str
+    holds: bool
+    copied: bool
 
 
 def counting(connection: Connection, place: Place) -> list[Counting]:
     """Return the version triggers of one installation, in the order of their tables."""
     found = plainly(
         connection,
-        "SELECT n.nspname, c.relname, p.prosrc FROM pg_catalog.pg_trigger AS t"
+        f"SELECT n.nspname, c.relname, p.prosrc, {_OWN} FROM pg_catalog.pg_trigger AS t"
         " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS f ON f.oid = p.pronamespace"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE t.tgname = {literal(versions.trigger_name(place))} AND t.tgparentid = 0"
+        f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
         f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')})"
         f" AND f.nspname = {literal(place.schema or '')} ORDER BY 1, 2",
     )
     columns = ((row, _COLUMN.search(row.prosrc)) for row in found)
-    return [Counting(row.nspname, row.relname, name[1].replace('""', '"')) for row, name in columns if name]
+    return [
+        Counting(row.nspname, row.relname, name[1].replace('""', '"'), row.holds, row.copied)
+        for row, name in columns
+        if name
+    ]
 
 
 def version(connection: Connection, place: Place) -> int:
@@ -159,7 +177,10 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
     whole_comment = f"COMMENT ON TRIGGER {quoted(place.prefix + 'fence')} ON {target.quoted} IS {comment};"
     return block(
         "DECLARE\n    part text;\n"
-        f"BEGIN\n{_refusing(foreign(place, target), target)}{columns}{_removal(place, target)}"
+        f"BEGIN\n{_refusing(foreign(place, target), target)}{columns}"
+        f"    IF EXISTS ({contradicting(place, target, parts)}) THEN\n"
+        f"        RAISE EXCEPTION '% and a partition or its parent have different fences', {literal(str(target))};\n"
+        f"    END IF;\n{_unless_copied(place, target)}{_removal(place, target)}"
         f"    IF {'' if one else 'true OR '}(SELECT {kinds} AS i WHERE i.inhrelid = c.oid)"
         f" FROM pg_catalog.pg_class AS c WHERE c.oid = {literal(target.quoted)}::pg_catalog.regclass) THEN\n"
         f"        {first.creation()};\n"
@@ -177,8 +198,13 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
 def removing(place: Place, target: Target) -> str:
     """Return a statement that does what `fences.drop` does, likewise."""
     return block(
-        f"DECLARE\n    part text;\nBEGIN\n{_refusing(foreign(place, target), target)}{_removal(place, target)}END"
+        f"DECLARE\n    part text;\nBEGIN\n{_refusing(foreign(place, target), target)}{_unless_copied(place, target)}"
+        f"{_removal(place, target)}END"
     )
+
+
+def _unless_copied(place: Place, target: Target) -> str:
+    return f"    IF EXISTS ({copied(place, target)}) THEN\n        RETURN;\n    END IF;\n"
 
 
 def _removal(place: Place, target: Target) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from pgfence._sql.storage import Place, quoted
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pgfence._sql.fences import Target
 
 COMMENT = "pgfence:version:v1"
+
+_log = logging.getLogger("pgfence.migrations")
 
 _LOCK = LockKey.of("version trigger", namespace="pgfence")
 _LONGEST = 63
@@ -74,14 +77,20 @@ def add(connection: Connection, place: Place, target: Target, column: str) -> No
 
     Raises:
         ValueError: there is no such table or column, the column holds no integers, or a trigger there has our name and is
-            somebody else's.
+            somebody else's, or a partition's parent counts in another column.
         SchemaError: the column takes NULL.
     """
     # Two that replace one function at the same time end in an error.
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _expect_column(connection, target, column)
     found = _found(connection, place, target)
-    if found is not None and found.function == function_name(place, column) and found.enabled in {"O", "A"}:
+    same = found is not None and found.function == function_name(place, column)
+    if same and found.enabled in {"O", "A"}:
+        return
+    if found is not None and found.copied:
+        if not same:
+            raise ValueError(f"{target} is a partition of a table that counts in another column than {column!r}")
+        plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quoted(trigger_name(place))}")
         return
     plainly(connection, removal(place, target.quoted))
     function, *trigger = creation(place, target.quoted, column)
@@ -101,13 +110,16 @@ def _is_made(connection: Connection, place: Place, column: str) -> bool:
 
 
 def drop(connection: Connection, place: Place, target: Target) -> None:
-    """Take the trigger off a table; none there is no error.
+    """Take the trigger off a table; none there is no error, and a partition keeps that of its parent.
 
     Raises:
         ValueError: there is no such table, or a trigger there has our name and is somebody else's.
     """
     _expect_table(connection, target)
-    _found(connection, place, target)
+    found = _found(connection, place, target)
+    if found is not None and found.copied:
+        _log.warning("%s goes on counting, for the table whose partition it is", target)
+        return
     plainly(connection, removal(place, target.quoted))
 
 
@@ -115,7 +127,7 @@ def _found(connection: Connection, place: Place, target: Target) -> Any:
     """Return the function of the trigger that has our name, quoted, and whether it is switched on; None if there is none."""
     found = plainly(
         connection,
-        "SELECT t.tgenabled::text AS enabled, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"
+        "SELECT t.tgenabled::text AS enabled, t.tgparentid <> 0 AS copied, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"
         " || pg_catalog.replace(p.proname, '\"', '\"\"') || '\"' AS function"
         " FROM pg_catalog.pg_trigger AS t JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace"

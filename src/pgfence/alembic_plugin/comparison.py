@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from alembic.operations.ops import CreateTableOp, DropTableOp, ModifyTableOps
 from alembic.util import PriorityDispatchResult
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     Guards: TypeAlias = dict[tuple[str, Key], Guard]
 
 
+class _Found(NamedTuple):
+    """A guard that a table has: whether it keeps anybody out, and whether a partition has it from its parent."""
+
+    guard: Guard
+    holds: bool
+    copied: bool
+
+
 def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     """Add what is missing and drop what nobody asks for; our own tables are neither made nor dropped one by one.
 
@@ -39,7 +47,9 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     home = _home(_place(context, place_of(connection)), own)
     wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
     standing = {
-        _named(context, guard): guard for guard in _standing(connection, home) if _concerns(context, guard, ops)
+        _named(context, found.guard): found
+        for found in _standing(connection, home)
+        if _concerns(context, found.guard, ops)
     }
     everywhere = own | {home} | {_place(context, place) for place in migrating.installations(connection)}
     _without_ours(context, ops, everywhere)
@@ -48,11 +58,11 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
         if needed and (making := _making(connection, place, whole=place in own)) is not None:
             # In front of tables that may refer to ours.
             ops.ops.insert(0, making)
-    for name, guard in sorted(standing.items(), key=str):
-        if name not in wanted or wanted[name].definition != guard.definition:
-            ops.ops.insert(0, guard.reverse())
+    for name, found in sorted(standing.items(), key=str):
+        if not found.copied and (name not in wanted or wanted[name].definition != found.guard.definition):
+            ops.ops.insert(0, found.guard.reverse())
     for name, guard in sorted(wanted.items(), key=str):
-        if name not in standing or standing[name].definition != guard.definition:
+        if name not in standing or not standing[name].holds or standing[name].guard.definition != guard.definition:
             ops.ops.append(guard)
     return PriorityDispatchResult.CONTINUE
 
@@ -96,26 +106,17 @@ def _wanted(context: AutogenContext, connection: Connection, home: Place) -> Ite
             )
 
 
-def _standing(connection: Connection, home: Place) -> Iterator[Guard]:
+def _standing(connection: Connection, home: Place) -> Iterator[_Found]:
     settled = tables.settled(connection, home)
+    where: dict[str, Any] = {"pgfence_schema": home.schema, "prefix": home.prefix}
     for fence in migrating.standing(connection, settled):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
-        yield AddFence(
-            fence.table,
-            resource=resource_from((rest, *fence.parts[1:]) if separator else fence.parts),
-            namespace=namespace,
-            schema=fence.schema,
-            pgfence_schema=home.schema,
-            prefix=home.prefix,
-        )
+        resource = resource_from((rest, *fence.parts[1:]) if separator else fence.parts)
+        added = AddFence(fence.table, resource=resource, namespace=namespace, schema=fence.schema, **where)
+        yield _Found(added, fence.holds, fence.copied)
     for trigger in migrating.counting(connection, settled):
-        yield AddVersionTrigger(
-            trigger.table,
-            column=trigger.column,
-            schema=trigger.schema,
-            pgfence_schema=home.schema,
-            prefix=home.prefix,
-        )
+        counting = AddVersionTrigger(trigger.table, column=trigger.column, schema=trigger.schema, **where)
+        yield _Found(counting, trigger.holds, trigger.copied)
 
 
 def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
