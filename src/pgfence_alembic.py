@@ -39,7 +39,8 @@ class Directives:
 
         Args:
             operations: `op` itself.
-            schema: made if it is missing; None takes the first of the search path.
+            schema: made if it is missing; None takes the one where the search path finds an installation, which is then
+                left as it is, and otherwise the first one of the search path.
             prefix: of the names of tables and functions.
             version: of tables and functions, so that the migration does the same with a later release; None: the newest.
 
@@ -56,11 +57,12 @@ class Directives:
 
         Args:
             operations: `op` itself.
-            schema: where they are.
+            schema: where they are; None takes the first one of the search path.
             prefix: of their names.
 
         Raises:
-            SchemaError: a table is still fenced, a lease or a key is held, or this role does not own them.
+            SchemaError: a table is still fenced, a lease or a key is held, this role does not own them, or without a schema
+                the search path finds them in another than its first one.
         """
         operations.invoke(_operations().DropPgfence(schema, prefix))
 
@@ -81,7 +83,7 @@ class Directives:
 
         Raises:
             ValueError: this release does not know one of the versions.
-            SchemaError: what would be dropped is in use: an attempt is at work under a key.
+            SchemaError: there are none, or what would be dropped is in use: an attempt is at work under a key.
         """
         operations.invoke(_operations().UpgradePgfence(from_, to, schema, prefix))
 

@@ -111,6 +111,33 @@ def installations(connection: Connection) -> set[Place]:
     return {Place(row.nspname, row.proname.removesuffix("enter_gate_v1")) for row in found}
 
 
+def is_first(connection: Connection, place: Place) -> bool:
+    """Return whether a place is where the search path makes something."""
+    query = f"SELECT pg_catalog.current_schema() IS NOT DISTINCT FROM {literal(place.schema or '')}"
+    return bool(plainly(connection, query).scalar_one())
+
+
+def expecting_first(place: Place) -> str:
+    """Return a statement that fails where the search path finds an installation, and not in its first schema."""
+    return block(
+        "DECLARE\n    found text;\nBEGIN\n    SELECT n.nspname INTO found FROM pg_catalog.pg_class AS c"
+        " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = pg_catalog.to_regclass({literal(place.name('schema_version'))})"
+        " AND n.nspname IS DISTINCT FROM pg_catalog.current_schema();\n    IF found IS NOT NULL THEN\n"
+        "        RAISE EXCEPTION 'the tables found are in %, not in the first schema of the search path: say which', found;\n"
+        "    END IF;\nEND"
+    )
+
+
+def expecting_installed(place: Place) -> str:
+    """Return a statement that fails where there is no installation."""
+    return block(
+        f"BEGIN\n    IF pg_catalog.to_regproc({literal(place.name('enter_gate_v1'))}) IS NULL THEN\n"
+        f"        RAISE EXCEPTION 'pgfence is not installed here, as %', {literal(place.name('schema_version'))};\n"
+        "    END IF;\nEND"
+    )
+
+
 _USE = {
     "idempotency_key": ("the key", "key", "locked_until > pg_catalog.clock_timestamp()"),
     "lease": ("the lease", "name", "released_at IS NULL AND expires_at > pg_catalog.clock_timestamp()"),

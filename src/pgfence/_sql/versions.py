@@ -84,8 +84,8 @@ def add(connection: Connection, place: Place, target: Target, column: str) -> No
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _expect_column(connection, target, column)
     found = _found(connection, place, target)
-    same = found is not None and found.function == function_name(place, column)
-    if same and found.enabled in {"O", "A"}:
+    same: bool = found is not None and found.function == function_name(place, column)
+    if found is not None and same and found.enabled in {"O", "A"}:
         return
     if found is not None and found.copied:
         if not same:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from alembic.operations import Operations
@@ -12,7 +13,7 @@ from alembic.operations.ops import DropIndexOp
 from pgfence import altering
 from pgfence._sql import fences, migrating, versions
 from pgfence._sql import tables as texts
-from pgfence._sql.storage import VERSION, Place
+from pgfence._sql.storage import VERSION, Place, translated_schema
 from pgfence.alembic_plugin import indexes
 from pgfence.alembic_plugin.operations import (
     AddFence,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from pgfence._sql.fences import Target
+
 _log = logging.getLogger("pgfence.migrations")
 
 
@@ -44,22 +47,43 @@ def _perform(
     elif context.as_sql:
         indexes.write(operations, script)
     else:
-        altering.perform_on(operations.get_bind(), place, work)
+        connection = operations.get_bind()
+        altering.perform_on(connection, Place(translated_schema(connection, place.schema), place.prefix), work)
+
+
+def _here(connection: Connection, target: Target) -> Target:
+    """Return a table where the connection's `schema_translate_map` leads to, as Alembic's own operations do."""
+    return replace(target, schema=translated_schema(connection, target.schema))
 
 
 @Operations.implementation_for(CreatePgfence)
 def _create(operations: Operations, operation: CreatePgfence) -> None:
-    _raise(operations, operation.place, operation.version)
+    place, version = operation.place, operation.version
+    _perform(
+        operations,
+        place,
+        lambda connection, settled: texts.create(connection, settled, version),
+        texts.creation(place, version),
+    )
 
 
 @Operations.implementation_for(DropPgfence)
 def _drop(operations: Operations, operation: DropPgfence) -> None:
-    def work(connection: Connection, place: Place) -> None:
-        _refuse_while_used(migrating.used(connection, place))
-        altering.drop_unless_fenced(connection, place)
-
     place = operation.place
-    _perform(operations, place, work, [migrating.expecting_unused(place), *texts.removal(place)])
+
+    def work(connection: Connection, settled: Place) -> None:
+        if translated_schema(connection, place.schema) is None and not migrating.is_first(connection, settled):
+            raise SchemaError(
+                f"the search path finds pgfence's tables in {settled.schema!r}, which is not its first schema: others may"
+                f" work with them, so they are dropped only by name, op.drop_pgfence(schema={settled.schema!r})",
+                needed=VERSION,
+                command=f"op.drop_pgfence(schema={settled.schema!r})",
+            )
+        _refuse_while_used(migrating.used(connection, settled))
+        altering.drop_unless_fenced(connection, settled)
+
+    script = [migrating.expecting_unused(place), *texts.removal(place)]
+    _perform(operations, place, work, script if place.schema else [migrating.expecting_first(place), *script])
 
 
 def _refuse_while_used(used: Sequence[str]) -> None:
@@ -77,15 +101,20 @@ def _refuse_while_used(used: Sequence[str]) -> None:
 def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
     if operation.to < operation.from_:
         _lower(operations, operation.place, operation.to)
-    else:
-        _raise(operations, operation.place, operation.to)
+        return
 
-
-def _raise(operations: Operations, place: Place, version: int) -> None:
     def work(connection: Connection, settled: Place) -> None:
-        texts.create(connection, settled, version)
+        if migrating.version(connection, settled) == 0:
+            raise SchemaError(
+                f"there are no tables of pgfence in {settled.schema!r} to bring to another version: op.create_pgfence()"
+                " makes them",
+                needed=operation.to,
+                command="op.create_pgfence()",
+            )
+        texts.create(connection, settled, operation.to)
 
-    _perform(operations, place, work, texts.creation(place, version))
+    place = operation.place
+    _perform(operations, place, work, [migrating.expecting_installed(place), *texts.creation(place, operation.to)])
 
 
 def _lower(operations: Operations, place: Place, version: int) -> None:
@@ -102,7 +131,7 @@ def _add_fence(operations: Operations, operation: AddFence) -> None:
     _perform(
         operations,
         operation.place,
-        lambda connection, place: fences.add(connection, place, target, parts),
+        lambda connection, place: fences.add(connection, place, _here(connection, target), parts),
         [migrating.adding(operation.place, target, parts)],
     )
 
@@ -113,7 +142,7 @@ def _drop_fence(operations: Operations, operation: DropFence) -> None:
     _perform(
         operations,
         operation.place,
-        lambda connection, place: fences.drop(connection, place, target),
+        lambda connection, place: fences.drop(connection, place, _here(connection, target)),
         [migrating.removing(operation.place, target)],
     )
 
@@ -124,7 +153,7 @@ def _add_version_trigger(operations: Operations, operation: AddVersionTrigger) -
     _perform(
         operations,
         operation.place,
-        lambda connection, place: versions.add(connection, place, target, column),
+        lambda connection, place: versions.add(connection, place, _here(connection, target), column),
         migrating.adding_version(operation.place, target, column),
     )
 
@@ -135,7 +164,7 @@ def _drop_version_trigger(operations: Operations, operation: DropVersionTrigger)
     _perform(
         operations,
         operation.place,
-        lambda connection, place: versions.drop(connection, place, target),
+        lambda connection, place: versions.drop(connection, place, _here(connection, target)),
         migrating.removing_version(operation.place, target),
     )
 
