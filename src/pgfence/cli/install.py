@@ -34,7 +34,7 @@ def install(
     sql: Annotated[bool, typer.Option("--sql", help="Print the script for psql and ask no server.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
 ) -> None:
-    """Make the tables that leases, fences and once-only jobs need. Locks need none. A second time changes nothing.
+    """Make the tables that leases, fences, slots and idempotency keys need. Locks need none. A second time changes nothing.
 
     The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
     """
