@@ -3,7 +3,7 @@
 The database is that of MIGRATION_URL, or sqlalchemy.url of the ini file; it must be reached without a pooler in
 transaction mode. Exit code 75: somebody else has been migrating for longer than LOCK_WAIT.
 """
-# ruff: noqa: ANN001, ANN202, D103, I002, T201
+# ruff: noqa: D103, I002, T201
 
 import os
 import sys
@@ -40,7 +40,18 @@ def url() -> str:
     return os.environ.get("MIGRATION_URL") or config.get_main_option("sqlalchemy.url") or ""
 
 
+def limit_waits(connection: Connection) -> None:
+    # For one transaction at a time: a session behind a pooler is somebody else's afterwards. autocommit_block() has none, and
+    # is not reached behind a pooler.
+    if connection.dialect.name == "postgresql":
+        autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+        cursor = connection.connection.cursor()
+        cursor.execute(f"SET {'SESSION' if autocommit else 'LOCAL'} lock_timeout = '{DDL_WAIT}'")
+        cursor.close()
+
+
 def migrate(connection: Connection) -> None:
+    event.listen(connection, "begin", limit_waits)
     with migration_lock(connection, timeout=LOCK_WAIT):
         context.configure(connection=connection, **OPTIONS)
         with context.begin_transaction():
@@ -53,14 +64,6 @@ def waited_in_vain(error: OperationalError) -> bool:
 
 def online() -> None:
     engine = create_engine(url(), poolclass=pool.NullPool)
-
-    @event.listens_for(engine, "connect")
-    def set_lock_timeout(dbapi_connection, _record):
-        if engine.dialect.name == "postgresql":
-            with dbapi_connection.cursor() as cursor:
-                cursor.execute(f"SET lock_timeout = '{DDL_WAIT}'")
-            dbapi_connection.commit()
-
     for attempt in range(1, DDL_ATTEMPTS + 1):
         try:
             with engine.connect() as connection:

@@ -177,6 +177,19 @@ async def test_a_transaction_on_entering_is_refused(world: World, key: LockKey) 
     await on(world, work)
 
 
+async def test_what_it_returns_is_entered_once(world: World, key: LockKey) -> None:
+    """One after the other and one in the other, it says so, and the first block goes on."""
+
+    def work(connection: Connection) -> None:
+        lock = migration_lock(connection, key=key)
+        with lock, pytest.raises(TransactionStateError, match="entered before"):
+            lock.__enter__()
+        with pytest.raises(TransactionStateError, match="entered before"):
+            lock.__enter__()
+
+    await on(world, work)
+
+
 async def test_a_write_that_nobody_committed_is_told_and_a_read_is_not(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
@@ -235,6 +248,36 @@ async def test_no_statement_goes_to_another_session_after_the_first_has_ended(
                 connection.execute(text("SELECT 1"))
 
     await on(world, work)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_session_that_ends_in_the_block_loses_the_lock_and_an_own_error_stays(
+    world: World, admin: psycopg.Connection[Any], key: LockKey
+) -> None:
+    """What the driver says of it, from SQLAlchemy or from a listener's own cursor, is the cause; another error says more."""
+
+    def ask(connection: Connection) -> None:
+        cursor = connection.connection.cursor()
+        cursor.execute("SET LOCAL lock_timeout = 1000")
+        cursor.close()
+
+    def lost(connection: Connection, listener: Callable[[Connection], None]) -> None:
+        pid = pid_of(connection)
+        with pytest.raises(LockLostError, match="has ended") as caught, migration_lock(connection, key=key):
+            event.listen(connection, "begin", listener)
+            admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+            connection.execute(text("SELECT 1"))
+        assert caught.value.__cause__ is not None
+
+    def failed(connection: Connection) -> None:
+        pid = pid_of(connection)
+        with pytest.raises(LookupError), migration_lock(connection, key=key):
+            admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid])
+            raise LookupError
+
+    await on(world, lambda connection: lost(connection, lambda _: None))
+    await on(world, lambda connection: lost(connection, ask))
+    await on(world, failed)
 
 
 async def test_a_waiter_holds_back_no_concurrent_index(

@@ -40,7 +40,7 @@ def test_it_differs_from_the_template_in_its_metadata_alone() -> None:
     ours = (OURS / "env.py").read_text(encoding="utf-8").splitlines()
     added = [line for line in difflib.ndiff(template, ours) if line.startswith("+ ")]
     assert added == [
-        "+ # ruff: noqa: ANN001, ANN202, D103, I002, T201",
+        "+ # ruff: noqa: D103, I002, T201",
         "+ from sqlalchemy import Connection, MetaData, create_engine, event, pool",
         "+ from pgfence import LockTimeoutError, schema",
         "+ target_metadata = MetaData()",

@@ -216,7 +216,7 @@ def test_a_database_at_head_is_not_locked(tmp_path: Path, own: str) -> None:
     ],
 )
 def test_a_fork_is_refused_before_anything_is_locked(tmp_path: Path, own: str, revision: str, told: str) -> None:
-    """C055: two heads, or one id twice, are told with their files, also while somebody has the lock; no table is made."""
+    """C055: two heads are told with their files, and one id twice, also while somebody has the lock; no table is made."""
     project = Project(tmp_path, "sync", "psycopg", own)
     versions = tmp_path / "migrations" / "versions"
     script = (versions / "003.py").read_text(encoding="utf-8")

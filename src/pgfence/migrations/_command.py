@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import column, select
 from sqlalchemy import table as as_table
+from sqlalchemy.schema import CreateTable
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -138,8 +139,14 @@ def at_head(connection: Connection) -> bool:
 
 def writes_version(statement: Any) -> bool:
     """Whether a statement records a revision."""
-    environment = _environment()
-    context = getattr(environment, "_migration_context", None)
-    if context is None or not getattr(statement, "is_dml", False):
-        return False
-    return (statement.table.name, statement.table.schema) == (context.version_table, context.version_table_schema)
+    return getattr(statement, "is_dml", False) and _is_version_table(statement.table)
+
+
+def makes_version_table(statement: Any) -> bool:
+    """Whether a statement makes the table for the revisions."""
+    return isinstance(statement, CreateTable) and _is_version_table(statement.element)
+
+
+def _is_version_table(table: Any) -> bool:
+    context = getattr(_environment(), "_migration_context", None)
+    return context is not None and (table.name, table.schema) == (context.version_table, context.version_table_schema)

@@ -65,8 +65,10 @@ def migration_lock(
 
     Raises:
         LockTimeoutError: somebody else migrates; it says who, and what they are doing.
-        LockLostError: in the block, before a revision is recorded: the session that held the lock is gone, or gave it away.
-        TransactionStateError: the connection is in a transaction, on entering or on leaving.
+        LockLostError: in the block, before a revision is recorded: the session that held the lock is gone, or gave it away;
+            and for an error of the driver's that ends the block, if the session is gone.
+        TransactionStateError: the connection is in a transaction, on entering or on leaving; or what is returned is entered
+            for the second time.
         alembic.util.CommandError: an upgrade to `head` where there are several, or two revisions with one id.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
@@ -83,7 +85,19 @@ def migration_lock(
     if unsupported not in ("skip", "raise"):
         raise ValueError(f"unsupported must be 'skip' or 'raise', not {unsupported!r}")
     limit = None if timeout is None else seconds(timeout)
-    return Block(_locked(connection, limit, key, unsupported))
+    return _Once(_locked(connection, limit, key, unsupported))
+
+
+class _Once(Block[None]):
+    """The block, which is entered once."""
+
+    _entered = False
+
+    def __enter__(self) -> None:
+        if self._entered:
+            raise TransactionStateError("this migration_lock() was entered before: call it again for another block")
+        self._entered = True
+        super().__enter__()
 
 
 @contextmanager
@@ -113,7 +127,7 @@ def _locked(connection: Connection, limit: float | None, key: LockKey | None, un
             yield
     except BaseException as error:
         _command.explain(error)
-        lock.abandon()
+        lock.abandon(error)
         raise
     lock.release()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import event
 
-from pgfence._runtime.opening import judge, strange_backend, through, unreachable
+from pgfence._runtime.opening import from_driver, judge, strange_backend, through, unreachable
 from pgfence._sql import activity, migration, server
 from pgfence._sql.advisory import LockSql
 from pgfence.config import config_of
@@ -47,6 +47,7 @@ class SessionLock:
         self._dbapi_connection: Any = connection.connection.dbapi_connection
         self._driver: Any = connection.connection.driver_connection
         self._facts: server.Facts
+        self._wrote = False
 
     def ask(self, question: Callable[[Connection], T]) -> T:
         """Ask the server in autocommit."""
@@ -160,21 +161,32 @@ class SessionLock:
     def watching(self, before_a_revision: Callable[[], None]) -> Iterator[None]:
         """Look at each statement of the block: does it go to the same session; and before a revision is recorded."""
 
+        def begin(_: Connection) -> None:
+            self._wrote = False
+
         def statement(_: Connection, clause: Any, *__: Any) -> None:
             if _command.writes_version(clause):
                 before_a_revision()
 
-        def cursor(*_: Any) -> None:
+        def cursor(_: Connection, __: Any, ___: str, ____: Any, context: Any, _____: bool) -> None:
             if not self._same():
                 raise self._lost()
+            clause = getattr(context.compiled, "statement", None)
+            if not (getattr(clause, "is_select", False) or _command.makes_version_table(clause)):
+                self._wrote = True
 
-        event.listen(self._connection, "before_execute", statement)
-        event.listen(self._connection, "before_cursor_execute", cursor)
+        listeners: dict[str, Callable[..., None]] = {
+            "begin": begin,
+            "before_execute": statement,
+            "before_cursor_execute": cursor,
+        }
+        for name, listener in listeners.items():
+            event.listen(self._connection, name, listener)
         try:
             yield
         finally:
-            event.remove(self._connection, "before_execute", statement)
-            event.remove(self._connection, "before_cursor_execute", cursor)
+            for name, listener in listeners.items():
+                event.remove(self._connection, name, listener)
 
     def expect_held(self) -> None:
         """Raise unless this session still has it. One round trip, in the caller's transaction."""
@@ -208,7 +220,7 @@ class SessionLock:
         try:
             if not self._same():
                 raise self._lost()
-            written = self._roll_back()
+            written = self._end_transaction()
             if not self.ask(self._unlock):
                 raise self._lost()
         except BaseException:
@@ -220,12 +232,16 @@ class SessionLock:
                 " migrations in `with context.begin_transaction():`, and commit what else is done in the block"
             )
 
-    def _roll_back(self) -> bool:
+    def _end_transaction(self) -> bool:
         """End the caller's transaction; say whether something is lost with it."""
-        connection = self._connection
+        connection, wrote = self._connection, self._wrote
         if not connection.in_transaction():
             return False
         written = not self._dbapi_connection.autocommit and migration.has_written(connection)
+        if written and not wrote:
+            # Alembic makes its version table in a transaction that is begun by looking for it, and commits it with a revision.
+            connection.commit()
+            return False
         connection.rollback()
         return written
 
@@ -234,16 +250,24 @@ class SessionLock:
         server.restore(own, self._facts)
         return held
 
-    def abandon(self) -> None:
-        """Give it back after a migration that failed, or close the connection. Why it failed says more than we could."""
+    def abandon(self, error: BaseException) -> None:
+        """Give it back after a migration that failed, or close the connection. Why it failed says more than we could.
+
+        Raises:
+            LockLostError: it failed because the session has ended.
+        """
+        gone = not self._same()
         try:
-            if self._same():
+            if not gone:
                 self._connection.rollback()
                 if self.ask(self._unlock):
                     return
         except Exception:
+            gone = True
             log.debug("the migration lock could not be given back: its session is closed", exc_info=True)
         self._close()
+        if gone and isinstance(error, Exception) and from_driver(error):
+            raise self._lost() from error
 
     def _close(self) -> None:
         """End the session, for the lock would stay on it."""

@@ -5,13 +5,14 @@ transaction mode. Exit code 75: somebody else has been migrating for longer than
 """
 
 import asyncio
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
 from logging.config import fileConfig
 
 from alembic import context
+from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, pool, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -37,6 +38,7 @@ OPTIONS = {
     "autogenerate_plugins": ["alembic.autogenerate.*", "pgfence"],
 }
 
+log = logging.getLogger("alembic.env")
 config = context.config
 if config.config_file_name is not None:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
@@ -46,29 +48,46 @@ def url() -> str:
     return os.environ.get("MIGRATION_URL") or config.get_main_option("sqlalchemy.url") or ""
 
 
-def tenants(connection: Connection) -> Iterable[str]:
+def tenants(connection: Connection) -> list[str]:
     """Return the schemas to migrate: those of `alembic -x tenants=a,b`, or all whose names begin with tenant_."""
-    asked = context.get_x_argument(as_dictionary=True).get("tenants")
-    if asked:
-        return asked.split(",")
-    found = text(r"SELECT nspname FROM pg_catalog.pg_namespace WHERE nspname LIKE 'tenant\_%' ORDER BY nspname")
-    schemas = connection.scalars(found).all()
+    schemas = connection.scalars(text("SELECT nspname FROM pg_catalog.pg_namespace ORDER BY nspname")).all()
     connection.rollback()
-    return schemas
+    options = context.get_x_argument(as_dictionary=True)
+    if others := options.keys() - {"tenants"}:
+        raise CommandError(f"-x {', '.join(others)}: this env.py knows -x tenants=a,b alone")
+    if "tenants" not in options:
+        found = [schema for schema in schemas if schema.startswith("tenant_")]
+        if not found:
+            log.warning("there is no tenant: no schema's name begins with tenant_")
+        return found
+    asked = options["tenants"].split(",")
+    if missing := [schema for schema in asked if schema not in schemas]:
+        raise CommandError(f"-x tenants: there is no schema {', '.join(map(repr, missing))}")
+    return asked
 
 
 def migrate(connection: Connection) -> None:
+    settings = {"lock_timeout": f"'{DDL_WAIT}'"}
+
+    @event.listens_for(connection, "begin")
+    def set_up(connection: Connection) -> None:
+        # For one transaction at a time: a session behind a pooler is somebody else's afterwards. autocommit_block() has none,
+        # and is not reached behind a pooler.
+        autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+        cursor = connection.connection.cursor()
+        for name, value in settings.items():
+            cursor.execute(f"SET {'SESSION' if autocommit else 'LOCAL'} {name} TO {value}")
+        cursor.close()
+
     with migration_lock(connection, timeout=LOCK_WAIT, key=KEY):
         for schema in tenants(connection):
-            quoted = connection.dialect.identifier_preparer.quote(schema)
-            # Every name without a schema is the tenant's, the version table's too. Committed, or the search path would be back
-            # at the first rollback.
-            connection.execute(text(f"SET search_path TO {quoted}"))
-            connection.commit()
+            # Every name without a schema is the tenant's, the version table's too.
+            settings["search_path"] = connection.dialect.identifier_preparer.quote(schema)
             connection.dialect.default_schema_name = schema
             context.configure(connection=connection, **OPTIONS)
             with context.begin_transaction():
                 context.run_migrations()
+            connection.commit()  # the next tenant begins with a transaction of its own
 
 
 def migrate_once(engine: Engine) -> None:
@@ -87,15 +106,6 @@ def waited_in_vain(error: DBAPIError) -> bool:
 
 def online() -> None:
     engine = create_engine(url(), poolclass=pool.NullPool)
-
-    @event.listens_for(engine, "connect")
-    def set_lock_timeout(dbapi_connection, _record):
-        if engine.dialect.name == "postgresql":
-            cursor = dbapi_connection.cursor()
-            cursor.execute(f"SET lock_timeout = '{DDL_WAIT}'")
-            cursor.close()
-            dbapi_connection.commit()
-
     for attempt in range(1, DDL_ATTEMPTS + 1):
         try:
             asyncio.run(migrate_once_async(engine)) if engine.dialect.is_async else migrate_once(engine)
