@@ -49,11 +49,38 @@ def test_alembic_itself_takes_a_template_by_its_path(template: str, capfd: pytes
         assert Path("ours", name).read_text(encoding="utf-8") == Path("theirs", name).read_text(encoding="utf-8")
 
 
-def test_an_ini_file_that_is_there_stays() -> None:
-    """It may hold what the project needs."""
-    Path("alembic.ini").write_text("[alembic]\n", encoding="utf-8")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[alembic]\n", "script_location is missing"),
+        ("[alembic]\nscript_location = %(here)s/old\n", "old: `alembic` goes on without migrations"),
+        ("no ini", "script_location is not to be read"),
+    ],
+)
+def test_an_ini_file_that_is_there_stays_and_it_says_that_nothing_uses_the_new_environment(
+    text: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may hold what the project needs; `alembic` would go on in the old environment, without the lock."""
+    Path("alembic.ini").write_text(text, encoding="utf-8")
     assert main(["init", "migrations", "--quiet"]) == Code.OK
-    assert Path("alembic.ini").read_text(encoding="utf-8") == "[alembic]\n"
+    assert Path("alembic.ini").read_text(encoding="utf-8") == text
+    err = capfd.readouterr().err
+    assert said in err
+    assert err.endswith("until it says script_location = %(here)s/migrations\n")
+
+
+def test_the_ini_file_may_stand_in_a_directory_that_is_made_with_the_environment() -> None:
+    """Beside the environment, or in it."""
+    assert main(["init", "sub/migrations", "-c", "sub/alembic.ini", "--quiet"]) == Code.OK
+    assert main(["init", "other", "-c", "other/alembic.ini", "--quiet"]) == Code.OK
+    assert "script_location = %(here)s\n" in Path("other/alembic.ini").read_text(encoding="utf-8")
+
+
+def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
+    """It was made before, or by hand."""
+    Path("alembic.ini").write_text("[alembic]\nscript_location = %(here)s/migrations\n", encoding="utf-8")
+    assert main(["init", "migrations"]) == Code.OK
+    assert "made migrations: set target_metadata" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -64,6 +91,8 @@ def test_an_ini_file_that_is_there_stays() -> None:
         ([], "which directory?"),
         (["new", "--template", "django"], "there are async, multitenant, sync"),
         (["file/below"], "cannot be made"),
+        (["new", "-c", "none/alembic.ini"], "there is no directory none"),
+        (["new", "-c", "migrations"], "migrations is no file"),
     ],
 )
 def test_what_cannot_be_made_is_misuse(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +103,7 @@ def test_what_cannot_be_made_is_misuse(words: list[str], said: str, capfd: pytes
     assert main(["init", *words]) == Code.MISUSE
     assert said in capfd.readouterr().err
     assert Path("migrations", "env.py").read_text(encoding="utf-8") == "mine"
+    assert not Path("new").exists()
 
 
 def test_without_alembic_it_says_how_to_get_it(

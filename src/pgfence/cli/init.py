@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -40,14 +41,35 @@ def init(
         return
     if directory is None:
         raise MisuseError("which directory? `pgfence init migrations`, for example")
+    kept = ini.exists()
     _make(directory, template, ini)
+    if kept and (instead := _other_environment(ini, directory)):
+        Speaker(quiet=quiet).warn(instead)
+        return
     Speaker(quiet=quiet).tell(
-        f"made {directory} and {ini}: set target_metadata in {directory / 'env.py'}, the database in MIGRATION_URL,"
-        " then `alembic revision --autogenerate` and `alembic upgrade head`"
+        f"made {directory}{'' if kept else f' and {ini}'}: set target_metadata in {directory / 'env.py'}, the database in"
+        " MIGRATION_URL, then `alembic revision --autogenerate` and `alembic upgrade head`"
+    )
+
+
+def _other_environment(ini: Path, directory: Path) -> str | None:
+    """Say that an ini file, which was there, names another environment than this one, if it does."""
+    named = environment.location(ini)
+    if named is not None and Path(named).resolve() == directory.resolve():
+        return None
+    wanted = os.path.relpath(directory.resolve(), ini.resolve().parent)
+    return (
+        f"made {directory}, but kept {ini}, whose script_location is {named or 'missing'}: `alembic` goes on without {directory}"
+        f" until it says script_location = %(here)s/{wanted}"
     )
 
 
 def _make(directory: Path, template: str, ini: Path) -> None:
+    if ini.exists() and not ini.is_file():
+        raise MisuseError(f"{ini} is no file")
+    made = directory.resolve()
+    if not ini.parent.is_dir() and ini.resolve().parent not in {made, *made.parents}:
+        raise MisuseError(f"{ini} cannot be made: there is no directory {ini.parent}")
     try:
         environment.make(directory, template, ini)
     except ImportError as error:  # also where a folder called alembic is all there is of that name
@@ -58,4 +80,4 @@ def _make(directory: Path, template: str, ini: Path) -> None:
     except FileExistsError:
         raise MisuseError(f"{directory} is there already, and not empty") from None
     except OSError as error:
-        raise MisuseError(f"{directory} cannot be made: {error.strerror}") from None
+        raise MisuseError(f"{error.filename or directory} cannot be made: {error.strerror}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -35,3 +36,13 @@ def make(directory: Path, template: str, ini: Path) -> None:
         raise FileExistsError(directory)
     with redirect_stdout(io.StringIO()):  # it names each file, whatever messaging_opts say
         command.init(Ours(ini), str(directory), template=template)
+
+
+def location(ini: Path) -> str | None:
+    """Return where an ini file says that the environment is, or why it cannot be read; None where it says nothing."""
+    from alembic.config import Config
+
+    try:
+        return Config(ini).get_main_option("script_location")
+    except (configparser.Error, UnicodeDecodeError) as error:
+        return f"not to be read ({type(error).__name__})"
