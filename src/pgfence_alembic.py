@@ -279,9 +279,10 @@ def _register(plugin: Plugin) -> None:
     for name in vars(Directives):
         if not name.startswith("_"):
             Operations.register_operation(name)(Directives)
-    for wanted, compare in ((plugin, _compare), (type(plugin)(_UNASKED), _remind)):
+    unasked = type(plugin)(_UNASKED)
+    for wanted, compare, dialect in ((plugin, _compare, "default"), (unasked, _remind, "postgresql")):
         wanted.add_autogenerate_comparator(
-            compare, "schema", "pgfence", qualifier="postgresql", priority=DispatchPriority.LAST
+            compare, "schema", "pgfence", qualifier=dialect, priority=DispatchPriority.LAST
         )
 
 

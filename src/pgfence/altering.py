@@ -66,7 +66,8 @@ def perform_on(connection: Connection, place: Place, work: Callable[[Connection,
         )
     if driver_state(connection).autocommit:
         raise TransactionStateError(
-            "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine"
+            "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine, or in"
+            " a migration call it outside of autocommit_block() and of an env.py in autocommit"
         )
     try:
         work(connection, texts.settled(connection, place))

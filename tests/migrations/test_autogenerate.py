@@ -239,6 +239,41 @@ def test_a_resource_in_another_table_cannot_be_read_off() -> None:
     assert fence_of(Base.metadata.tables["closing"]) == "entry:{id}"
 
 
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        ({"pgfence_fence": "{a b}"}, "names of columns"),
+        ({"pgfence_fence": 5}, "str"),
+        ({"pgfence_version": 5}, "column"),
+    ],
+)
+def test_what_a_table_says_and_cannot_be_made_is_told_with_its_name(
+    engine: Engine, tmp_path: Path, info: dict[str, Any], told: str
+) -> None:
+    """No traceback, but an error of Alembic's command that names the table."""
+    metadata = models(entry="books")
+    metadata.tables["entry"].info.update(info)
+    with pytest.raises(CommandError, match=f"the table entry .*{told}"):
+        Project(tmp_path / "alembic", engine, metadata).generate()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_on_another_database_our_tables_are_none_of_a_revisions_business(tmp_path: Path, made: bool) -> None:
+    """On SQLite, where many run their tests, check is quiet and a revision has only what is theirs, whatever is there."""
+    other = create_engine(f"sqlite:///{tmp_path / 'file.db'}")
+    metadata = models(entry=by_book)
+    schema.tables(metadata)
+    if made:
+        metadata.create_all(other)
+    project = Project(tmp_path / "alembic", other, metadata)
+    script = project.generate()
+    assert "pgfence_" not in script
+    assert ("create_table('entry'" in script) == (not made)
+    project.upgrade()
+    assert differences(project) == []
+    other.dispose()
+
+
 # ------------------------------------------------------------ where tables are
 
 

@@ -147,7 +147,17 @@ async def test_two_prefixes_fence_one_table_independently(
         (lambda op, at: op.create_pgfence(schema=at, version=99), ValueError, "version 99"),
         (lambda op, at: op.upgrade_pgfence(0, 1, schema=at), ValueError, "version 0"),
         (lambda op, at: op.create_pgfence(schema=""), ValueError, "schema must not be empty"),
+        (lambda op, at: op.create_pgfence(schema=at, version=True), ValueError, "version True"),
         (lambda op, at: op.add_fence(MetaData, resource="r"), TypeError, "named by a str"),
+        (lambda op, at: op.add_fence("", resource="r"), ValueError, "cannot be named ''"),
+        (lambda op, at: op.drop_fence("T\0"), ValueError, "cannot be named"),
+        (lambda op, at: op.drop_fence("Entry", schema=5), TypeError, "schema has the wrong type: int"),
+        (lambda op, at: op.drop_version_trigger("Entry", schema=""), ValueError, "schema must not be empty"),
+        (lambda op, at: op.add_version_trigger("Entry", column=None, schema=at), TypeError, "column is named by a str"),
+        (lambda op, at: op.create_index_safely("ix", None, ["x"]), TypeError, "table is named by a str"),
+        (lambda op, at: op.create_index_safely("ix", "Entry", ["x"], schema=5), TypeError, "wrong type: int"),
+        (lambda op, at: op.create_index_safely("ix", "Entry", []), ValueError, "needs columns"),
+        (lambda op, at: op.drop_index_safely(None), TypeError, "index is named by a str"),
     ],
 )
 async def test_what_cannot_be_done_is_told_and_nothing_is_half_done(

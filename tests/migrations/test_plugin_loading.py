@@ -86,6 +86,18 @@ print(spent, "pgfence" in sys.modules)
     assert min(float(spent) for spent, _ in runs) < LIMIT
 
 
+def test_the_module_of_operations_is_enough_to_write_them_down() -> None:
+    """Whoever imports it for a Rewriter, in an env.py that does not name the plugin, gets scripts that can run."""
+    told = python(
+        "from pgfence.alembic_plugin.operations import CreateIndexSafely\n"
+        "from alembic.autogenerate import api, render_op_text\n"
+        "from alembic.runtime.migration import MigrationContext\n"
+        "context = MigrationContext.configure(dialect_name='postgresql', opts={'alembic_module_prefix': 'op.'})\n"
+        "print(render_op_text(api.AutogenContext(context, autogenerate=False), CreateIndexSafely('ix', 't', ['a'])))"
+    )
+    assert told == "op.create_index_safely('ix', 't', ['a'], unique=False)\n"
+
+
 def test_a_failure_of_the_entry_point_is_logged_and_alembic_goes_on() -> None:
     """Whatever fails in the registration, `alembic` works, and the log says that the operations are missing."""
     told = python(

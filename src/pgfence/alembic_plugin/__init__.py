@@ -4,3 +4,7 @@ Loaded by `pgfence_alembic`, the entry point that Alembic finds, when a directiv
 """
 
 from __future__ import annotations
+
+# Without them Alembic would write and do operations that somebody else makes as those they are derived from.
+from pgfence.alembic_plugin import implementations as implementations
+from pgfence.alembic_plugin import renderers as renderers

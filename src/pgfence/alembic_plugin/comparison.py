@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from alembic.operations.ops import CreateTableOp, DropTableOp, ModifyTableOps
-from alembic.util import PriorityDispatchResult
+from alembic.util import CommandError, PriorityDispatchResult
 from sqlalchemy import MetaData
 
 from pgfence._sql import migrating, tables
@@ -41,9 +41,14 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     Guards go at the front and come at the end: they are taken off before their table is dropped, so that the reversed
     migration puts them back after it has made the table again.
     """
+    own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
+    if context.dialect.name != "postgresql":
+        # The operations do nothing there.
+        ours = _tables(context, own)
+        ops.ops[:] = [op for op in ops.ops if _concerned(context, op) not in ours]
+        return PriorityDispatchResult.CONTINUE
     connection = context.connection
     assert connection is not None
-    own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
     home = _home(_place(context, place_of(connection)), own)
     wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
     standing = {
@@ -91,19 +96,16 @@ def _wanted(context: AutogenContext, connection: Connection, home: Place) -> Ite
         if not context.run_object_filters(table, table.name, "table", False, None):
             continue
         schema = _key(context, table.schema, table.name)[0]
-        if (resource := fence_of(table)) is not None:
-            yield AddFence(
-                table.name,
-                resource=resource,
-                namespace=namespace,
-                schema=schema,
-                pgfence_schema=home.schema,
-                prefix=home.prefix,
-            )
-        if (column := version_of(table)) is not None:
-            yield AddVersionTrigger(
-                table.name, column=column, schema=schema, pgfence_schema=home.schema, prefix=home.prefix
-            )
+        where: dict[str, Any] = {"schema": schema, "pgfence_schema": home.schema, "prefix": home.prefix}
+        try:
+            if (resource := fence_of(table)) is not None:
+                yield AddFence(table.name, resource=resource, namespace=namespace, **where)
+            if (column := version_of(table)) is not None:
+                yield AddVersionTrigger(table.name, column=column, **where)
+        except (TypeError, ValueError) as error:
+            raise CommandError(
+                f"what the table {table} says of its fence or version cannot be made: {error}"
+            ) from error
 
 
 def _standing(connection: Connection, home: Place) -> Iterator[_Found]:
@@ -148,13 +150,18 @@ def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[Place]) 
     modelled = {_key(context, table.schema, table.name) for table in context.sorted_tables}
 
     def stays(op: MigrateOperation) -> bool:
-        if not isinstance(op, CreateTableOp | DropTableOp | ModifyTableOps):
-            return True
-        key = _key(context, op.schema, op.table_name)
+        key = _concerned(context, op)
         return key not in ours or (key in modelled and isinstance(op, ModifyTableOps) and key not in made)
 
     made = {_key(context, op.schema, op.table_name) for op in ops.ops if isinstance(op, CreateTableOp)}
     ops.ops[:] = [op for op in ops.ops if stays(op)]
+
+
+def _concerned(context: AutogenContext, op: MigrateOperation) -> Key | None:
+    """Return the table that an operation makes, drops or alters."""
+    if isinstance(op, CreateTableOp | DropTableOp | ModifyTableOps):
+        return _key(context, op.schema, op.table_name)
+    return None
 
 
 def _tables(context: AutogenContext, places: set[Place]) -> set[Key]:

@@ -81,11 +81,29 @@ def known(version: int) -> int:
     Raises:
         ValueError: it is another one.
     """
-    if version not in range(1, VERSION + 1):
+    if type(version) is not int or version not in range(1, VERSION + 1):
         raise ValueError(
             f"this release of pgfence knows its tables up to version {VERSION}, and not version {version!r}"
         )
     return version
+
+
+def _named(value: Any, what: str, hint: str = "") -> Any:
+    """Return a name, which may stand in a statement.
+
+    Raises:
+        TypeError: it is no str.
+        ValueError: it is empty, or holds NUL.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} is named by a str here{hint}, not by {value!r}")
+    if not value or "\0" in value:
+        raise ValueError(f"{what} cannot be named {value!r}")
+    return value
+
+
+def _table(value: Any) -> Any:
+    return _named(value, "a table", ", and its schema by schema=")
 
 
 class TableOperation(PlaceOperation):
@@ -95,9 +113,8 @@ class TableOperation(PlaceOperation):
         self, table: str, *, schema: str | None = None, pgfence_schema: str | None = None, prefix: str = PREFIX
     ) -> None:
         super().__init__(pgfence_schema, prefix)
-        if not isinstance(table, str):
-            raise TypeError(f"a table is named by a str here, and its schema by schema=, not by {table!r}")
-        self.target = Target(table, schema)
+        expect_place(schema, prefix)
+        self.target = Target(_table(table), schema)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -160,7 +177,7 @@ class AddVersionTrigger(TableOperation):
 
     def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
         super().__init__(table, **options)
-        self.column = column
+        self.column = _named(column, "a column")
 
     @property
     def definition(self) -> Any:
@@ -181,7 +198,7 @@ class DropVersionTrigger(TableOperation):
 
     def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
         super().__init__(table, **options)
-        self.column = column
+        self.column = _named(column, "a column")
 
     def reverse(self) -> AddVersionTrigger:
         """Return what undoes it."""
@@ -196,8 +213,11 @@ class CreateIndexSafely(CreateIndexOp):
     """Build an index beside running writers; what an interrupted build left behind is dropped first."""
 
     def __init__(self, index_name: str, table_name: str, columns: Sequence[Any], **options: Any) -> None:
+        expect_place(options.get("schema"), PREFIX)
+        if not columns:
+            raise ValueError("an index needs columns")
         options["postgresql_concurrently"] = True
-        super().__init__(index_name, table_name, columns, **options)
+        super().__init__(index_name, _table(table_name), columns, **options)
 
     def reverse(self) -> DropIndexSafely:
         """Return what undoes it."""
@@ -209,8 +229,9 @@ class DropIndexSafely(DropIndexOp):
     """Drop an index beside running writers; none there is no error."""
 
     def __init__(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
+        expect_place(options.get("schema"), PREFIX)
         options |= {"postgresql_concurrently": True, "if_exists": True}
-        super().__init__(index_name, table_name, **options)
+        super().__init__(_named(index_name, "an index"), table_name, **options)
 
     def reverse(self) -> CreateIndexOp:
         """Return what undoes it.
