@@ -91,6 +91,7 @@ def test_an_ini_file_that_names_the_new_environment_is_enough(capfd: pytest.Capt
         ([], "which directory?"),
         (["new", "--template", "django"], "there are async, multitenant, sync"),
         (["file/below"], "cannot be made"),
+        (["10%new"], "choose another name"),
         (["new", "-c", "none/alembic.ini"], "there is no directory none"),
         (["new", "-c", "migrations"], "migrations is no file"),
     ],

@@ -41,6 +41,8 @@ def init(
         return
     if directory is None:
         raise MisuseError("which directory? `pgfence init migrations`, for example")
+    if "%" in str(directory):
+        raise MisuseError(f"{directory}: a per cent sign begins something else in the ini file: choose another name")
     kept = ini.exists()
     _make(directory, template, ini)
     if kept and (instead := _other_environment(ini, directory)):
