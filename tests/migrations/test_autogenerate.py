@@ -8,6 +8,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 from uuid import UUID  # noqa: TC003
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata, produce_migrations
 from alembic.operations import Operations
@@ -255,6 +256,26 @@ def test_what_a_table_says_and_cannot_be_made_is_told_with_its_name(
     metadata.tables["entry"].info.update(info)
     with pytest.raises(CommandError, match=f"the table entry .*{told}"):
         Project(tmp_path / "alembic", engine, metadata).generate()
+
+
+def test_a_version_trigger_made_by_a_script_is_found_again(engine: Engine, own: str, tmp_path: Path) -> None:
+    """Its function is in the first schema of the search path, pgfence's tables further down: check is quiet."""
+    rows(engine, "CREATE SCHEMA app; CREATE SCHEMA locks")
+    path = {"options": "-csearch_path=app,locks"}
+    other, first = create_engine(engine.url, connect_args=path), create_engine(engine.url)
+    configure(first, schema="locks")
+    schema.create_all(first)
+    first.dispose()
+    metadata = models(entry="books")
+    metadata.tables["entry"].info["pgfence_version"] = "book"
+    project = Project(tmp_path / "alembic", other, metadata)
+    project.generate()
+    rows(engine, "DROP TABLE IF EXISTS app.alembic_version")
+    with psycopg.connect(own, autocommit=True, options=path["options"]) as psql:
+        psql.execute(project.sql().encode())
+    assert rows(engine, "SELECT to_regproc('app.pgfence_version_v1_book') IS NOT NULL") == [(True,)]
+    assert differences(project) == []
+    other.dispose()
 
 
 @pytest.mark.parametrize("made", [False, True])

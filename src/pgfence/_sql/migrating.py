@@ -70,15 +70,18 @@ class Counting(NamedTuple):
 
 
 def counting(connection: Connection, place: Place) -> list[Counting]:
-    """Return the version triggers of one installation, in the order of their tables."""
+    """Return the version triggers of one installation, in the order of their tables; without a schema, of all schemas.
+
+    A script makes the function in the first schema of the search path, which may be another than that of the tables.
+    """
+    inside = "" if place.schema is None else f" AND f.nspname = {literal(place.schema)}"
     found = plainly(
         connection,
         f"SELECT n.nspname, c.relname, p.prosrc, {_OWN} FROM pg_catalog.pg_trigger AS t"
         " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS f ON f.oid = p.pronamespace"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
         f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
-        f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')})"
-        f" AND f.nspname = {literal(place.schema or '')} ORDER BY 1, 2",
+        f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')}){inside} ORDER BY 1, 2",
     )
     columns = ((row, _COLUMN.search(row.prosrc)) for row in found)
     return [

@@ -116,7 +116,7 @@ def _standing(connection: Connection, home: Place) -> Iterator[_Found]:
         resource = resource_from((rest, *fence.parts[1:]) if separator else fence.parts)
         added = AddFence(fence.table, resource=resource, namespace=namespace, schema=fence.schema, **where)
         yield _Found(added, fence.holds, fence.copied)
-    for trigger in migrating.counting(connection, settled):
+    for trigger in migrating.counting(connection, home):
         counting = AddVersionTrigger(trigger.table, column=trigger.column, schema=trigger.schema, **where)
         yield _Found(counting, trigger.holds, trigger.copied)
 
