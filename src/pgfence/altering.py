@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,9 @@ async def _async(engine: Any, work: Callable[[Connection], None]) -> None:
             await connection.run_sync(work)
 
 
+_OWNED = re.compile(r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)")
+
+
 @contextmanager
 def _connecting(engine: Engine) -> Iterator[None]:
     try:
@@ -112,10 +116,14 @@ def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
     """Return what it means that something could not be made or dropped; None when it is not ours to explain."""
     match sqlstate(error):
         case "42501" as state:
+            said = primary(error)
+            of = _OWNED.search(said)
+            owned = of is not None and not of[1].startswith(place.prefix)
             return SchemaError(
-                f"this role may not do that: {primary(error)}. Run `{place.command}` as a role that may",
+                f"this role may not do that: {said}."
+                + (" Do it as its owner" if owned else f" Run `{place.command}` as a role that may"),
                 needed=VERSION,
-                command=place.command,
+                command="" if owned else place.command,
                 sqlstate=state,
             )
         case "25006":

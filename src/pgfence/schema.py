@@ -125,7 +125,7 @@ def add_fence(engine: Any, table: Any, *, resource: str) -> Any:
     which wants a fence of its own. Partitions are covered; a new one is open to TRUNCATE until this is called again.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it. Making a trigger needs TRIGGER on the table.
+        engine: an Engine or Connection, or an async one: then await it. Only the owner of the table may do it.
         table: a name (or schema.name), a Table, or a mapped class: of one with joined inheritance, the table of its own.
         resource: the name that is fenced; in the configured namespace, as the name of a lease. With columns in braces
             ("close:{book}") each row has its own, and TRUNCATE is refused to everybody. They may be text, integer, uuid,
