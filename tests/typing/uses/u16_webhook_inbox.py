@@ -39,7 +39,7 @@ class Paid:
     amount: int
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.id, str) and 0 < len(self.id) <= 255):
+        if type(self.id) is not str or not 0 < len(self.id) <= 255:
             raise ValueError(f"an event needs an id: {self!r}")
 
 
