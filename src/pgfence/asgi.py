@@ -111,10 +111,9 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the server calls this."""
+        request = _request(scope) if scope["type"] == "http" and self._rules.takes(scope["method"]) else None
         # Inside another one of ours, which has the key of this request, there is nothing to do.
-        ours = scope["type"] == "http" and HANDLED not in scope and self._rules.takes(scope["method"])
-        request = _request(scope) if ours else None
-        if request is None or not self._rules.concern(request):
+        if request is None or scope.get(HANDLED) == request.keys or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return
         found: _Exchange | Reply | None
@@ -159,7 +158,7 @@ class _Exchange:
         self._ended = False
 
     async def run(self, app: App, scope: Scope) -> None:
-        scope[HANDLED] = True
+        scope[HANDLED] = self._request.keys
         if "extensions" in scope:
             offered = scope["extensions"] or {}
             scope["extensions"] = {name: offered[name] for name in offered if name not in _NOT_OFFERED}

@@ -80,10 +80,9 @@ class IdempotencyMiddleware:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request; the server calls this."""
+        request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
         # Inside another one of ours, which has the key of this request, there is nothing to do.
-        ours = HANDLED not in environ and self._rules.takes(environ["REQUEST_METHOD"])
-        request = _request(environ) if ours else None
-        if request is None or not self._rules.concern(request):
+        if request is None or environ.get(HANDLED) == request.keys or not self._rules.concern(request):
             return self._app(environ, start_response)
         found: _Exchange | Reply
         try:
@@ -125,7 +124,7 @@ class _Exchange:
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
         parts: Iterable[bytes] = ()
-        environ[HANDLED] = True
+        environ[HANDLED] = self._request.keys
         try:
             parts = app(environ, self.start_response)
             rest = iter(parts)

@@ -410,7 +410,11 @@ async def test_without_takeover_nobody_follows_until_an_operator_has_freed_the_k
         with pytest.raises(AttemptLostError, match="nobody knows what it did") as told:
             await shop.run("k", takeover=False, timeout=3)
         assert (told.value.attempt, told.value.newest) == (1, 1)
+    shop.set(
+        "k", "locked_until = clock_timestamp() - interval '1 h', expires_at = clock_timestamp() + interval '1 min'"
+    )
     await shop.world.call(free_key, shop.engine, shop.scope, "k", reason="the provider has nothing")
+    assert shop.row("k").record_left > 3600, "what it has saved is over soon"
     assert await shop.run("k", takeover=False) == "receipt of k:charge"
     assert shop.row("k").attempt == 2
 

@@ -397,6 +397,15 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
     assert desk.effects() == 1
 
 
+async def test_constraints_that_are_asked_for_early_are_told_of(desk: Desk) -> None:
+    """SET CONSTRAINTS ALL IMMEDIATE finds the key without a result: the message says which part of it is meant."""
+    async with desk.world.enter(desk.session()) as session:
+        early = desk.body(session, lambda one: one.execute(text("SET CONSTRAINTS ALL IMMEDIATE")))
+        with pytest.raises(IdempotencyMisuseError, match="name the constraints that are meant"):
+            await desk.world.call(desk.key(session, "k").run, early)
+    assert await desk.pay("k") == Receipt("k")
+
+
 async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) -> None:
     """The rest of the transaction commits, and the key is free, also for the same transaction."""
     async with desk.world.enter(desk.session()) as session:

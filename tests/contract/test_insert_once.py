@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import ForeignKey, Index, UniqueConstraint, func, select
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, relationship
 
 from pgfence.errors import IdempotencyInProgressError
@@ -16,7 +17,7 @@ from pgfence.idempotency import insert_once
 from support.keyed import Desk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import psycopg
 
@@ -214,6 +215,40 @@ async def test_a_row_of_another_class_that_has_the_key_is_an_error_of_integrity(
             await desk.world.call(insert_once, session, Wire(number=1, mail="n", later=2), ["number"])
         assert "does not find" in told.value.__notes__[0]
         await desk.world.call(session.commit)
+
+
+async def test_under_row_level_security_the_row_is_looked_for_and_none_is_made_up(
+    desk: Desk, role: Callable[..., str], eventually: Any
+) -> None:
+    """C096: the server does not say which key it was: a row that can be seen is returned, for another the error stays."""
+    engine, table = desk.world.engine(dsn=role()), Payment.__tablename__
+    for statement in (
+        f"GRANT SELECT, INSERT ON {table} TO {engine.url.username}",
+        f"GRANT USAGE ON SEQUENCE {table}_id_seq TO {engine.url.username}",
+        f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
+        f"CREATE POLICY own ON {table} USING (tenant = 'a') WITH CHECK (true)",
+    ):
+        desk.admin.execute(statement.encode())
+    other, kind = desk.world.other(), desk.world.pick(Session, AsyncSession)
+
+    async def second(order_id: int) -> int:
+        async with other.enter(kind(engine, expire_on_commit=False)) as session:
+            try:
+                return int((await other.call(insert_once, session, row(order_id=order_id), ["order_id"])).amount)
+            finally:
+                await other.call(session.commit)
+
+    async with desk.world.enter(desk.session()) as session:
+        await desk.world.call(insert_once, session, row(amount=1), ["order_id"])
+        task = asyncio.create_task(second(7))
+        await eventually(lambda: desk.blocked() == 1)
+        await desk.world.call(session.commit)
+        assert await task == 1
+        await desk.world.call(insert_once, session, row(order_id=8, tenant="b"), ["order_id"])
+        await desk.world.call(session.commit)
+    with pytest.raises(IntegrityError) as told:
+        await second(8)
+    assert not hasattr(told.value, "__notes__")
 
 
 async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:

@@ -170,6 +170,22 @@ async def test_inside_another_one_a_middleware_lets_a_request_pass(site: Site) -
     assert len(site.seen) == 1
 
 
+async def test_a_request_with_a_key_of_its_own_inside_another_one_is_handled_once(site: Site) -> None:
+    """C105: what an endpoint passes on in a copy of its environment, as a batch does, is a request like any other."""
+    inner, key = site.middleware, f"{site.label}:inner"
+
+    def wsgi(environ: Any, start_response: Any) -> Any:
+        return inner({**environ, "HTTP_IDEMPOTENCY_KEY": key}, start_response)
+
+    async def asgi(scope: Any, receive: Any, send: Any) -> None:
+        others = [pair for pair in scope["headers"] if pair[0] != b"idempotency-key"]
+        await inner({**scope, "headers": [*others, (b"idempotency-key", key.encode())]}, receive, send)
+
+    outer = type(inner)(site.world.pick(wsgi, asgi), site.engine)
+    assert [(await site.ask(one, app=outer)).status for one in ("a", "b")] == [201, 201]
+    assert len(site.seen) == 1
+
+
 async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> None:
     """C102: whoever has the same key elsewhere is somebody else, and is handled."""
     for request in ({}, {"user": "you"}, {"path": "/refund"}, {"method": "PATCH"}, {"headers": [("cookie", "s=1")]}):

@@ -26,7 +26,7 @@ OnFailure: TypeAlias = Literal["free", "lapse"]
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
 HANDLED = "pgfence.idempotency"
-"""What marks, in an environment, that a middleware of ours has the key of the request."""
+"""Where an environment says which keys, as they were sent, a middleware of ours has."""
 MEBIBYTE = 1_048_576
 SHOWN = 60
 """Characters of a path that an operator sees in a scope."""

@@ -187,7 +187,8 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
         ValueError: no such unique key is declared; or one of its attributes is None.
         TypeError: it is no instance of a mapped class, or no session.
         IntegrityError: of another constraint; or of this one, where a query of the class does not find the row that has the
-            key: it is of another class of the same table, or hidden by a filter or a policy.
+            key: it is of another class of the same table, or hidden by a filter or a policy. Under row level security the
+            server does not say of which.
         IdempotencyInProgressError: see above.
     """
     from pgfence.idempotency._insert import insert

@@ -57,8 +57,10 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
             return instance
     if (found := session.scalars(wanted.query).one_or_none()) is not None:
         return found
+    assert refused is not None
+    if not doubled(refused):
+        raise refused
     if session.connection(bind_arguments={"mapper": mapper}).get_isolation_level() == "READ COMMITTED":
-        assert refused is not None
         refused.add_note(
             f"there is a {type(instance).__name__} with {wanted.shown}, which a query of that class does not find"
         )
