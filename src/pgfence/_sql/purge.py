@@ -23,20 +23,21 @@ if TYPE_CHECKING:
 
 BEGINNING = float("-inf")
 
-# A stable time, so that the index is used; it is never later than the real one. The row that is deleted is the row that was
-# looked at: both are asked again, since a claim may have renewed it meanwhile.
-_EXPIRED = (
-    "{k}.expires_at <= pg_catalog.statement_timestamp()"
-    " AND ({k}.locked_until IS NULL OR {k}.locked_until <= pg_catalog.statement_timestamp())"
-)
+_EXPIRED = "{k}.expires_at <= {now}() AND ({k}.locked_until IS NULL OR {k}.locked_until <= {now}())"
+# A stable time, so that the index is used; it is never later than the real one.
+_FOUND = _EXPIRED.format(k="e", now="pg_catalog.statement_timestamp")
+# The row that is deleted is the row that was looked at: both are asked again, since a claim may have renewed it meanwhile. By a
+# volatile time, so that the index is not used: where the statistics know of no expired key, the planner would go through all
+# of them for each batch instead of to the rows that were found.
+_STILL = _EXPIRED.format(k="k", now="pg_catalog.clock_timestamp")
 # Without statistics, or with old ones, the planner takes the expired keys for few, and would sort all of them for each batch.
 _BY_INDEX = "SELECT pg_catalog.set_config('enable_sort', 'off', true)"
 _PURGE = (
     "WITH gone AS (DELETE FROM {table} AS k WHERE k.ctid = ANY (ARRAY(SELECT e.ctid FROM {table} AS e WHERE "
-    + _EXPIRED.format(k="e")
+    + _FOUND
     + " AND e.expires_at >= pg_catalog.to_timestamp(CAST({0} AS double precision))"
     " ORDER BY e.expires_at LIMIT CAST({1} AS bigint) FOR UPDATE SKIP LOCKED)) AND "
-    + _EXPIRED.format(k="k")
+    + _STILL
     + " RETURNING k.expires_at)"
     " SELECT pg_catalog.count(*), CAST(EXTRACT(epoch FROM pg_catalog.max(gone.expires_at)) AS double precision) FROM gone"
 )
