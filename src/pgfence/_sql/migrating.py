@@ -24,11 +24,12 @@ _MARK = "\0"
 
 
 class Standing(NamedTuple):
-    """A fence that a table has."""
+    """A fence that a table has, and the schema of its functions."""
 
     schema: str
     table: str
     parts: tuple[str, ...]
+    functions: str
     holds: bool
     copied: bool
 
@@ -37,22 +38,26 @@ _OWN = "t.tgenabled IN ('O', 'A') AS holds, t.tgparentid <> 0 AS copied"
 """Whether a trigger is switched on, and whether a partition has it from its parent."""
 
 
-def standing(connection: Connection, place: Place) -> list[Standing]:
-    """Return the fences of one installation, in the order of their tables.
+def standing(connection: Connection, prefix: str) -> list[Standing]:
+    """Return the fences of all installations with a prefix, in the order of their tables.
 
     One for every statement does not hold where the rows can be written by the name of a parent.
     """
-    names = ", ".join(literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1"))
+    names = ", ".join(literal(prefix + name) for name in ("fence_table_v1", "fence_row_v1"))
     found = plainly(
         connection,
-        "SELECT n.nspname, c.relname, pg_catalog.encode(t.tgargs, 'hex') AS args, t.tgtype & 1 = 1 OR NOT (c.relispartition"
+        "SELECT n.nspname, c.relname, pg_catalog.encode(t.tgargs, 'hex') AS args, f.nspname AS functions,"
+        " t.tgtype & 1 = 1 OR NOT (c.relispartition"
         f" OR EXISTS (SELECT FROM pg_catalog.pg_inherits AS i WHERE i.inhrelid = c.oid)) AS covers, {_OWN}"
         " FROM pg_catalog.pg_trigger AS t"
+        " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS f ON f.oid = p.pronamespace"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE t.tgfoid IN (SELECT pg_catalog.to_regproc(f.name) FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name))"
-        f" AND t.tgname = {literal(place.prefix + 'fence')} ORDER BY 1, 2",
+        f" WHERE p.proname IN ({names}) AND t.tgname = {literal(prefix + 'fence')} ORDER BY 1, 2",
     )
-    return [Standing(row.nspname, row.relname, _parts(row.args), row.covers and row.holds, row.copied) for row in found]
+    return [
+        Standing(row.nspname, row.relname, _parts(row.args), row.functions, row.covers and row.holds, row.copied)
+        for row in found
+    ]
 
 
 def _parts(args: str) -> tuple[str, ...]:
@@ -70,18 +75,14 @@ class Counting(NamedTuple):
 
 
 def counting(connection: Connection, place: Place) -> list[Counting]:
-    """Return the version triggers of one installation, in the order of their tables; without a schema, of all schemas.
-
-    A script makes the function in the first schema of the search path, which may be another than that of the tables.
-    """
-    inside = "" if place.schema is None else f" AND f.nspname = {literal(place.schema)}"
+    """Return the version triggers with a prefix, in the order of their tables: each counts, wherever its function is."""
     found = plainly(
         connection,
         f"SELECT n.nspname, c.relname, p.prosrc, {_OWN} FROM pg_catalog.pg_trigger AS t"
-        " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS f ON f.oid = p.pronamespace"
+        " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
         f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
-        f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')}){inside} ORDER BY 1, 2",
+        f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')}) ORDER BY 1, 2",
     )
     columns = ((row, _COLUMN.search(row.prosrc)) for row in found)
     return [

@@ -53,7 +53,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
     standing = {
         _named(context, found.guard): found
-        for found in _standing(connection, home)
+        for found in _standing(context, connection, home)
         if _concerns(context, found.guard, ops)
     }
     everywhere = own | {home} | {_place(context, place) for place in migrating.installations(connection)}
@@ -108,16 +108,19 @@ def _wanted(context: AutogenContext, connection: Connection, home: Place) -> Ite
             ) from error
 
 
-def _standing(connection: Connection, home: Place) -> Iterator[_Found]:
-    settled = tables.settled(connection, home)
-    where: dict[str, Any] = {"pgfence_schema": home.schema, "prefix": home.prefix}
-    for fence in migrating.standing(connection, settled):
+def _standing(context: AutogenContext, connection: Connection, home: Place) -> Iterator[_Found]:
+    settled = tables.settled(connection, home).schema
+    for fence in migrating.standing(connection, home.prefix):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
         resource = resource_from((rest, *fence.parts[1:]) if separator else fence.parts)
-        added = AddFence(fence.table, resource=resource, namespace=namespace, schema=fence.schema, **where)
+        # Of another installation it is another fence: the way back puts that one back.
+        functions = home.schema if fence.functions == settled else _key(context, fence.functions, "")[0]
+        where: dict[str, Any] = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
+        added = AddFence(fence.table, resource=resource, namespace=namespace, **where)
         yield _Found(added, fence.holds, fence.copied)
     for trigger in migrating.counting(connection, home):
-        counting = AddVersionTrigger(trigger.table, column=trigger.column, schema=trigger.schema, **where)
+        where = {"schema": trigger.schema, "pgfence_schema": home.schema, "prefix": home.prefix}
+        counting = AddVersionTrigger(trigger.table, column=trigger.column, **where)
         yield _Found(counting, trigger.holds, trigger.copied)
 
 

@@ -134,7 +134,7 @@ class AddFence(TableOperation):
     @property
     def definition(self) -> Any:
         """What two fences of one table may differ in."""
-        return self.parts
+        return self.parts, self.place
 
     def reverse(self) -> DropFence:
         """Return what undoes it."""
