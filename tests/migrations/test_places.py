@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -15,6 +16,7 @@ from pgfence import schema
 from pgfence._sql.storage import VERSION
 from pgfence.errors import SchemaError
 from support.revisions import Project
+from support.servers import with_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -170,6 +172,40 @@ def test_a_fence_of_another_installation_that_no_model_asks_for_is_dropped(engin
     project.downgrade("-1")
     with engine.connect() as connection:
         assert found(connection, FENCES) == [(function_in(None),)]
+
+
+@pytest.fixture
+def latin(dsn: str) -> Iterator[Engine]:
+    """An engine on a database of another encoding."""
+    name = f"pgfence_test_{secrets.token_hex(4)}_latin"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'LATIN1' LOCALE 'C'".encode())
+        engine = create_engine(with_database(dsn, name).replace("postgresql://", "postgresql+psycopg://", 1))
+        yield engine
+        engine.dispose()
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+
+@pytest.mark.parametrize("resource", ["schlie\xdfen\\", "'\xe9t\xe9' {id}:\xdf"])
+def test_a_resource_is_found_again_whatever_the_encoding_of_the_database(
+    latin: Engine, tmp_path: Path, resource: str
+) -> None:
+    """Letters that are other bytes there than in UTF-8 are compared as letters, and the same fence is not made anew."""
+    metadata = models(None)
+    metadata.tables["entry"].info["pgfence_fence"] = resource
+    project = Project(tmp_path / "alembic", latin, metadata)
+    project.generate()
+    project.upgrade()
+    assert differences(project) == []
+    query = "SELECT oid FROM pg_trigger WHERE tgname = 'pgfence_fence'"
+    with latin.connect() as connection:
+        before = found(connection, query)
+    schema.add_fence(latin, "entry", resource=resource)
+    with latin.connect() as connection:
+        assert found(connection, query) == before
+    schema.add_fence(latin, "entry", resource=resource + "\xdf")
+    with latin.connect() as connection:
+        assert found(connection, query) != before
 
 
 def function_in(place: str | None) -> str:

@@ -92,9 +92,12 @@ class _Trigger:
 
 
 def _same(args: tuple[str, ...]) -> str:
-    """Return the condition for a trigger with these arguments."""
-    written = b"".join(arg.encode() + b"\0" for arg in args).hex()
-    return f"pg_catalog.encode(t.tgargs, 'hex') = '{written}'"
+    """Return the condition for a trigger with these arguments, which it has in the encoding of the database."""
+    written = "".join(
+        f"pg_catalog.convert_to({literal(arg)}, pg_catalog.getdatabaseencoding()) || pg_catalog.decode('00', 'hex') || "
+        for arg in args
+    )
+    return f"t.tgargs = {written}''"
 
 
 def add(connection: Connection, place: Place, target: Target, parts: tuple[str, ...]) -> None:

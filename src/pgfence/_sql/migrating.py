@@ -38,6 +38,15 @@ _OWN = "t.tgenabled IN ('O', 'A') AS holds, t.tgparentid <> 0 AS copied"
 """Whether a trigger is switched on, and whether a partition has it from its parent."""
 
 
+_PARTS = (
+    "ARRAY(SELECT pg_catalog.convert_from(pg_catalog.substr(t.tgargs, a.start + 1, a.stop - a.start),"
+    " pg_catalog.getdatabaseencoding()) FROM (SELECT i AS stop, COALESCE(pg_catalog.lag(i) OVER (ORDER BY i) + 1, 0) AS start"
+    " FROM pg_catalog.generate_series(0, pg_catalog.length(t.tgargs) - 1) AS i WHERE pg_catalog.get_byte(t.tgargs, i) = 0)"
+    " AS a ORDER BY a.stop)"
+)
+"""The arguments of a trigger, each of which ends in NUL. No encoding of a database has that byte within a letter."""
+
+
 def standing(connection: Connection, prefix: str) -> list[Standing]:
     """Return the fences of all installations with a prefix, in the order of their tables.
 
@@ -46,7 +55,7 @@ def standing(connection: Connection, prefix: str) -> list[Standing]:
     names = ", ".join(literal(prefix + name) for name in ("fence_table_v1", "fence_row_v1"))
     found = plainly(
         connection,
-        "SELECT n.nspname, c.relname, pg_catalog.encode(t.tgargs, 'hex') AS args, f.nspname AS functions,"
+        f"SELECT n.nspname, c.relname, {_PARTS} AS parts, f.nspname AS functions,"
         " t.tgtype & 1 = 1 OR NOT (c.relispartition"
         f" OR EXISTS (SELECT FROM pg_catalog.pg_inherits AS i WHERE i.inhrelid = c.oid)) AS covers, {_OWN}"
         " FROM pg_catalog.pg_trigger AS t"
@@ -55,13 +64,9 @@ def standing(connection: Connection, prefix: str) -> list[Standing]:
         f" WHERE p.proname IN ({names}) AND t.tgname = {literal(prefix + 'fence')} ORDER BY 1, 2",
     )
     return [
-        Standing(row.nspname, row.relname, _parts(row.args), row.functions, row.covers and row.holds, row.copied)
+        Standing(row.nspname, row.relname, tuple(row.parts), row.functions, row.covers and row.holds, row.copied)
         for row in found
     ]
-
-
-def _parts(args: str) -> tuple[str, ...]:
-    return tuple(arg.decode() for arg in bytes.fromhex(args).split(b"\0")[:-1])
 
 
 class Counting(NamedTuple):
