@@ -303,13 +303,21 @@ def _remind(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None])
     from alembic.util import PriorityDispatchResult
 
     named = context.opts.get("autogenerate_plugins") or ()
-    ours = any(str(getattr(op, "table_name", "")).startswith("pgfence_") for op in ops.ops)
+    ours = _has_ours({str(getattr(op, "table_name", "")) for op in ops.ops})
     if "pgfence" not in named and (ours or any(_concerns_us(table) for table in context.sorted_tables)):
         _log.warning(
             "tables and triggers of pgfence are compared wrongly or not at all: add"
             ' autogenerate_plugins=["alembic.autogenerate.*", "pgfence"] to context.configure() in env.py'
         )
     return PriorityDispatchResult.CONTINUE
+
+
+def _has_ours(tables: set[str]) -> bool:
+    """Return whether there are tables of ours: by the usual prefix, or those of a whole installation with another one."""
+    if any(table.startswith("pgfence_") for table in tables):
+        return True
+    prefixes = [table.removesuffix("schema_version") for table in tables if table.endswith("schema_version")]
+    return any({f"{prefix}gate", f"{prefix}lease"} <= tables for prefix in prefixes)
 
 
 def _concerns_us(table: Any) -> bool:

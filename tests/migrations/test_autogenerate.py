@@ -511,9 +511,10 @@ def test_triggers_of_others_stay(engine: Engine, tmp_path: Path) -> None:
         project.upgrade()
 
 
+@pytest.mark.parametrize("prefix", ["pgfence_", "app_", ""])
 @pytest.mark.parametrize("plugins", [None, ["alembic.autogenerate.*"]])
 def test_an_env_py_that_does_not_ask_for_the_comparison_is_told(
-    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, plugins: Any
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, plugins: Any, prefix: str
 ) -> None:
     """Alembic compares with those plugins only that env.py names: where ours would have had something to say, the log says so."""
     metadata: MetaData = MetaData()
@@ -528,8 +529,12 @@ def test_an_env_py_that_does_not_ask_for_the_comparison_is_told(
     caplog.clear()
     project.models(MetaData())
     project.upgrade()
+    rows(engine, "CREATE TABLE other_gate (id int)")
+    assert len(differences(project)) == 2
+    assert "autogenerate_plugins" not in caplog.text
+    configure(engine, prefix=prefix)
     schema.create_all(engine)
-    assert len(differences(project)) > 1
+    assert len(differences(project)) > 2
     assert "autogenerate_plugins" in caplog.text
 
 
