@@ -163,6 +163,8 @@ class Directives:
         """Let the server count the version of each row of a table, whoever updates it.
 
         As `pgfence.schema.add_version_trigger`, with what `configure` says written out. None of pgfence's tables is needed.
+        Partitions are covered. Tables that inherit from this one by INHERITS are not: each wants a trigger of its own, or an
+        UPDATE of their rows, also by this table's name, counts nothing.
 
         Args:
             operations: `op` itself.

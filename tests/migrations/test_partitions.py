@@ -146,6 +146,20 @@ def test_a_script_knows_partitions_too(engine: Engine, tmp_path: Path, own_conne
     assert refused(own_connection, "parent", "child") == [False, False]
 
 
+def test_a_child_by_inherits_counts_by_a_trigger_of_its_own(
+    engine: Engine, own_connection: psycopg.Connection[Any]
+) -> None:
+    """Its rows have no trigger from the parent, by whose name they are updated: with one of the child's they count."""
+    own_connection.execute(f"CREATE TABLE parent ({COLUMNS}); CREATE TABLE child () INHERITS (parent)".encode())
+    own_connection.execute("INSERT INTO parent VALUES (1); INSERT INTO child VALUES (2)")
+    schema.add_version_trigger(engine, "parent")
+    own_connection.execute("UPDATE parent SET id = id + 10")
+    assert own_connection.execute("SELECT id, version FROM parent ORDER BY 1").fetchall() == [(11, 2), (12, 1)]
+    schema.add_version_trigger(engine, "child")
+    own_connection.execute("UPDATE parent SET id = id + 10")
+    assert own_connection.execute("SELECT id, version FROM parent ORDER BY 1").fetchall() == [(21, 3), (22, 2)]
+
+
 HOLES: dict[str, Callable[[psycopg.Connection[Any]], Any]] = {
     "disabled": lambda connection: connection.execute("ALTER TABLE entry DISABLE TRIGGER ALL"),
     "attached": lambda connection: connection.execute(
