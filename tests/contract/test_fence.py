@@ -24,6 +24,7 @@ from pgfence.errors import (
 )
 from pgfence.fence import fence, fenced
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, entered, poison, save_checkpoint
+from support.fences import forged
 from support.transactions import connection, factory, run, scoped, session, statements, value
 
 if TYPE_CHECKING:
@@ -401,7 +402,7 @@ EVERY = {
     "delete": "DELETE FROM {0}",
     "truncate": "TRUNCATE {0}",
     "merge": "MERGE INTO {0} USING (VALUES (1)) AS v(id) ON {0}.id = v.id WHEN MATCHED THEN UPDATE SET amount = 0",
-    "forged": "UPDATE {0} SET amount = 0 WHERE set_config('pgfence.f' || md5('pgfence_{1}'), '1', true) <> ''",
+    "forged": "UPDATE {0} SET amount = 0 WHERE {1} <> ''",
 }
 
 
@@ -415,10 +416,9 @@ async def test_a_holder_who_was_overtaken_inside_a_transaction_cannot_write_by_a
     blow(admin, name, 2)
     async with session(world, world.engine()) as work:
         await world.call(fence, work, f"{name}:other", 1)
-        claim = "SELECT set_config('pgfence.f' || md5('pgfence_' || :name), '1', true)"
-        await run(world, work, claim, name=name)
+        await run(world, work, f"SELECT {forged(name, 1)}")
         with pytest.raises(StaleFencingTokenError) as caught:
-            await run(world, work, EVERY[kind].format(guarded, name))
+            await run(world, work, EVERY[kind].format(guarded, forged(name, 1)))
         assert (caught.value.token, caught.value.newest) == (1, 2)
     assert amount(admin, guarded) == 100
 
@@ -479,8 +479,7 @@ async def test_on_a_connection_too_a_swallowed_refusal_keeps_the_transaction_fro
         outer = await world.call(work.begin)
         await world.call(fence, work, f"{name}:other", 1)
         nested = await world.call(work.begin_nested)
-        claim = "SELECT set_config('pgfence.f' || md5('pgfence_' || :name), '1', true)"
-        await run(world, work, claim, name=name)
+        await run(world, work, f"SELECT {forged(name, 1)}")
         with pytest.raises(StaleFencingTokenError):
             await add(world, work, guarded, 1)
         await world.call(nested.rollback)

@@ -14,7 +14,7 @@ from pgfence import LockTimeoutError, TransactionStateError
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.fence import fence
 from pgfence.fence._entering import begin_fenced, begin_fenced_async
-from support.fences import guarded, overtake
+from support.fences import forged, guarded, overtake
 from support.leases import lease
 from support.transactions import connection, lock, run, statements, value
 
@@ -179,14 +179,14 @@ async def test_a_block_whose_entry_is_refused_rolls_back(world: World, name: str
             await world.call(fence, work, name + ":2", 1)
 
 
-@pytest.mark.parametrize(("forged", "state"), [("1", "PF001"), ("x", "22P02"), ("", "PF002")])
+@pytest.mark.parametrize(("token", "state"), [("1", "PF001"), ("x", "22P02"), ("", "PF002")])
 def test_a_forged_setting_opens_no_table(
-    admin: psycopg.Connection[Any], dsn: str, name: str, forged: str, state: str
+    admin: psycopg.Connection[Any], dsn: str, name: str, token: str, state: str
 ) -> None:
     """The statement trigger lets nobody pass on the word of a setting: only a locked gate of that very token counts."""
     with guarded(admin, dsn, name) as table:
         overtake(admin, name, 2)
-        admin.execute("SELECT set_config('pgfence.f' || md5('pgfence_' || %s), %s, false)", [name, forged])
+        admin.execute(f"SELECT {forged(name, token, stays=True)}".encode())
         with pytest.raises(psycopg.Error) as refused:
             admin.execute(f"UPDATE {table} SET amount = 0".encode())
         assert refused.value.sqlstate == state
@@ -197,7 +197,7 @@ def test_whoever_claims_the_newest_token_locks_its_gate(admin: psycopg.Connectio
     with guarded(admin, dsn, name) as table, psycopg.connect(dsn, autocommit=True) as newer:
         overtake(admin, name, 2)
         with admin.transaction():
-            admin.execute("SELECT set_config('pgfence.f' || md5('pgfence_' || %s), '2', true)", [name])
+            admin.execute(f"SELECT {forged(name, 2)}".encode())
             admin.execute(f"UPDATE {table} SET amount = 0".encode())
             newer.execute("SET lock_timeout = 50")
             with pytest.raises(psycopg.Error) as refused:

@@ -13,7 +13,7 @@ import pytest
 from pgfence import schema
 from pgfence.errors import StaleFencingTokenError
 from pgfence.fence import fence
-from support.fences import overtake, rows
+from support.fences import forged, overtake, rows
 from support.transactions import connection, run, session, value
 
 if TYPE_CHECKING:
@@ -82,14 +82,13 @@ async def stale_write(
     request: pytest.FixtureRequest, world: World, name: str, table: str
 ) -> Callable[[Contender, Any, Overlap], Awaitable[None]]:
     """What a stale writer sends: behind the gate, or past it on a guarded table with a forged setting."""
-    forged = request.param != "enters the gate"
-    if forged:
+    past_the_gate = request.param != "enters the gate"
+    if past_the_gate:
         await world.call(schema.add_fence, world.engine(), table, resource=name)
 
     async def write(who: Contender, work: Any, overlap: Overlap) -> None:
-        if forged:
-            claim = "SELECT set_config('pgfence.f' || md5('pgfence_' || :name), :token, true)"
-            await run(who, work, claim, name=name, token=str(STALE))
+        if past_the_gate:
+            await run(who, work, f"SELECT {forged(name, STALE)}")
         else:
             await who.call(fence, work, name, STALE)
         await run(who, work, overlap.stale.format(table))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from pgfence._sql.storage import Place
 from pgfence._sql.tables import creation, removal
+from support.fences import forged
 from support.lease_functions import Caller
 from support.waiting import eventually
 
@@ -180,17 +182,55 @@ def test_a_table_is_guarded_against_whoever_brought_no_token(one: Caller) -> Non
     assert refused.value.sqlstate == "PF002"
 
 
-@pytest.mark.parametrize(
-    ("forged", "state"), [("1", "PF001"), ("2", ""), ("3", "PF001"), ("x", "22P02"), ("", "PF002")]
-)
-def test_a_forged_setting_proves_nothing(one: Caller, forged: str, state: str) -> None:
+@pytest.mark.parametrize(("token", "state"), [("1", "PF001"), ("2", ""), ("3", "PF001"), ("x", "22P02"), ("", "PF002")])
+def test_a_forged_setting_proves_nothing(one: Caller, token: str, state: str) -> None:
     """A token that is set past the gate is checked like one that entered."""
     for _ in range(2):
         one.acquire()
         one.release()
     one.enter(2)
-    one.one("SELECT set_config('pgfence.f' || md5('pgfence_' || %s), %s, false)", one.name, forged)
+    one.one(f"SELECT {forged(one.name, token, stays=True)}")
     assert check(one) == state
+
+
+def test_a_session_remembers_no_more_settings_the_more_gates_it_has_entered(one: Caller) -> None:
+    """PostgreSQL forgets no setting's name: after 2,000 gates there are at most 256, and none of them lists a past claim."""
+    gates = [f"{one.name}:{number}" for number in range(2_000)]
+    for few in (gates[:1_000], gates[1_000:]):
+        one.call("enter_gates_v1", few, [1] * len(few))
+    names = "SELECT count(current_setting('pgfence.f' || left(md5('pgfence_' || g), {}), true)) FROM unnest(%s::text[]) AS g"
+    assert one.one(names.format(32), gates).count == 0
+    values = (
+        "SELECT count(value) > 0 AS some, COALESCE(max(value), '') AS most FROM generate_series(0, 255) AS n,"
+        " current_setting('pgfence.f' || lpad(to_hex(n), 2, '0'), true) AS value"
+    )
+    assert one.one(values) == (True, "")
+
+
+def test_claims_that_share_a_setting_are_told_apart(one: Caller, other: Caller) -> None:
+    """Of three gates with one setting each is checked by its own token, again after a savepoint has taken the last one back."""
+    first = forged(one.name, 1)[:24]
+    alike = (f"{one.name}:{n}" for n in itertools.count())
+    names = [one.name, *itertools.islice((name for name in alike if forged(name, 1)[:24] == first), 2)]
+    with one.connection.transaction():
+        for name, token in zip(names[:2], (1, 2), strict=True):
+            one.call("enter_gate_v1", name, token)
+        with one.connection.transaction(force_rollback=True):
+            one.call("enter_gate_v1", names[2], 3)
+            one.call("enter_gate_v1", names[0], 1)
+            for name in names:
+                one.call("check_gate_v1", name, "accounts")
+        for name in names[:2]:
+            one.call("check_gate_v1", name, "accounts")
+        with pytest.raises(psycopg.Error) as refused, one.connection.transaction():
+            one.call("check_gate_v1", names[2], "accounts")
+        assert refused.value.sqlstate == "PF002"
+        assert [other.one("SELECT token FROM pgfence_gate WHERE resource = %s", name) for name in names] == [None] * 3
+    assert [one.one("SELECT max(token) FROM pgfence_gate WHERE resource = %s", name).max for name in names] == [
+        1,
+        2,
+        None,
+    ]
 
 
 def test_a_checkpoint_needs_the_newest_token_and_is_the_next_holders(one: Caller, other: Caller) -> None:

@@ -15,6 +15,7 @@ from pgfence import schema
 from pgfence._sql.fences import COMMENT, parts_of
 from pgfence.config import configure
 from pgfence.errors import SchemaError, TransactionStateError
+from support.fences import forged
 from support.transactions import connection
 
 if TYPE_CHECKING:
@@ -453,7 +454,7 @@ def test_a_writer_with_another_search_path_meets_the_same_gate(
             [resource],
         )
         raw.execute("SET LOCAL search_path = pg_temp, pg_catalog")
-        raw.execute("SELECT set_config('pgfence.f' || md5('pgfence_' || %s), '1', true)", [resource])
+        raw.execute(f"SELECT {forged(resource, 1)}".encode())
         with pytest.raises(psycopg.DatabaseError) as caught:
             raw.execute(f'INSERT INTO public."{books}" VALUES (1)'.encode())
         assert caught.value.sqlstate == STALE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,3 +41,9 @@ def overtake(admin: psycopg.Connection[Any], resource: str, token: int) -> None:
 def rows(admin: psycopg.Connection[Any], table: str) -> list[Any]:
     """Return what is committed in a table, in the order of its first column."""
     return admin.execute(f"SELECT * FROM {table} ORDER BY 1".encode()).fetchall()
+
+
+def forged(resource: str, token: object, *, stays: bool = False) -> str:
+    """Return SQL that claims a token as a transaction inside the gate does, without entering it."""
+    mark = hashlib.md5(f"pgfence_{resource}".encode(), usedforsecurity=False).hexdigest()
+    return f"set_config('pgfence.f{mark[:2]}', '{mark} {token},', {'false' if stays else 'true'})"

@@ -10,6 +10,9 @@ DECLARE
     claim text;
     own text;
     entered boolean;
+    mark text := pg_catalog.md5('@prefix@' || p_resource);
+    setting text := 'pgfence.f' || pg_catalog.left(mark, 2);
+    claims text := pg_catalog.current_setting(setting, true);
 BEGIN
     IF p_token IS NULL OR p_token < 1 THEN
         RAISE EXCEPTION 'a fencing token must be 1 or more, not %', p_token USING ERRCODE = '22023';
@@ -52,7 +55,11 @@ BEGIN
     IF newest <> p_token THEN
         PERFORM @refuse_v1@(p_resource, p_token, newest);
     END IF;
-    claim := pg_catalog.set_config('pgfence.f' || pg_catalog.md5('@prefix@' || p_resource), p_token::text, true);
+    -- A session never forgets the name of a setting, so there is no setting for each resource: each of 256 lists the claims of
+    -- this transaction whose marks begin with its number, the newest first.
+    IF pg_catalog.split_part(pg_catalog.split_part(claims, mark || ' ', 2), ',', 1) IS DISTINCT FROM p_token::text THEN
+        claim := pg_catalog.set_config(setting, pg_catalog.concat(mark, ' ', p_token, ',', claims), true);
+    END IF;
 END $$;
 
 -- Enters several gates in one fixed order. The wait is for each of them.
@@ -107,7 +114,9 @@ END $$;
 CREATE FUNCTION @check_gate_v1@(p_resource text, p_table text) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    claimed bigint := NULLIF(pg_catalog.current_setting('pgfence.f' || pg_catalog.md5('@prefix@' || p_resource), true), '')::bigint;
+    mark text := pg_catalog.md5('@prefix@' || p_resource);
+    claimed bigint := NULLIF(pg_catalog.split_part(pg_catalog.split_part(
+        pg_catalog.current_setting('pgfence.f' || pg_catalog.left(mark, 2), true), mark || ' ', 2), ',', 1), '')::bigint;
 BEGIN
     IF claimed IS NULL THEN
         RAISE EXCEPTION '% is fenced by "%" and this transaction brought no token', p_table, p_resource USING
@@ -124,9 +133,11 @@ END $$;
 -- For a table that belongs to one resource: once for each statement. TG_ARGV[0] is the resource. A writer whose gate is open
 -- is let pass at once: to call the check takes as long as the check.
 CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    mark text := pg_catalog.md5('@prefix@' || TG_ARGV[0]);
 BEGIN
-    PERFORM 1 FROM @gate@ AS t WHERE t.resource = TG_ARGV[0] AND t.token = NULLIF(
-        pg_catalog.current_setting('pgfence.f' || pg_catalog.md5('@prefix@' || TG_ARGV[0]), true), '')::bigint FOR SHARE;
+    PERFORM 1 FROM @gate@ AS t WHERE t.resource = TG_ARGV[0] AND t.token = NULLIF(pg_catalog.split_part(pg_catalog.split_part(
+        pg_catalog.current_setting('pgfence.f' || pg_catalog.left(mark, 2), true), mark || ' ', 2), ',', 1), '')::bigint FOR SHARE;
     IF FOUND THEN
         RETURN NULL;
     END IF;
