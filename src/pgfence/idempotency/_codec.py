@@ -63,8 +63,12 @@ class Codec:
         """
         try:
             text = json.dumps(self._written(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except IdempotencyMisuseError:
+            raise
         except (RecursionError, ValueError) as error:
             raise IdempotencyMisuseError(f"the result cannot be stored: {error}") from None
+        except Exception as error:  # of a property, or of what a class has made of its attributes
+            raise IdempotencyMisuseError(f"the result cannot be stored: {type(error).__name__}: {error}") from error
         if len(text) > LIMIT or len(text.encode()) > LIMIT:
             raise IdempotencyMisuseError(
                 f"the result has more than {LIMIT} bytes: store what it is about in a table of yours, and return its key"
@@ -124,7 +128,7 @@ class Codec:
                 " enumeration, say so by result=, or by the annotation of the function; else return something simpler"
             )
         if kind in self._fields:
-            return {"$c": name, "v": {one: self._written(getattr(value, one)) for one in self._fields[kind]}}
+            return {"$c": name} | self._dataclass(value, self._fields[kind])
         if isinstance(value, Enum):
             kind = type(value)
             member = kind.__members__.get(value.name) if value.name else None
@@ -133,14 +137,25 @@ class Codec:
             return {"$c": name, "v": [self._written(one) for one in value]}
         return {"$c": name} | self._model(value)
 
+    def _dataclass(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        try:
+            return {"v": {one: self._written(getattr(value, one)) for one in names}}
+        except AttributeError:  # of `field(init=False)` that was never set
+            held = [one for one in names if hasattr(value, one)]
+            return {
+                "v": {one: self._written(getattr(value, one)) for one in held},
+                "unset": [one for one in names if one not in held],
+            }
+
     def _model(self, value: Any) -> dict[str, Any]:
-        state = value.__getstate__()
-        known = type(value).model_fields
-        written: dict[str, Any] = {"v": {one: self._written(state["__dict__"][one]) for one in known}}
-        if state["__pydantic_fields_set__"] != known.keys():
-            written["set"] = sorted(state["__pydantic_fields_set__"])
+        held, known = vars(value), type(value).model_fields
+        written: dict[str, Any] = {"v": {one: self._written(held[one]) for one in known if one in held}}
+        if unset := [one for one in known if one not in held]:
+            written["unset"] = unset
+        if value.__pydantic_fields_set__ != known.keys():
+            written["set"] = sorted(value.__pydantic_fields_set__)
         for part in ("extra", "private"):
-            if found := state[f"__pydantic_{part}__"]:
+            if found := getattr(value, f"__pydantic_{part}__"):
                 written[part] = self._dict(found)
         return written
 
@@ -159,7 +174,7 @@ class Codec:
             return kind[found["m"]] if "m" in found else kind(found["v"])
         if issubclass(kind, tuple):
             return kind._make(found["v"])  # type: ignore[attr-defined]
-        return _dataclass(kind, found["v"]) if is_dataclass(kind) else _model(kind, found)
+        return _dataclass(kind, found) if is_dataclass(kind) else _model(kind, found)
 
 
 @lru_cache(maxsize=256)
@@ -167,10 +182,12 @@ def _codec(annotation: Any) -> Codec:
     return Codec(classes_in(annotation))
 
 
-def _dataclass(kind: type[Any], values: dict[str, Any]) -> Any:
+def _dataclass(kind: type[Any], found: dict[str, Any]) -> Any:
     """Make an instance as copying does: `__init__` and `__post_init__` have run once, when the result came to be."""
-    made = object.__new__(kind)
+    made, values, unset = object.__new__(kind), found["v"], found.get("unset", ())
     for field in fields(kind):
+        if field.name in unset:
+            continue
         if field.name in values:
             object.__setattr__(made, field.name, values[field.name])
         elif field.default_factory is not MISSING:  # newer than the record
@@ -188,6 +205,8 @@ def _model(kind: Any, found: dict[str, Any]) -> Any:
     """Make a pydantic model as copying does, without validation: what was stored had been valid."""
     values = {}
     for name, field in kind.model_fields.items():
+        if name in found.get("unset", ()):
+            continue
         if name in found["v"]:
             values[name] = found["v"][name]
         elif field.is_required():
@@ -196,15 +215,18 @@ def _model(kind: Any, found: dict[str, Any]) -> Any:
             )
         else:
             values[name] = field.get_default(call_default_factory=True)
-    made = kind.__new__(kind)
+    private = found.get("private", {} if kind.__private_attributes__ else None)
+    made = object.__new__(kind)
     made.__setstate__(
         {
             "__dict__": values,
             "__pydantic_fields_set__": set(found.get("set", found["v"])),
             "__pydantic_extra__": found.get("extra", {} if kind.model_config.get("extra") == "allow" else None),
-            "__pydantic_private__": found.get("private", {} if kind.__private_attributes__ else None),
+            "__pydantic_private__": private,
         }
     )
+    if private is not None:  # a RootModel forgets it
+        object.__setattr__(made, "__pydantic_private__", private)
     return made
 
 

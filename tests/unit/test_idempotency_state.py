@@ -1,0 +1,92 @@
+"""Values with a state of their own: models of one value, and what was never set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+import pytest
+from pydantic import BaseModel, PrivateAttr, RootModel
+
+from pgfence.errors import IdempotencyMisuseError
+from pgfence.idempotency._codec import Codec
+
+
+@dataclass(frozen=True)
+class Coords:
+    """One with fields."""
+
+    x: int = 1
+
+
+class Receipt(RootModel[list[Coords]]):
+    """A model of one value."""
+
+    _seen: int = PrivateAttr(default=1)
+
+
+class Amounts(RootModel[dict[str, Decimal]]):
+    """One without anything private."""
+
+
+@dataclass
+class Answer:
+    """What holds both."""
+
+    receipt: Receipt
+    amounts: Amounts | None = None
+
+
+def test_a_model_of_one_value_is_stored_and_the_same_again() -> None:
+    """C105: a RootModel, alone or in something else, and what is private in it."""
+    receipt = Receipt([Coords()])
+    receipt._seen = 5
+    for value in (receipt, Answer(receipt, Amounts({"a": Decimal("1.10")})), Amounts({})):
+        codec = Codec.of(type(value))
+        back = codec.decode(codec.encode(value))
+        assert back == value
+        assert type(back) is type(value)
+    kept = Codec.of(Receipt)
+    assert kept.decode(kept.encode(receipt))._seen == 5
+
+
+@dataclass
+class Lazy:
+    """With a field that is set later, or never."""
+
+    amount: int
+    cached: int = field(init=False, repr=False, compare=False)
+
+
+class Amount(BaseModel):
+    """A model that can be made without its field."""
+
+    amount: int
+    note: str = "n"
+
+
+def test_what_was_never_set_is_not_set_in_what_comes_back() -> None:
+    """C105: an attribute that is missing is no error after the work, and not invented by a replay."""
+    codec = Codec.of(Lazy | Amount)
+    lazy = codec.decode(codec.encode(Lazy(7)))
+    assert lazy == Lazy(7)
+    assert not hasattr(lazy, "cached")
+    bare = Amount.model_construct(note="x")
+    back = codec.decode(codec.encode(bare))
+    assert back == bare
+    assert vars(back) == {"note": "x"}
+
+
+class Faulty(Coords):
+    """One whose field fails when it is asked for."""
+
+    @property
+    def x(self) -> int:
+        """Fail."""
+        raise OSError("no such thing")
+
+
+def test_whatever_a_value_raises_is_told_as_ours() -> None:
+    """`complete` has one class of error for what cannot be stored."""
+    with pytest.raises(IdempotencyMisuseError, match="OSError: no such thing"):
+        Codec.of(Faulty).encode(Faulty.__new__(Faulty))
