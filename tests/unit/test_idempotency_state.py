@@ -81,7 +81,7 @@ class Faulty(Coords):
     """One whose field fails when it is asked for."""
 
     @property
-    def x(self) -> int:
+    def x(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Fail."""
         raise OSError("no such thing")
 

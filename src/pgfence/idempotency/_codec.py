@@ -39,7 +39,9 @@ class Codec:
         self._classes = classes
         self._names = {one: name for name, one in classes.items()}
         self._fields = {
-            one: tuple(field.name for field in fields(one)) for one in classes.values() if is_dataclass(one)
+            one: tuple(field.name for field in fields(one))
+            for one in classes.values()
+            if is_dataclass(one) and not issubclass(one, Enum)
         }
 
     @staticmethod
@@ -134,7 +136,7 @@ class Codec:
             member = kind.__members__.get(value.name) if value.name else None
             return {"$c": name, "m": value.name} if member is value else {"$c": name, "v": self._written(value.value)}
         if isinstance(value, tuple):
-            return {"$c": name, "v": [self._written(one) for one in value]}
+            return {"$c": name, "v": [self._written(one) for one in tuple.__iter__(value)]}
         return {"$c": name} | self._model(value)
 
     def _dataclass(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -82,9 +82,11 @@ def _inner(one: Any) -> list[Any] | None:
         return None
     if issubclass(one, Enum):
         return []
+    if _is_more(one):
+        return None
     if isinstance(fields := getattr(one, "model_fields", None), dict) and hasattr(one, "__pydantic_validator__"):
         return [field.annotation for field in fields.values()]
-    if is_dataclass(one) or is_typeddict(one) or (issubclass(one, tuple) and hasattr(one, "_fields")):
+    if is_dataclass(one) or is_typeddict(one) or (issubclass(one, tuple) and hasattr(one, "_make")):
         try:
             return list(get_type_hints(one).values())
         except NameError:
@@ -93,12 +95,26 @@ def _inner(one: Any) -> list[Any] | None:
     return None
 
 
+def _is_more(one: Any) -> bool:
+    """Say whether a dataclass is something else, too, of which its fields say nothing: a model, an exception, a list."""
+    bases: Any = getattr(one, "__mro__", ())[:-1]
+    return is_dataclass(one) and (
+        hasattr(one, "model_fields")
+        or any(base in ATOMS or isinstance(vars(base).get("__new__"), types.BuiltinFunctionType) for base in bases)
+    )
+
+
 def _refusal(one: Any) -> str:
     name = getattr(one, "__qualname__", repr(one))
     if hasattr(one, "__mapper__"):
         return (
             f"a {name} cannot be stored as the result of an idempotency key, for it is a row of the database: return its key,"
             " or a dataclass or model with what the answer needs"
+        )
+    if _is_more(one):
+        return (
+            f"a {name} cannot be stored as the result of an idempotency key: of a dataclass the fields are stored, and this one"
+            " inherits from a builtin class or a model, and consists of more than them"
         )
     return (
         f"a {name} cannot be stored as the result of an idempotency key: it may consist of numbers, texts, bytes, dates and"
