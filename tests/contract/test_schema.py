@@ -467,6 +467,24 @@ def test_the_script_makes_the_same_and_may_run_twice(dsn: str, place: Place, adm
     assert take(admin, place, "a") == (True, 1)
 
 
+def test_the_script_waits_for_nobody_where_all_is_there_and_keeps_nobody_waiting(
+    dsn: str, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """Run again beside an open transaction with a key, and itself not yet committed, it lets others claim keys and take leases."""
+    script = schema.sql(schema=place.schema, prefix=place.prefix)
+    admin.execute(script.encode())
+    claim = sql.SQL(f"SELECT {place.name('claim_key_v1').replace('%', '%%')}('s', %s, NULL, 60, 0)")  # type: ignore[arg-type]
+    with psycopg.connect(dsn) as business, psycopg.connect(dsn) as installer, psycopg.connect(dsn) as other:
+        business.execute(claim, ["one"])
+        for session in (installer, other):
+            session.execute("SET lock_timeout = '3s'")
+        installer.execute(script.partition("BEGIN;")[2].rpartition("COMMIT;")[0].encode())
+        assert take(other, place, "a") == (True, 1)
+        assert other.execute(claim, ["two"]).fetchone() == ("fresh",)
+        for session in (business, installer, other):
+            session.rollback()
+
+
 def test_tables_in_the_users_metadata_can_be_made_where_its_tests_run() -> None:
     """With SQLite in tests `metadata.create_all` goes through; nothing of pgfence works there, and nothing has to."""
     metadata = MetaData()

@@ -155,6 +155,44 @@ async def test_by_row_each_kind_of_statement_is_refused_without_its_gate(
     assert write(EVERY[statement].format(books), gates={f"{resource}:1": 1}) is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "odd"),
+    [
+        ("json", """'{"a": "\\u0000"}'"""),
+        ("json", """'{"a": "\\ud800"}'"""),
+        ("json", "'1e400000'"),
+        ("bytea", "decode(repeat('ab', 100000), 'hex')"),
+    ],
+)
+def test_what_else_is_in_a_row_does_not_matter(
+    engine: Any,
+    books: str,
+    resource: str,
+    write: Callable[..., str | None],
+    admin: psycopg.Connection[Any],
+    kind: str,
+    odd: str,
+) -> None:
+    """A JSON text that no jsonb can hold, or a large value, beside the columns that name the resource: the same answers."""
+    admin.execute(
+        f'ALTER TABLE "{books}" ADD odd {kind}; ALTER TABLE "{books}" ALTER odd SET STORAGE EXTERNAL'.encode()
+    )
+    schema.add_fence(engine, books, resource=resource + "'s:{book}:{branch}")
+    one, two = ({f"{resource}'s:{book}:a": 1} for book in (1, 2))
+    for statement in (
+        f"INSERT INTO \"{books}\" VALUES (1, 'a', 1, {odd})",
+        f'UPDATE "{books}" SET amount = 2',
+        f'UPDATE "{books}" SET odd = odd',
+        f'UPDATE "{books}" SET odd = NULL',
+        f'UPDATE "{books}" SET odd = {odd}',
+    ):
+        assert [write(statement, gates=gates) for gates in ({}, two, one)] == [NO_TOKEN, NO_TOKEN, None]
+    move = f'UPDATE "{books}" SET book = 2'
+    assert [write(move, gates=gates) for gates in (one, two, one | two)] == [NO_TOKEN, NO_TOKEN, None]
+    assert write(f'UPDATE "{books}" SET branch = NULL', gates=two) == NO_TOKEN
+    assert [write(f'DELETE FROM "{books}"', gates=gates) for gates in (one, two)] == [NO_TOKEN, None]
+
+
 def test_what_a_trigger_or_a_generated_column_makes_of_a_row_is_what_counts(
     engine: Any, books: str, resource: str, write: Callable[..., str | None], admin: psycopg.Connection[Any]
 ) -> None:

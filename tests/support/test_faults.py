@@ -198,7 +198,7 @@ def test_a_standby_follows_and_can_be_promoted(own_server: OwnServer, eventually
     ):
         assert copy.execute("SELECT pg_is_in_recovery()").fetchone() == (True,)
         primary.execute("CREATE TABLE written AS SELECT 1")
-        eventually(lambda: copy.execute("SELECT to_regclass('written') IS NOT NULL").fetchone()[0])
+        eventually(lambda: copy.execute("SELECT to_regclass('written') IS NOT NULL").fetchone()[0], 20)
         standby.promote()
         assert copy.execute("SELECT pg_is_in_recovery()").fetchone() == (False,)
 

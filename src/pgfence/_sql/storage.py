@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 VERSION = 2
 """Of the tables and functions this release makes. Leases, tokens, fences and slots are content with 1, which may stay."""
 
+# A function that looks for rows does so with `enable_seqscan = off`: a session plans it once, maybe while its table is tiny, and
+# would go on reading the whole of it until the table is analyzed again.
 FILES = {1: ("gate", "lease", "token", "slot"), 2: ("idempotency", "effects")}
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
+    JSON,
     BigInteger,
     CheckConstraint,
     Column,
@@ -42,6 +43,9 @@ OWN = "pgfence"
 _WITH_KEYS = 2
 """The version since which there are idempotency keys."""
 
+_UNFINISHED = "unfinished_key"
+"""The trigger that asks at the end of a transaction, without the prefix."""
+
 _HALF_FULL = ("lease", "gate", "slot")
 """Their rows are updated again and again: room on the same page keeps those updates out of the index."""
 
@@ -76,7 +80,7 @@ def _json(name: str) -> Column[Any]:
     # Here, since it brings the dialect of every driver along.
     from sqlalchemy.dialects.postgresql import JSONB
 
-    return Column(name, JSONB)
+    return Column(name, JSON().with_variant(JSONB(), "postgresql"))
 
 
 def _token(constraint: str) -> tuple[Any, ...]:
@@ -182,12 +186,11 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
     """
     dialect = _dialect()
     tables = define(MetaData(), place, version)
-    made: list[Any] = [CreateTable(table, if_not_exists=True) for table in tables]
-    made += [CreateIndex(index, if_not_exists=True) for table in tables for index in table.indexes]
     schema = [] if place.schema is None else [_schema(place.schema)]
     return (
         *schema,
-        *(str(statement.compile(dialect=dialect)).strip() for statement in made),
+        *(str(CreateTable(table, if_not_exists=True).compile(dialect=dialect)).strip() for table in tables),
+        *(_index(place, index) for table in tables for index in table.indexes),
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
         *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place, version)),
         *(() if version < _WITH_KEYS else (_trigger(place),)),
@@ -204,19 +207,26 @@ def _schema(name: str) -> str:
     )
 
 
+# What is there is looked for first: index and trigger alike lock their table against every writer before they find it out.
+
+
+def _index(place: Place, index: Index) -> str:
+    made = str(CreateIndex(index, if_not_exists=True).compile(dialect=_dialect())).strip()
+    there = f"pg_catalog.to_regclass({literal(place.name(str(index.name).removeprefix(place.prefix)))}) IS NOT NULL"
+    return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\nEND")
+
+
 def _trigger(place: Place) -> str:
     """Return what keeps a transaction from committing while a key that it claimed has no result."""
-    return (
-        f"DO $pgfence$ BEGIN CREATE CONSTRAINT TRIGGER {_trigger_name(place)} AFTER INSERT OR UPDATE ON"
-        f" {place.name('idempotency_key')} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW"
-        " WHEN (NEW.status = 'in_progress' AND NEW.locked_until IS NULL)"
-        f" EXECUTE FUNCTION {place.name('check_key_v1')}();"
-        " EXCEPTION WHEN duplicate_object THEN NULL; END $pgfence$"
+    table, name = place.name("idempotency_key"), place.prefix + _UNFINISHED
+    return block(
+        "BEGIN\n    IF NOT EXISTS (SELECT FROM pg_catalog.pg_trigger AS t"
+        f" WHERE t.tgrelid = {literal(table)}::pg_catalog.regclass AND t.tgname = {literal(name)}::pg_catalog.name) THEN\n"
+        f"        CREATE CONSTRAINT TRIGGER {quoted(name)} AFTER INSERT OR UPDATE ON {table}"
+        " DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.status = 'in_progress' AND NEW.locked_until IS NULL)"
+        f" EXECUTE FUNCTION {place.name('check_key_v1')}();\n    END IF;\n"
+        "EXCEPTION WHEN duplicate_object THEN NULL;\nEND"
     )
-
-
-def _trigger_name(place: Place) -> str:
-    return quoted(place.prefix + "unfinished_key")
 
 
 def script(place: Place) -> str:
@@ -227,7 +237,7 @@ def script(place: Place) -> str:
 def removal(place: Place) -> tuple[str, ...]:
     """Return the statements that drop functions and tables, in order."""
     return (
-        f"DROP TRIGGER IF EXISTS {_trigger_name(place)} ON {place.name('idempotency_key')}",
+        f"DROP TRIGGER IF EXISTS {quoted(place.prefix + _UNFINISHED)} ON {place.name('idempotency_key')}",
         *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place)),
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in _columns()),
     )

@@ -4,7 +4,7 @@
 -- the older transactions inside have ended, for p_wait seconds at most, or the session's own lock_timeout if it has one: then
 -- PF003 tells in its JSON detail who may be in the way.
 CREATE FUNCTION @enter_gate_v1@(p_resource text, p_token bigint, p_wait double precision DEFAULT 30) RETURNS void
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     newest bigint;
     claim text;
@@ -112,7 +112,7 @@ END $$;
 -- Checks a writer: its transaction must have entered the gate, and is asked again at every statement. The setting is no
 -- proof: what counts is the gate's row, so a forged setting, a savepoint rolled back or an error swallowed change nothing.
 CREATE FUNCTION @check_gate_v1@(p_resource text, p_table text) RETURNS void
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     mark text := pg_catalog.md5('@prefix@' || p_resource);
     claimed bigint := NULLIF(pg_catalog.split_part(pg_catalog.split_part(
@@ -132,7 +132,7 @@ END $$;
 
 -- For a table that belongs to one resource: once for each statement. TG_ARGV[0] is the resource. A writer whose gate is open
 -- is let pass at once: to call the check takes as long as the check.
-CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan = off AS $$
 DECLARE
     mark text := pg_catalog.md5('@prefix@' || TG_ARGV[0]);
 BEGIN
@@ -152,17 +152,35 @@ DECLARE
     new_resource text := '';
     old_row jsonb;
     new_row jsonb;
+    named text := '';
 BEGIN
-    IF TG_OP <> 'INSERT' THEN
-        old_row := pg_catalog.to_jsonb(OLD);
+    IF COALESCE(pg_catalog.pg_column_size(OLD), 0) + COALESCE(pg_catalog.pg_column_size(NEW), 0) < 16384 THEN
+        BEGIN
+            old_row := pg_catalog.to_jsonb(OLD);
+            new_row := pg_catalog.to_jsonb(NEW);
+        EXCEPTION WHEN data_exception THEN
+            old_row := NULL;
+        END;
     END IF;
-    IF TG_OP <> 'DELETE' THEN
-        new_row := pg_catalog.to_jsonb(NEW);
+    IF old_row IS NOT NULL OR new_row IS NOT NULL THEN
+        FOR i IN 0 .. TG_NARGS - 1 LOOP
+            old_resource := old_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE old_row ->> TG_ARGV[i] END;
+            new_resource := new_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE new_row ->> TG_ARGV[i] END;
+        END LOOP;
+    ELSE
+        -- A row that is large, or holds what no jsonb can, is asked for these columns alone. For others this takes longer.
+        FOR i IN 0 .. TG_NARGS - 1 LOOP
+            named := named || CASE WHEN i = 0 THEN 'SELECT ' ELSE ' || ' END || CASE WHEN i % 2 = 0
+                THEN pg_catalog.quote_literal(TG_ARGV[i])
+                ELSE '(pg_catalog.to_jsonb(($1).' || pg_catalog.quote_ident(TG_ARGV[i]) || $path$) #>> '{}')$path$ END;
+        END LOOP;
+        IF TG_OP <> 'INSERT' THEN
+            EXECUTE named INTO old_resource USING OLD;
+        END IF;
+        IF TG_OP <> 'DELETE' THEN
+            EXECUTE named INTO new_resource USING NEW;
+        END IF;
     END IF;
-    FOR i IN 0 .. TG_NARGS - 1 LOOP
-        old_resource := old_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE old_row ->> TG_ARGV[i] END;
-        new_resource := new_resource || CASE WHEN i % 2 = 0 THEN TG_ARGV[i] ELSE new_row ->> TG_ARGV[i] END;
-    END LOOP;
     IF TG_OP <> 'INSERT' THEN
         IF old_resource IS NULL THEN
             RAISE EXCEPTION 'a row of % names no resource: a column of it is NULL', TG_TABLE_NAME USING ERRCODE = 'PF002';

@@ -8,7 +8,7 @@ CREATE FUNCTION @acquire_lease_v1@(
 ) RETURNS TABLE (
     granted boolean, token bigint, expires_at timestamptz, remaining double precision, hold_remaining double precision,
     checkpoint text, owner text, host text, pid integer, backend_pid integer, purpose text, since timestamptz
-) LANGUAGE plpgsql VOLATILE AS $$
+) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
     r @lease@;
@@ -66,7 +66,7 @@ END $$;
 -- or ["lost", "expired" | "superseded" | "evicted" | "overdue"].
 CREATE FUNCTION @renew_leases_v1@(
     p_names text[], p_leases text[], p_tokens bigint[], p_ttls double precision[]
-) RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     r @lease@;
     at timestamptz;
@@ -107,7 +107,7 @@ END $$;
 -- Answers "released", or what had become of it: "expired", "overdue", "superseded", "evicted". An expired lease that nobody
 -- took is ended all the same; its lock_delay still counts.
 CREATE FUNCTION @release_lease_v1@(p_name text, p_lease text, p_token bigint) RETURNS text
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     r @lease@;
     at timestamptz;
@@ -131,7 +131,7 @@ END $$;
 
 -- Ends a grant whose answer never arrived, by the id the client made for it: no token is known.
 CREATE FUNCTION @forget_lease_v1@(p_name text, p_lease text) RETURNS boolean
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 BEGIN
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
     -- First the lock: the grant may be written and not yet committed, and its row would not be found by its id.
@@ -150,7 +150,7 @@ CREATE FUNCTION @adopt_lease_v1@(
 ) RETURNS TABLE (
     outcome text, expires_at timestamptz, remaining double precision, hold_remaining double precision,
     ttl double precision, checkpoint text, purpose text
-) LANGUAGE plpgsql VOLATILE AS $$
+) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
     r @lease@;
@@ -186,7 +186,7 @@ END $$;
 -- Ends a lease from outside: a higher token in its row and in its gate, and a line in the audit, or nothing of it.
 -- Answers the token it had and the one that counts now; no row if there is no such lease.
 CREATE FUNCTION @evict_lease_v1@(p_name text, p_actor text, p_reason text, p_detail text)
-RETURNS TABLE (evicted bigint, newest bigint) LANGUAGE plpgsql VOLATILE AS $$
+RETURNS TABLE (evicted bigint, newest bigint) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
     r @lease@;

@@ -10,7 +10,7 @@ CREATE FUNCTION @acquire_slot_v1@(
     outcome text, token bigint, expires_at timestamptz, remaining double precision, hold_remaining double precision,
     checkpoint text, owner text, host text, pid integer, backend_pid integer, purpose text, since timestamptz,
     attempt integer
-) LANGUAGE plpgsql VOLATILE AS $$
+) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
     s @slot@;
@@ -54,7 +54,7 @@ END $$;
 -- Ends the run of a slot: done, or free for another attempt. Answers like the release of a lease. A client that believed in
 -- its lease when it sent this has done its work in time: an answer that comes late is no loss, unless somebody took over.
 CREATE FUNCTION @finish_slot_v1@(p_name text, p_lease text, p_token bigint, p_slot timestamptz, p_done boolean)
-RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     s @slot@;
     durable text := pg_catalog.current_setting('synchronous_commit');

@@ -1,7 +1,7 @@
 -- An advisory lock that brings a token. Transaction lock, token, session lock: the last cannot wait or fail any more, so the
 -- lock is held exactly when a token is answered. NULL: busy. -1: another server process answered than the one named.
 CREATE FUNCTION @lock_with_token_v1@(p_backend integer, p_key bigint, p_name text, p_milliseconds integer) RETURNS bigint
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     r @lease@;
     issued bigint;

@@ -11,7 +11,7 @@ CREATE FUNCTION @claim_effect_v1@(
 ) RETURNS TABLE (
     outcome text, attempt integer, locked_until timestamptz, remaining double precision, step text, result text,
     http_status integer, http_headers text, http_body bytea, owner text, host text, pid integer, since timestamptz
-) LANGUAGE plpgsql VOLATILE AS $$
+) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
     r @idempotency_key@;
@@ -98,7 +98,7 @@ END $$;
 -- whoever is about to stop asking; nothing is changed then.
 CREATE FUNCTION @renew_keys_v1@(
     p_names text[], p_claims text[], p_attempts bigint[], p_ttls double precision[]
-) RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+) RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     r @idempotency_key@;
     at timestamptz;
@@ -143,7 +143,7 @@ END $$;
 -- Saves what a step of an attempt returned, once. Answers the attempt that counts now: another one, or -1, means that it was
 -- lost; NULL, that there is no such key.
 CREATE FUNCTION @save_step_v1@(p_name text, p_claim text, p_attempt bigint, p_step text, p_value text) RETURNS integer
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
     whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
@@ -170,7 +170,7 @@ END $$;
 CREATE FUNCTION @finish_effect_v1@(
     p_name text, p_claim text, p_attempt bigint, p_keep double precision, p_status text, p_result text,
     p_http_status integer, p_http_headers text, p_http_body bytea, p_own boolean
-) RETURNS integer LANGUAGE plpgsql VOLATILE AS $$
+) RETURNS integer LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
     whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));
@@ -209,7 +209,7 @@ END $$;
 
 -- Frees the key of an attempt of which it is known that nothing came of it. Answers as release_lease_v1.
 CREATE FUNCTION @free_effect_v1@(p_name text, p_claim text, p_attempt bigint) RETURNS text
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
 BEGIN
@@ -223,7 +223,7 @@ END $$;
 
 -- Ends a claim whose answer never arrived, by the id the client made for it: nothing was done under it.
 CREATE FUNCTION @forget_effect_v1@(p_name text, p_claim text) RETURNS boolean
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     named text := pg_catalog.split_part(p_name, pg_catalog.chr(31), -1);
     whose text := pg_catalog.left(p_name, -1 - pg_catalog.length(named));

@@ -5,7 +5,7 @@
 -- a transaction with another fingerprint, learns at once that the request in progress is another one.
 
 CREATE FUNCTION @claim_key_v1@(p_scope text, p_key text, p_fingerprint bytea, p_keep double precision, p_wait double precision)
-RETURNS text LANGUAGE plpgsql VOLATILE AS $$
+RETURNS text LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
     r @idempotency_key@;
     place bigint := pg_catalog.pg_typeof(r)::oid::bigint;
@@ -90,7 +90,7 @@ BEGIN
 END $$;
 
 CREATE FUNCTION @finish_key_v1@(p_scope text, p_key text, p_status text, p_result text) RETURNS boolean
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 BEGIN
     UPDATE @idempotency_key@ AS k SET status = p_status, result = p_result::jsonb,
         expires_at = pg_catalog.clock_timestamp() + (k.expires_at - k.created_at)
@@ -99,7 +99,7 @@ BEGIN
 END $$;
 
 -- At the end of the transaction: what a key was claimed for has to have a result, or nothing of it is committed.
-CREATE FUNCTION @check_key_v1@() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION @check_key_v1@() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan = off AS $$
 BEGIN
     IF EXISTS (SELECT FROM @idempotency_key@ AS k WHERE k.scope = NEW.scope AND k.key = NEW.key
         AND k.status = 'in_progress' AND k.locked_until IS NULL) THEN
