@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 HOSTILE = {
-    "idle_session_timeout": "300ms",
-    "idle_in_transaction_session_timeout": "250ms",
-    "statement_timeout": "350ms",
+    "idle_session_timeout": "600ms",
+    "idle_in_transaction_session_timeout": "500ms",
+    "statement_timeout": "550ms",
     "lock_timeout": "200ms",
     "default_transaction_isolation": "serializable",
     "default_transaction_read_only": "on",
     "default_transaction_deferrable": "on",
     "DateStyle": "German, DMY",
 }
-NEWER = {"transaction_timeout": ("400ms", 170000)}
+NEWER = {"transaction_timeout": ("650ms", 170000)}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def pass_by(seconds: float) -> None:
 async def test_a_quiet_holder_lives_on(world: World, name: str, hostile: str, admin: psycopg.Connection[Any]) -> None:
     """C047, C010: it is idle, in no transaction, and held after three times the longest of the site's limits."""
     async with world.enter(lock(world, labelled(world, name, dsn=hostile), name).hold()) as held:
-        await pass_by(1.2)
+        await pass_by(2)
         (session,) = sessions(admin, name)
         assert (session.state, session.xact_start, session.backend_xmin) == ("idle", None, None)
         assert not is_free(admin, name)
@@ -98,7 +98,7 @@ async def test_a_warm_session_lives_on(world: World, name: str, hostile: str, ad
     held = await world.call(one.acquire)
     (session,) = sessions(admin, name)
     await world.call(held.release)
-    await pass_by(0.8)
+    await pass_by(1.2)
     again = await world.call(one.acquire)
     assert [s.pid for s in sessions(admin, name)] == [session.pid]
     await world.call(again.release)
@@ -135,7 +135,7 @@ async def test_work_on_the_locks_own_connection_has_the_sites_limits(
         assert found == of_the_site(world) | {"idle_session_timeout": "0", "idle_in_transaction_session_timeout": "0"}
         assert await run(world, connection, "SHOW transaction_isolation") == "serializable"
         await world.call(connection.rollback)
-        await pass_by(0.6)
+        await pass_by(1.2)
         assert await run(world, connection, "SELECT 1") == 1
         assert not is_free(admin, name)
     assert is_free(admin, name)
