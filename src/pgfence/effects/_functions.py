@@ -6,7 +6,7 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, get_type_hints
 
-from pgfence.idempotency._reach import classes_in
+from pgfence.idempotency._reach import reach
 from pgfence.wrapping import called
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def unreached(fn: Callable[..., Any], reached: frozenset[type[Any]] | None) -> s
     if returns in (Never, NoReturn):
         return None
     try:
-        found = classes_in(returns).values()
+        found = reach(returns).classes.values()
     except TypeError as error:
         return str(error) if reached is None else None
     for one in found:

@@ -14,7 +14,6 @@ from pgfence.idempotency._codec import Codec
 from pgfence.idempotency._fingerprint import fingerprint
 from pgfence.idempotency._functions import errors_of, life_of
 from pgfence.idempotency._keys import expect_key
-from pgfence.idempotency._reach import classes_in
 from pgfence.timing import seconds
 from pgfence.wrapping import called
 
@@ -61,7 +60,7 @@ class Effects(Generic[T]):
                 " attempt is given up"
             )
         self._codec = Codec.of(result)
-        self._reached = None if result is None else frozenset(classes_in(result).values())
+        self._reached = None if result is None else frozenset(self._codec.classes.values())
         self._timeout = seconds(timeout)
         self._record = errors_of(record)
         self._free = errors_of(free, "free")

@@ -21,7 +21,7 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from pgfence.errors import IdempotencyMisuseError
-from pgfence.idempotency._reach import classes_in
+from pgfence.idempotency._reach import reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class Codec:
     """Writes results of one annotation, and reads them."""
 
     def __init__(self, classes: Mapping[str, type[Any]]) -> None:
-        self._classes = classes
+        self.classes = classes
         self._names = {one: name for name, one in classes.items()}
         self._fields = {
             one: tuple(field.name for field in fields(one))
@@ -53,9 +53,11 @@ class Codec:
         """
         try:
             return _codec(annotation)
+        except _Passing as error:
+            return error.codec
         except TypeError:
             # Cannot be hashed, or is refused: then once more, in words.
-            return Codec(classes_in(annotation))
+            return Codec(reach(annotation).classes)
 
     def encode(self, value: Any) -> str:
         """Return a value as JSON.
@@ -129,25 +131,27 @@ class Codec:
                 f"the result holds a {kind.__qualname__}, and cannot be stored. If it is a dataclass, a model, a named tuple or an"
                 " enumeration, say so by result=, or by the annotation of the function; else return something simpler"
             )
-        if kind in self._fields:
-            return {"$c": name} | self._dataclass(value, self._fields[kind])
+        if (names := self._fields.get(kind)) is not None:
+            try:
+                return {"$c": name, "v": {one: self._written(getattr(value, one)) for one in names}}
+            except AttributeError:  # of `field(init=False)` that was never set
+                return {"$c": name} | self._partly(value, names)
         if isinstance(value, Enum):
             kind = type(value)
-            member = kind.__members__.get(value.name) if value.name else None
-            return {"$c": name, "m": value.name} if member is value else {"$c": name, "v": self._written(value.value)}
+            # A class may have made something else of `name`.
+            if kind.__members__.get(value._name_) is value:
+                return {"$c": name, "m": value._name_}
+            return {"$c": name, "v": self._written(value.value)}
         if isinstance(value, tuple):
             return {"$c": name, "v": [self._written(one) for one in tuple.__iter__(value)]}
         return {"$c": name} | self._model(value)
 
-    def _dataclass(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
-        try:
-            return {"v": {one: self._written(getattr(value, one)) for one in names}}
-        except AttributeError:  # of `field(init=False)` that was never set
-            held = [one for one in names if hasattr(value, one)]
-            return {
-                "v": {one: self._written(getattr(value, one)) for one in held},
-                "unset": [one for one in names if one not in held],
-            }
+    def _partly(self, value: Any, names: tuple[str, ...]) -> dict[str, Any]:
+        held = [one for one in names if hasattr(value, one)]
+        return {
+            "v": {one: self._written(getattr(value, one)) for one in held},
+            "unset": [one for one in names if one not in held],
+        }
 
     def _model(self, value: Any) -> dict[str, Any]:
         held, known = vars(value), type(value).model_fields
@@ -166,7 +170,7 @@ class Codec:
             return _READERS[found["$t"]](found)
         if "$c" not in found:
             return found
-        kind = self._classes.get(found["$c"])
+        kind = self.classes.get(found["$c"])
         if kind is None:
             raise IdempotencyMisuseError(
                 f"the stored result holds a {found['$c']}, which result= (or the annotation of the function) does not reach: a"
@@ -179,9 +183,21 @@ class Codec:
         return _dataclass(kind, found) if is_dataclass(kind) else _model(kind, found)
 
 
+class _Passing(Exception):
+    """A codec that is not kept: asked once more, the annotation may reach more."""
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self.codec = codec
+
+
 @lru_cache(maxsize=256)
 def _codec(annotation: Any) -> Codec:
-    return Codec(classes_in(annotation))
+    reached = reach(annotation)
+    codec = Codec(reached.classes)
+    if not reached.known:
+        raise _Passing(codec)
+    return codec
 
 
 def _dataclass(kind: type[Any], found: dict[str, Any]) -> Any:

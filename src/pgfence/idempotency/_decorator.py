@@ -108,14 +108,15 @@ class _Calls:
         options: Mapping[str, Any],
     ) -> None:
         no_generator(fn)
-        hints = _hints(fn)
+        hints, unknown = _hints(fn)
         self._signature = inspect.signature(fn)
         self._session = _session(fn, self._signature, hints)
         self._options = {**options, "result": hints.get("return")}
+        self._late = fn if "return" in unknown else None
         Codec.of(self._options["result"])
-        if unknown := set(payload or ()) - set(self._signature.parameters):
+        if strangers := set(payload or ()) - set(self._signature.parameters):
             raise ValueError(
-                f"payload names {sorted(unknown)}, and {called(fn)} has ({', '.join(self._signature.parameters)})"
+                f"payload names {sorted(strangers)}, and {called(fn)} has ({', '.join(self._signature.parameters)})"
             )
         self._payload = payload
         self._plain = key, scope
@@ -128,19 +129,23 @@ class _Calls:
         values = bound.arguments
         named: Any = self._plain if self._naming is None else self._naming(args, kwargs)
         payload = None if self._payload is None else {name: values[name] for name in self._payload}
+        if self._late is not None:  # what it names may be there by now
+            self._options["result"] = _hints(self._late)[0].get("return")
         return idempotent(values[self._session], named[0], scope=named[1], payload=payload, **self._options)
 
 
-def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations; as texts those that name what is imported for type checkers alone."""
+def _hints(fn: Callable[..., Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the annotations, and the names of those that are texts still, for they name what is not known, or not yet."""
     found: dict[str, Any] = {}
+    unknown = set()
     for name, annotation in getattr(fn, "__annotations__", {}).items():
         one: Any = SimpleNamespace(__annotations__={name: annotation})
         try:
             found |= get_type_hints(one, getattr(fn, "__globals__", {}))
         except NameError:
             found[name] = annotation
-    return found
+            unknown.add(name)
+    return found, unknown
 
 
 def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[str, Any]) -> str:
