@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import table, update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, ResourceClosedError
 
 from pgfence._runtime.state import emit
 from pgfence._sql import idempotency as sql
@@ -15,6 +15,7 @@ from pgfence._sql import server
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, READ_ONLY, SERIALIZATION_FAILURE, sqlstate
 from pgfence._sql.storage import place_of, primary, translated
 from pgfence._sql.transaction import driver_state
+from pgfence.blocks import attach
 from pgfence.config import config_of
 from pgfence.errors import (
     CapacityError,
@@ -122,8 +123,25 @@ def complete(session: Session, call: Call, claimed: Claim, value: Any) -> None:
     """
     text = call.codec.encode(value)
     if claimed.savepoint is not None:
-        claimed.savepoint.commit()
+        _release(session, call, claimed, claimed.savepoint)
     _finish(session, call, claimed, "done", text)
+
+
+def _release(session: Session, call: Call, claimed: Claim, savepoint: SessionTransaction) -> None:
+    """Send what the work has left to be sent, whose error is an answer like the work's own, and keep it."""
+    try:
+        session.flush()
+    except Exception as error:
+        if _recorded.among(error, call.record):
+            try:
+                record(session, call, claimed, error)
+            except Exception as failure:
+                attach(error, failure, "while it was recorded")
+        raise
+    try:
+        savepoint.commit()
+    except ResourceClosedError as error:
+        raise _gone(call) from error
 
 
 def record(session: Session, call: Call, claimed: Claim, error: Exception) -> None:
@@ -138,10 +156,14 @@ def _finish(session: Session, call: Call, claimed: Claim, status: str, text: str
     connection = connection_of(session)
     place = place_of(connection)
     if not _sent(place, lambda: sql.finish(connection, place, claimed.row, status, text)):
-        raise IdempotencyMisuseError(
-            f"{call} is not claimed any more: its transaction, or a savepoint around the claim, has ended inside the block."
-            " Commit and roll back outside of it"
-        )
+        raise _gone(call)
+
+
+def _gone(call: Call) -> IdempotencyMisuseError:
+    return IdempotencyMisuseError(
+        f"{call} is not claimed any more: its transaction, or a savepoint around the claim, has ended inside the block."
+        " Commit and roll back outside of it"
+    )
 
 
 def connection_of(session: Session) -> Connection:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from pgfence.errors import IdempotencyMisuseError, PgfenceError
 
@@ -24,8 +25,9 @@ def encode(error: Exception, codec: Codec) -> str:
     """Return an error as JSON.
 
     Raises:
-        IdempotencyMisuseError: its arguments or attributes cannot be stored.
+        IdempotencyMisuseError: its arguments or attributes cannot be stored, or it could not be made of them again.
     """
+    _made(type(error), error.args)
     state = {name: value for name, value in vars(error).items() if name != "__notes__"}
     return json.dumps(
         {
@@ -48,11 +50,27 @@ def decode(text: str, record: tuple[type[Exception], ...], codec: Codec, what: s
     # One that has moved to another module since is still the only one of its name.
     kind = next((kind for kind in named if kind.__module__ == found.get("module")), named[0])
     args = codec.decode(json.dumps(found["args"]))
-    error = kind.__new__(kind, *args)
-    error.args = args
+    error = _made(kind, args)
     vars(error).update(codec.decode(json.dumps(found["state"])))
     error.add_note(f"replayed: this is how {what} ended the first time")
     return error
+
+
+def _made(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
+    """Make an error as copying does, without its `__init__`.
+
+    Raises:
+        IdempotencyMisuseError: its class wants something else.
+    """
+    for new in (kind.__new__, Exception.__new__):
+        with suppress(Exception):  # a class may take other arguments than it passes on
+            error = new(kind, *args)
+            if type(error) is kind:
+                error.args = args
+                return error
+    raise IdempotencyMisuseError(
+        f"a {kind.__qualname__} cannot be made of its arguments again, so it cannot be recorded"
+    )
 
 
 def _with_subclasses(kinds: tuple[type[Exception], ...]) -> Iterator[type[Exception]]:
