@@ -206,6 +206,43 @@ async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
     assert await count(desk) == 2
 
 
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+async def test_who_has_waited_for_a_row_that_it_cannot_see_is_told(desk: Desk, eventually: Any, level: str) -> None:
+    """C096: of two SERIALIZABLE transactions, too, where the server has an error of its own; the transaction is usable."""
+    other = desk.world.other()
+
+    async def second() -> None:
+        async with other.enter(desk.session()) as session:
+            await other.call(session.connection, execution_options={"isolation_level": level})
+            await desk.on(session, lambda one: one.scalars(select(Payment)).all(), other)
+            with pytest.raises(IdempotencyInProgressError, match="order_id 7") as caught:
+                await other.call(insert_once, session, row(), ["order_id"])
+            assert caught.value.sqlstate == "40001"
+            await desk.on(session, lambda one: one.scalars(select(1)).all(), other)
+            await other.call(session.rollback)
+
+    async with desk.world.enter(desk.session()) as session:
+        await desk.world.call(session.connection, execution_options={"isolation_level": level})
+        await desk.world.call(insert_once, session, row(), ["order_id"])
+        task = asyncio.create_task(second())
+        await eventually(lambda: desk.blocked() == 1 or task.done())
+        await desk.world.call(session.commit)
+        await task
+    assert await count(desk) == 1
+
+
+async def test_an_error_of_what_was_pending_is_not_taken_for_the_instances_own(desk: Desk) -> None:
+    """C096: with autoflush off it is sent by the savepoint; the same constraint, of another row."""
+    async with desk.world.enter(desk.session(autoflush=False)) as session:
+        await desk.world.call(insert_once, session, row(), ["order_id"])
+        await desk.world.call(session.commit)
+        session.add(row())
+        with pytest.raises(IntegrityError):
+            await desk.world.call(insert_once, session, row(order_id=8), ["order_id"])
+        await desk.world.call(session.rollback)
+    assert await count(desk) == 1
+
+
 async def test_a_row_of_another_class_that_has_the_key_is_an_error_of_integrity(desk: Desk) -> None:
     """C096: no new transaction would find it either, so none is asked for; the transaction stays usable."""
     async with desk.world.enter(desk.session()) as session:

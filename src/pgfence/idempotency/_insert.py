@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import Table, UniqueConstraint, inspect, select
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Mapper
 
 from pgfence._sql.idempotency import doubled
-from pgfence._sql.sqlstate import SERIALIZATION_FAILURE
+from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate
 from pgfence.errors import IdempotencyInProgressError
 
 if TYPE_CHECKING:
@@ -44,8 +44,9 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
         # Looked for first: a failed INSERT is an ERROR in the server's log.
         if (found := session.scalars(wanted.query).one_or_none()) is not None:
             return found
+        savepoint = session.begin_nested()  # sends what is pending, whose errors are its own
         try:
-            with session.begin_nested():
+            with savepoint:
                 session.add(instance)
                 session.flush()
         except IntegrityError as error:
@@ -53,6 +54,11 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
             if (met := doubled(error)) is None or (met and met != wanted.columns):
                 raise
             refused = error
+        except DBAPIError as error:
+            if sqlstate(error) != SERIALIZATION_FAILURE:
+                raise
+            # In SERIALIZABLE, of a row that was committed during the wait for it: nobody may look at that any more.
+            raise _unseen("there may be", mapper, instance, wanted) from error
         else:
             return instance
     if (found := session.scalars(wanted.query).one_or_none()) is not None:
@@ -65,8 +71,12 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
             f"there is a {type(instance).__name__} with {wanted.shown}, which a query of that class does not find"
         )
         raise refused
-    raise IdempotencyInProgressError(
-        f"there is a {type(instance).__name__} with {wanted.shown}, and this transaction cannot see it, for its snapshot is"
+    raise _unseen("there is", mapper, instance, wanted)
+
+
+def _unseen(there_is: str, mapper: Mapper[Any], instance: Any, wanted: _Wanted) -> IdempotencyInProgressError:
+    return IdempotencyInProgressError(
+        f"{there_is} a {type(instance).__name__} with {wanted.shown}, and this transaction cannot see it, for its snapshot is"
         " older: a new transaction can",
         scope=mapper.local_table.description,
         key=wanted.shown,
