@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import Column, Integer, MetaData, Table
+from sqlalchemy import Column, Integer, MetaData, Table, event
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgfence import schema
@@ -267,6 +267,58 @@ async def test_a_second_call_changes_nothing_and_another_resource_replaces(
     assert write(f'INSERT INTO "{books}" VALUES (1)') == NO_TOKEN
     await given(schema.add_fence(engine, books, resource=resource))
     assert [row[1:] for row in triggers(admin, books)] == [("pgfence_fence", COMMENT)]
+    assert write(f'TRUNCATE "{books}"', gates={resource: 1}) is None
+
+
+def fence_impatiently(engine: Any, table: str, resource: str) -> int:
+    """Fence a table without waiting for anybody, and return how many statements that took."""
+    with engine.begin() as own:
+        own.exec_driver_sql("SET LOCAL lock_timeout = '1s'")
+        sent: list[str] = []
+        event.listen(own, "before_cursor_execute", lambda *args: sent.append(args[2]))
+        schema.add_fence(own, table, resource=resource)
+    return len(sent)
+
+
+def test_for_a_new_partition_only_what_is_missing_is_made(
+    engine: Any, partitioned: str, resource: str, admin: psycopg.Connection[Any], dsn: str
+) -> None:
+    """Beside readers of the whole table and a writer of another partition; three of them take no more statements than one."""
+    resource += ":{book}"
+    schema.add_fence(engine, partitioned, resource=resource)
+    tables = [partitioned + end for end in ("", "_low", "_high", "_top")]
+    before, counts, after = [triggers(admin, table) for table in tables], [], iter(range(20, 30))
+    with psycopg.connect(dsn) as other:
+        other.execute(ENTER, [[resource.format(book=1)], [1]])
+        other.execute(f"INSERT INTO {partitioned}_low VALUES (1)".encode())
+        for new in (["a"], ["b", "c", "d"]):
+            for end, book in zip(new, after, strict=False):
+                made = (
+                    f"CREATE TABLE {partitioned}_{end} (LIKE {partitioned}); ALTER TABLE {partitioned} ATTACH PARTITION"
+                )
+                admin.execute(f"{made} {partitioned}_{end} FOR VALUES FROM ({book}) TO ({book + 1})".encode())
+            other.execute(f"SELECT * FROM {partitioned}_top".encode())
+            counts.append(fence_impatiently(engine, partitioned, resource))
+            found = [row[1:] for end in new for row in triggers(admin, f"{partitioned}_{end}")]
+            assert found == [("pgfence_fence", None), ("pgfence_fence_truncate", COMMENT)] * len(new)
+    assert [triggers(admin, table) for table in tables] == before
+    assert counts[0] == counts[1]
+
+
+def test_another_resource_keeps_no_reader_out(
+    engine: Any, books: str, partitioned: str, resource: str, dsn: str, write: Callable[..., str | None]
+) -> None:
+    """One kind of fence takes the place of the other beside a reader in no hurry, and on all partitions."""
+    for table in (books, partitioned):
+        for end in ("", ":a", ":{book}", ":{branch}"):
+            with psycopg.connect(dsn) as reader:
+                reader.execute(f'SELECT * FROM "{table}"'.encode())
+                fence_impatiently(engine, table, resource + end)
+            gate = (resource + end).format(book=1, branch="x")
+            insert = f"INSERT INTO \"{table}\" VALUES (1, 'x', {len(end)})"
+            assert (write(insert), write(insert, gates={gate: 1})) == (NO_TOKEN, None)
+            assert write(f'TRUNCATE "{table}"') == NO_TOKEN
+    fence_impatiently(engine, books, resource)
     assert write(f'TRUNCATE "{books}"', gates={resource: 1}) is None
 
 

@@ -197,7 +197,7 @@ def test_a_resource_is_found_again_whatever_the_encoding_of_the_database(
     project.generate()
     project.upgrade()
     assert differences(project) == []
-    query = "SELECT oid FROM pg_trigger WHERE tgname = 'pgfence_fence'"
+    query = "SELECT oid, tgargs FROM pg_trigger WHERE tgname = 'pgfence_fence'"
     with latin.connect() as connection:
         before = found(connection, query)
     schema.add_fence(latin, "entry", resource=resource)

@@ -7,7 +7,7 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgfence._sql.storage import Place, quoted
+from pgfence._sql.storage import Place, block, quoted
 from pgfence._sql.tables import literal, plainly
 from pgfence.keys import stored
 
@@ -69,25 +69,51 @@ def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
 class _Trigger:
     name: str
     table: str
-    when: str
+    events: str
+    level: str
     function: str
     args: tuple[str, ...]
     bits: int
     """As pg_trigger.tgtype has them: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
 
     def creation(self) -> str:
-        args = ", ".join(map(literal, self.args))
-        # A partition may have had one of its own, which becomes a copy of this one.
-        replacing = "OR REPLACE " if self.bits & 1 else ""
-        return f"CREATE {replacing}TRIGGER {quoted(self.name)} {self.when} EXECUTE FUNCTION {self.function}({args})"
+        before, after = self._around()
+        return f"{before}{self.table}{after}"
 
-    def is_there(self) -> str:
+    def comment(self) -> str:
+        return f"COMMENT ON TRIGGER {quoted(self.name)} ON {self.table} IS {literal(COMMENT)}"
+
+    def lacking(self, target: Target) -> str:
+        """Return the query for the table and its partitions, as quoted names, of those that have none."""
+        return _tables(target, f"NOT {self.is_there('c.oid')}")
+
+    def completion(self, target: Target) -> str:
+        """Return the statement that makes one on each table that has none."""
+        before, after = self._around()
+        comment = f"COMMENT ON TRIGGER {quoted(self.name)} ON "
+        return block(
+            f"DECLARE\n    part text;\nBEGIN\n    FOR part IN {self.lacking(target)} LOOP\n"
+            f"        EXECUTE {literal(before)} || part || {literal(after)};\n"
+            f"        EXECUTE {literal(comment)} || part || {literal(f' IS {literal(COMMENT)}')};\n"
+            "    END LOOP;\nEND"
+        )
+
+    def is_there(self, table: str) -> str:
+        """Return the condition that it is on a table, of which this is the oid."""
         return (
-            "SELECT EXISTS (SELECT FROM pg_catalog.pg_trigger AS t"
-            f" WHERE t.tgrelid = pg_catalog.to_regclass({literal(self.table)}) AND t.tgtype = {self.bits}"
+            f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {table} AND t.tgtype = {self.bits}"
             f" AND t.tgname = {literal(self.name)}"
             f" AND t.tgfoid = pg_catalog.to_regproc({literal(self.function)}) AND t.tgenabled IN ('O', 'A')"
             f" AND {_same(self.args)})"
+        )
+
+    def _around(self) -> tuple[str, str]:
+        args = ", ".join(map(literal, self.args))
+        # Replacing one keeps writers out while it lasts, dropping one would keep readers out too. A partition may have had a
+        # fence of its own, which becomes a copy of its parent's.
+        return (
+            f"CREATE OR REPLACE TRIGGER {quoted(self.name)} {self.events} ON ",
+            f" {self.level} EXECUTE FUNCTION {self.function}({args})",
         )
 
 
@@ -109,27 +135,42 @@ def add(connection: Connection, place: Place, target: Target, parts: tuple[str, 
     """
     by_row = _is_among_others(connection, target) or len(parts) > 1
     _expect_columns(connection, target, parts[1::2])
-    found = triggers(place, target, _tree(connection, target), parts, by_row=by_row)
-    missing = [trigger for trigger in found if not plainly(connection, trigger.is_there()).scalar_one()]
-    if not missing:
+    fence, *others = triggers(place, target, [target.quoted], parts, by_row=by_row)
+    stands = plainly(connection, f"SELECT {fence.is_there(_oid(target))}").scalar_one()
+    # A partition that came later has the fence from its parent, and lacks the rest.
+    lacking = [
+        other for other in others if plainly(connection, f"SELECT EXISTS ({other.lacking(target)})").scalar_one()
+    ]
+    if stands and not lacking:
         return
+    _expect_own(connection, place, target)
     if (other := plainly(connection, contradicting(place, target, parts)).scalar()) is not None:
         raise ValueError(
             f"the fence of {target} and that of {other} would be one, since one of them is a partition of the other: give"
             " both the same resource, or drop_fence the one that is there"
         )
+    if not stands:
+        _put(connection, place, target, fence, by_row=by_row)
+    for trigger in lacking:
+        plainly(connection, trigger.completion(target))
+
+
+def _put(connection: Connection, place: Place, target: Target, fence: _Trigger, *, by_row: bool) -> None:
     if _is_copied(connection, place, target):
-        # The fence itself is there, as its parent's; a partition that came later lacks the rest.
-        fence = quoted(place.prefix + "fence")
-        plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {fence}")
-        found = [trigger for trigger in missing if quoted(trigger.name) != fence]
-        for trigger in found:
-            plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(trigger.name)} ON {trigger.table}")
-    else:
-        drop(connection, place, target)
-    for trigger in found:
-        plainly(connection, trigger.creation())
-        plainly(connection, f"COMMENT ON TRIGGER {quoted(trigger.name)} ON {trigger.table} IS {literal(COMMENT)}")
+        plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quoted(fence.name)}")
+        return
+    plainly(connection, fence.creation())
+    plainly(connection, fence.comment())
+    if not by_row:
+        _drop_truncate(connection, place, target)
+
+
+def _drop_truncate(connection: Connection, place: Place, target: Target) -> None:
+    """Drop what stands against TRUNCATE, on those of the table and its partitions that have it."""
+    name = place.prefix + "fence_truncate"
+    has_it = f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = c.oid AND t.tgname = {literal(name)})"
+    for table in plainly(connection, _tables(target, has_it)).scalars().all():
+        plainly(connection, f"DROP TRIGGER {quoted(name)} ON {table}")
 
 
 def drop(connection: Connection, place: Place, target: Target) -> None:
@@ -144,8 +185,7 @@ def drop(connection: Connection, place: Place, target: Target) -> None:
         _log.warning("%s keeps its fence, which is that of the table whose partition it is", target)
         return
     plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted}")
-    for table in _tree(connection, target):
-        plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON {table}")
+    _drop_truncate(connection, place, target)
 
 
 def copied(place: Place, target: Target) -> str:
@@ -209,22 +249,16 @@ def triggers(
 ) -> list[_Trigger]:
     """Return the triggers of a fence: one for every statement, or for each row and each table that can be truncated."""
     fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"
-    every = place.name("fence_table_v1")
+    every, statement = place.name("fence_table_v1"), "FOR EACH STATEMENT"
     if not by_row:
-        when = f"BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON {target.quoted} FOR EACH STATEMENT"
-        return [_Trigger(fence, target.quoted, when, every, parts, 62)]
+        events = "BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE"
+        return [_Trigger(fence, target.quoted, events, statement, every, parts, 62)]
     # After the row: a trigger of the user's or a generated column may still have changed what it says before.
-    when = f"AFTER INSERT OR UPDATE OR DELETE ON {target.quoted} FOR EACH ROW"
-    first = _Trigger(fence, target.quoted, when, place.name("fence_row_v1"), parts, 29)
+    events = "AFTER INSERT OR UPDATE OR DELETE"
+    first = _Trigger(fence, target.quoted, events, "FOR EACH ROW", place.name("fence_row_v1"), parts, 29)
     one = len(parts) == 1
     function, args = (every, parts) if one else (place.name("fence_truncate_v1"), ())
-    return [
-        first,
-        *(
-            _Trigger(truncate, table, f"BEFORE TRUNCATE ON {table} FOR EACH STATEMENT", function, args, 34)
-            for table in tree
-        ),
-    ]
+    return [first, *(_Trigger(truncate, table, "BEFORE TRUNCATE", statement, function, args, 34) for table in tree)]
 
 
 def _is_among_others(connection: Connection, target: Target) -> bool:
@@ -243,16 +277,18 @@ def _is_among_others(connection: Connection, target: Target) -> bool:
     return among
 
 
-def _tree(connection: Connection, target: Target) -> list[str]:
-    """Return the table and its partitions, as quoted names."""
-    found = plainly(
-        connection,
+def _oid(target: Target) -> str:
+    return f"pg_catalog.to_regclass({literal(target.quoted)})"
+
+
+def _tables(target: Target, condition: str) -> str:
+    """Return the query for the table and its partitions, as quoted names, of those that a condition on `c` is true of."""
+    return (
         "SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname)"
-        f" FROM pg_catalog.pg_partition_tree({literal(target.quoted)}) AS t"
-        " JOIN pg_catalog.pg_class AS c ON c.oid = t.relid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        " WHERE t.level > 0",
+        " FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        f" WHERE (c.oid = {_oid(target)} OR c.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree({_oid(target)})))"
+        f" AND {condition} ORDER BY c.oid"
     )
-    return [target.quoted, *found.scalars()]
 
 
 def kind_query(target: Target, column: str) -> str:
