@@ -32,9 +32,13 @@ def standby(primary: OwnServer, **kwargs: Any) -> Iterator[Standby]:
         [
             primary.bindir / "pg_basebackup",
             *("-h", primary.folder, "-p", str(primary.port), "-U", "postgres"),
-            *("-D", data, "-R", "-X", "stream", "-c", "fast", "--no-sync"),
+            *("-D", data, "-X", "stream", "-c", "fast", "--no-sync"),
         ]
     )
     subprocess.run(words, check=True, **options)
+    # Not by its -R: that writes down every option of its own libpq, and the server may find an older one.
+    with (data / "postgresql.auto.conf").open("a", encoding="utf-8") as settings:
+        settings.write(f"primary_conninfo = 'host={primary.folder} port={primary.port} user=postgres'\n")
+    (data / "standby.signal").touch()
     with own(Standby, data_dir=data, **kwargs) as server:
         yield server
