@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import NamedTuple
 
 import pytest
-from pydantic import BaseModel, PrivateAttr, RootModel
+from pydantic import BaseModel, Field, PrivateAttr, RootModel
 
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._codec import Codec
@@ -90,3 +91,41 @@ def test_whatever_a_value_raises_is_told_as_ours() -> None:
     """`complete` has one class of error for what cannot be stored."""
     with pytest.raises(IdempotencyMisuseError, match="OSError: no such thing"):
         Codec.of(Faulty).encode(Faulty.__new__(Faulty))
+
+
+class Fee(NamedTuple):
+    """A named tuple that has got fields at its end."""
+
+    amount: int
+    currency: str = "EUR"
+    note: str | None = None
+
+
+class Bill(BaseModel):
+    """A model that has got a field of another one, and private attributes."""
+
+    amount: int
+    double: int = Field(default_factory=lambda data: data["amount"] * 2)
+    _seen: list[int] = PrivateAttr(default_factory=lambda: [1])
+    _own: int = PrivateAttr()
+
+
+class Root(RootModel[int]):
+    """A model of one value that has got a private attribute."""
+
+    _seen: int = PrivateAttr(default=1)
+
+
+def test_what_is_newer_than_the_record_has_its_default() -> None:
+    """C110: of a named tuple, of a field that is made of others, of what is private; without one it is named."""
+    codec = Codec.of(Fee | Bill | Root)
+    assert codec.decode('{"$c": "Fee", "v": [7]}') == Fee(7)
+    assert codec.decode('{"$c": "Fee", "v": [7, "USD"]}') == Fee(7, "USD")
+    bill = codec.decode('{"$c": "Bill", "v": {"amount": 7}, "private": {"_own": 2}}')
+    assert (bill.double, bill._seen, bill._own) == (14, [1], 2)
+    bare = codec.decode('{"$c": "Bill", "v": {"amount": 7, "double": 1}}')
+    assert bare == Bill(amount=7, double=1)
+    assert not hasattr(bare, "_own")
+    assert codec.decode('{"$c": "Root", "v": {"root": 7}}')._seen == 1
+    with pytest.raises(IdempotencyMisuseError, match="older than its field 'amount'"):
+        codec.decode('{"$c": "Fee", "v": []}')

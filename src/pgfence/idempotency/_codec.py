@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -21,6 +21,7 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from pgfence.errors import IdempotencyMisuseError
+from pgfence.idempotency._made import dataclass, model, named_tuple
 from pgfence.idempotency._reach import reach
 
 if TYPE_CHECKING:
@@ -179,8 +180,8 @@ class Codec:
         if issubclass(kind, Enum):
             return kind[found["m"]] if "m" in found else kind(found["v"])
         if issubclass(kind, tuple):
-            return kind._make(found["v"])  # type: ignore[attr-defined]
-        return _dataclass(kind, found) if is_dataclass(kind) else _model(kind, found)
+            return named_tuple(kind, found["v"])
+        return dataclass(kind, found) if is_dataclass(kind) else model(kind, found)
 
 
 class _Passing(Exception):
@@ -198,54 +199,6 @@ def _codec(annotation: Any) -> Codec:
     if not reached.known:
         raise _Passing(codec)
     return codec
-
-
-def _dataclass(kind: type[Any], found: dict[str, Any]) -> Any:
-    """Make an instance as copying does: `__init__` and `__post_init__` have run once, when the result came to be."""
-    made, values, unset = object.__new__(kind), found["v"], found.get("unset", ())
-    for field in fields(kind):
-        if field.name in unset:
-            continue
-        if field.name in values:
-            object.__setattr__(made, field.name, values[field.name])
-        elif field.default_factory is not MISSING:  # newer than the record
-            object.__setattr__(made, field.name, field.default_factory())
-        elif field.default is not MISSING:
-            object.__setattr__(made, field.name, field.default)
-        else:
-            raise IdempotencyMisuseError(
-                f"the stored {kind.__qualname__} is older than its field {field.name!r}, which has no default"
-            )
-    return made
-
-
-def _model(kind: Any, found: dict[str, Any]) -> Any:
-    """Make a pydantic model as copying does, without validation: what was stored had been valid."""
-    values = {}
-    for name, field in kind.model_fields.items():
-        if name in found.get("unset", ()):
-            continue
-        if name in found["v"]:
-            values[name] = found["v"][name]
-        elif field.is_required():
-            raise IdempotencyMisuseError(
-                f"the stored {kind.__qualname__} is older than its field {name!r}, which has no default"
-            )
-        else:
-            values[name] = field.get_default(call_default_factory=True)
-    private = found.get("private", {} if kind.__private_attributes__ else None)
-    made = object.__new__(kind)
-    made.__setstate__(
-        {
-            "__dict__": values,
-            "__pydantic_fields_set__": set(found.get("set", found["v"])),
-            "__pydantic_extra__": found.get("extra", {} if kind.model_config.get("extra") == "allow" else None),
-            "__pydantic_private__": private,
-        }
-    )
-    if private is not None:  # a RootModel forgets it
-        object.__setattr__(made, "__pydantic_private__", private)
-    return made
 
 
 def _harmless(text: str) -> bool:
