@@ -17,6 +17,7 @@ from pgfence.config import configure
 from pgfence.errors import LockLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
 from pgfence.keys import LockKey, stored
 from pgfence.lease import AsyncLease, Lease
+from support.dates import strange
 from support.locking import elsewhere, freed, is_free, lock
 from support.waiting import eventually
 
@@ -119,12 +120,14 @@ async def test_a_held_lease_is_lost_as_evicted_at_its_next_renewal(
 async def test_a_dry_run_names_the_holder_and_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """dry_run=True returns whom it would hit; row, gate, audit and session stay as they are."""
+    """dry_run=True returns whom it would hit; row, gate, audit and session stay as they are. Whatever dates look like."""
     token = lease(admin, name)
+    times = admin.execute("SELECT acquired_at, expires_at FROM pgfence_lease WHERE name = %s", [name]).fetchone()
     with elsewhere(world.dsn, name, label="other-deploy") as session:
-        found = await world.call(monitoring.evict, world.engine(), name, reason="hung", dry_run=True)
+        found = await world.call(monitoring.evict, strange(world), name, reason="hung", dry_run=True)
         assert [(holder.kind, holder.backend_pid) for holder in found][1:] == [("advisory", session.info.backend_pid)]
-        assert found[0].owner == "worker-7"
+        assert (found[0].owner, found[0].since, found[0].expires_at) == ("worker-7", *times)
+        assert found[1].since is not None
         assert state(admin, name) == (token, None, False, 0)
         assert not is_free(admin, name)
 
@@ -191,8 +194,9 @@ async def test_a_writer_that_stays_inside_is_named_and_nothing_is_done(
     with psycopg.connect(world.dsn, application_name="hung-worker") as writer:
         enter(writer, name, token)
         with pytest.raises(LockTimeoutError, match="hung-worker") as caught:
-            await world.call(monitoring.evict, world.engine(), name, reason="hung")
+            await world.call(monitoring.evict, strange(world), name, reason="hung")
         assert [holder.backend_pid for holder in caught.value.holders] == [writer.info.backend_pid]
+        assert caught.value.holders[0].since is not None
         assert caught.value.names == (name,)
         assert caught.value.retryable
         assert state(admin, name) == (token, None, False, 0)

@@ -19,6 +19,7 @@ from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
 from pgfence.errors import AttemptLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
 from pgfence.idempotency import idempotent
 from pgfence.keys import SEPARATOR, stored
+from support.dates import strange
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -259,6 +260,31 @@ async def test_the_audit_says_what_was_found(world: World, attempts: Attempts, a
     known = {"attempt": 1, "steps": ["charge"], "owner": "worker-7", "host": "host-1", "pid": 7, "running": False}
     assert known.items() <= detail.items()
     assert detail.keys() == {*known, "since", "locked_until", "expires_at"}
+
+
+async def test_times_are_read_whatever_sessions_and_drivers_make_of_them(
+    world: World, attempts: Attempts, admin: psycopg.Connection[Any]
+) -> None:
+    """Dates in German, a driver that reads times in its own way: the look and the order to free give each to the microsecond."""
+    attempts.claim("k")
+    attempts.lapse("k")
+    times = admin.execute(
+        "SELECT created_at, locked_until, expires_at FROM pgfence_idempotency_key WHERE scope = %s", [attempts.scope]
+    ).fetchone()
+    engine = strange(world)
+    (seen,) = await world.call(monitoring.stuck_keys, engine, prefix=attempts.scope)
+    freed = await world.call(monitoring.free_key, engine, attempts.scope, "k", reason="lost")
+    for found in (seen, freed):
+        assert (found.since, found.locked_until, found.expires_at) == times
+        assert found.since.utcoffset() == timedelta(0)
+
+
+async def test_a_record_may_be_kept_for_good(world: World, attempts: Attempts, admin: psycopg.Connection[Any]) -> None:
+    """Somebody has set its end to infinity by hand: the last time that Python knows."""
+    attempts.claim("k")
+    admin.execute("UPDATE pgfence_idempotency_key SET expires_at = 'infinity' WHERE scope = %s", [attempts.scope])
+    (seen,) = await world.call(monitoring.stuck_keys, world.engine(), prefix=attempts.scope)
+    assert seen.expires_at == datetime.max.replace(tzinfo=UTC)
 
 
 async def test_where_nothing_is_stuck_nothing_is_done(world: World, attempts: Attempts) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
 from pgfence.grants import Holder
 
@@ -39,7 +40,7 @@ _MINE = _HELD.replace("l.granted", "l.granted AND l.pid = pg_catalog.pg_backend_
 # A prepared transaction has no process. It is found by the lock that it holds on its own number.
 _HOLDERS = (
     f"SELECT {_VALUE}, l.objsubid, l.mode, l.pid, a.application_name, pg_catalog.host(a.client_addr),"
-    " COALESCE(a.xact_start, a.state_change, p.prepared), p.gid"
+    f" {number('COALESCE(a.xact_start, a.state_change, p.prepared)')}, p.gid"
     " FROM pg_catalog.pg_locks AS l"
     " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
     " LEFT JOIN LATERAL (SELECT x.gid, x.prepared FROM pg_catalog.pg_locks AS t"
@@ -98,7 +99,7 @@ def _holder(row: Sequence[Any], key: LockKey) -> Holder:
         application_name=application_name or None,
         purpose="",
         token=None,
-        since=since,
+        since=None if since is None else moment(since),
         expires_at=None,
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
+from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import (
     LOCK_NOT_AVAILABLE,
@@ -28,6 +29,8 @@ from pgfence.grants import Holder
 from pgfence.keys import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sqlalchemy import Connection
 
     from pgfence._sql.storage import Place
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 _ROW = (
     "SELECT l.released_at IS NULL, l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.token,"
-    " NULLIF(l.acquired_at, 'epoch'), NULLIF(l.expires_at, 'epoch')"
+    f" NULLIF({number('l.acquired_at')}, 0), NULLIF({number('l.expires_at')}, 0)"
     " FROM {lease} AS l WHERE l.name = {0}"
 )
 _EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v1}({0}, {1}, {2}, {3}) AS r"
@@ -52,7 +55,8 @@ _END = (
 )
 # Nothing tells who locked a row. Whoever is inside a gate has this lock on the table of gates until the transaction ends.
 _INSIDE = (
-    "SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), a.xact_start FROM pg_catalog.pg_locks AS l"
+    f"SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), {number('a.xact_start')}"
+    " FROM pg_catalog.pg_locks AS l"
     " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
     " WHERE l.locktype = 'relation' AND l.granted AND l.relation = pg_catalog.to_regclass({0})"
     " AND l.mode IN ('RowShareLock', 'RowExclusiveLock') AND l.pid <> pg_catalog.pg_backend_pid() ORDER BY l.pid"
@@ -112,10 +116,16 @@ class Found:
 def look(connection: Connection, order: Order) -> Found:
     """Return who holds the name: the lease's last holder unless it was released, and sessions that hold its key."""
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
-    leases = [activity.lease_holder(shown(order.name), row[1:])] if row is not None and row[0] else []
+    leases = [_lease(order, row)] if row is not None and row[0] else []
     # A prepared transaction has no session to end.
     sessions = [one for one in activity.holders(connection, (order.key,)) if one.backend_pid is not None]
     return Found((*leases, *sessions), None if row is None else row.token)
+
+
+def _lease(order: Order, row: Sequence[Any]) -> Holder:
+    _, *known, since, expires_at = row
+    times = (None if at is None else moment(at) for at in (since, expires_at))
+    return activity.lease_holder(shown(order.name), (*known, *times))
 
 
 def evict(connection: Connection, order: Order) -> Found:
@@ -208,7 +218,7 @@ def _occupied(connection: Connection, order: Order) -> LockTimeoutError:
             application_name=application or None,
             purpose="",
             token=None,
-            since=since,
+            since=None if since is None else moment(since),
             expires_at=None,
         )
         for pid, application, host, since in rows

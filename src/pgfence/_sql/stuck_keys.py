@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql.calls import mark, name_of
 from pgfence._sql.idempotency import NEEDED
+from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, sqlstate
 from pgfence._sql.storage import primary, translated
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 
     from pgfence._sql.storage import Place
 
+_TIMES = ", ".join(map(number, ("k.created_at", "k.locked_until", "k.expires_at")))
 _ROW = (
     "SELECT k.scope, k.key, k.attempt, COALESCE((SELECT pg_catalog.array_agg(s.name ORDER BY s.name)"
     " FROM pg_catalog.jsonb_object_keys(k.step) AS s(name)), CAST(ARRAY[] AS text[])), k.owner, k.host, k.pid, k.claim_id,"
-    " k.created_at, k.locked_until, k.expires_at, k.locked_until > pg_catalog.clock_timestamp()"
+    f" {_TIMES}, k.locked_until > pg_catalog.clock_timestamp()"
     " FROM {idempotency_key} AS k WHERE k.status = 'in_progress' AND k.locked_until IS NOT NULL"
 )
 # {0} begins the scope, and from {1} on no other namespace may come.
@@ -140,13 +142,13 @@ def look(connection: Connection, wanted: Look) -> list[Row]:
     """Return the keys that are wanted, the oldest first."""
     begin = wanted.namespace + SEPARATOR if wanted.namespace else ""
     values = (begin + wanted.prefix, len(begin) + 1, wanted.older)
-    return [Row(*row) for row in _run(connection, wanted.place, _ROW + _LOOK, *values)]
+    return [_read(row) for row in _run(connection, wanted.place, _ROW + _LOOK, *values)]
 
 
 def find(connection: Connection, order: Order) -> Row | None:
     """Return one key; None if nobody has begun it, or it is finished or free."""
     row = _run(connection, order.place, _ROW + _ONE, order.scope, order.key).one_or_none()
-    return None if row is None else Row(*row)
+    return None if row is None else _read(row)
 
 
 def free(connection: Connection, order: Order) -> Row | None:
@@ -181,7 +183,12 @@ def free(connection: Connection, order: Order) -> Row | None:
 
 def _locked(connection: Connection, order: Order) -> Row | None:
     row = _run(connection, order.place, _ROW + _ONE + " FOR NO KEY UPDATE", order.scope, order.key).one_or_none()
-    return None if row is None else Row(*row)
+    return None if row is None else _read(row)
+
+
+def _read(row: Sequence[Any]) -> Row:
+    *known, since, locked_until, expires_at, running = row
+    return Row._make((*known, moment(since), moment(locked_until), moment(expires_at), running))
 
 
 def _detail(found: Row) -> str:
