@@ -211,7 +211,10 @@ def test_what_is_special_survives(admin: psycopg.Connection[Any]) -> None:
         {"$t": "Decimal", "v": "1"},
         {1: "a", "1": "b"},
         datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
+        datetime(2026, 10, 25, 2, 30, fold=1),  # noqa: DTZ001
+        datetime(2026, 10, 25, 2, 30, tzinfo=UTC, fold=1),
         time(1, 2, 3, 4),
+        time(1, fold=1),
         timedelta(microseconds=-1),
         answer,
         [answer],

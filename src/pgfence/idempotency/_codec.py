@@ -220,13 +220,15 @@ def _zoned(value: datetime | time) -> dict[str, Any]:
     zone = value.tzinfo
     if isinstance(zone, ZoneInfo) and zone.key:
         return {"v": value.replace(tzinfo=None).isoformat(), "zone": zone.key, "fold": value.fold}
-    return {"v": value.isoformat()}
+    return {"v": value.isoformat(), "fold": 1} if value.fold else {"v": value.isoformat()}
 
 
 def _in_zone(kind: Any) -> Callable[[dict[str, Any]], Any]:
     def read(found: dict[str, Any]) -> Any:
         value = kind.fromisoformat(found["v"])
-        return value.replace(tzinfo=ZoneInfo(found["zone"]), fold=found["fold"]) if "zone" in found else value
+        if "zone" in found:
+            return value.replace(tzinfo=ZoneInfo(found["zone"]), fold=found["fold"])
+        return value.replace(fold=1) if "fold" in found else value
 
     return read
 
