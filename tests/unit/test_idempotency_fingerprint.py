@@ -50,6 +50,17 @@ class Name(str, Enum):  # noqa: UP042  # what a program has that began before St
 IDENT = UUID(int=7)
 NOON = datetime(2026, 4, 1, 12, tzinfo=UTC)
 
+
+class Hidden(str):
+    """A text that does not show itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Hide it."""
+        return "***"
+
+
 EQUAL = [
     ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
     ([1, 2], (1, 2)),
@@ -91,6 +102,7 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (Decimal("0.1"), 1),
     (2**53 + 1, 2.0**53),
     ("\ud800", "\ud801"),
+    (Hidden("a"), Hidden("b")),
 ]
 
 
@@ -142,6 +154,8 @@ def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None
     for payload in (object(), Body, 1j):
         with pytest.raises(TypeError, match="payload cannot hold"):
             fingerprint({"a": payload})
+    with pytest.raises(TypeError, match="was never set"):
+        fingerprint([Model.model_construct(note="x")])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def fingerprint(payload: object) -> bytes | None:
     """Return the fingerprint of a payload; None for None.
 
     Raises:
-        TypeError: something in it has no canonical form.
+        TypeError: something in it has no canonical form, or was never set.
         ValueError: a number in it is no number, or it is nested too deeply.
     """
     if payload is None:
@@ -37,6 +37,8 @@ def fingerprint(payload: object) -> bytes | None:
         form = json.dumps(_canonical(payload), sort_keys=True, separators=(",", ":"))
     except RecursionError:
         raise ValueError("the payload is nested too deeply, or contains itself") from None
+    except AttributeError as error:
+        raise TypeError(f"something in the payload was never set: {error}") from None
     except OverflowError:
         raise ValueError("a datetime in the payload has no instant: in UTC it is out of range") from None
     return sha256(form.encode("ascii")).digest()
@@ -48,7 +50,7 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, Enum):
         return _canonical(value.value)
     if isinstance(value, str):
-        return str(value)
+        return str.__str__(value)
     if isinstance(value, (int, float, Decimal)):
         return ["number", _number(value)]
     if isinstance(value, dict):
