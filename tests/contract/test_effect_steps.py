@@ -445,9 +445,9 @@ async def test_a_session_of_the_other_half_is_refused(shop: Shop) -> None:
     """A TypeError in words, and nothing is stored."""
 
     async def work(attempt: Any) -> str:
-        session = shop.world.pick(AsyncSession, Session)()
-        with pytest.raises(TypeError, match="this attempt completes in an? (Async)?Session, not in"):
-            await shop.soon(attempt.complete(session, "x"))
+        for wrong in (shop.world.pick(AsyncSession, Session)(), shop.world.engine(), None):
+            with pytest.raises(TypeError, match="this attempt completes in an? (Async)?Session, not in"):
+                await shop.soon(attempt.complete(wrong, "x"))
         return "done"
 
     assert await shop.run("k", work) == "done"

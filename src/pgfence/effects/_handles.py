@@ -12,11 +12,12 @@ from pgfence._sql.effects import finish_inside
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence._sql.storage import translated
+from pgfence.blocks import kinds
 from pgfence.effects._attempts import AsyncRunning, Running
 from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
-from pgfence.idempotency._functions import real_session
+from pgfence.idempotency._functions import ASYNCIO, ORM, real_session
 from pgfence.idempotency._keys import expect_key
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class _Attempt(Generic[RunningT]):
 
     @property
     def number(self) -> int:
-        """Which attempt it is: 1 for the first. It only grows, so it can be told to whoever must not obey an older one."""
+        """Which attempt it is, from 1 on. While the key is remembered it only grows, so whoever takes orders can refuse old ones."""
         return self._running.number
 
     def check(self) -> None:
@@ -187,8 +188,8 @@ class Attempt(_Attempt[Running]):
             TypeError: it is no session of this half.
         """
         real = real_session(session)
-        if hasattr(real, "run_sync"):
-            raise TypeError("this attempt completes in a Session, not in an AsyncSession")
+        if not isinstance(real, kinds(ORM, "Session")):
+            raise TypeError(f"this attempt completes in a Session, not in a {type(real).__name__}")
         self._complete(real, value)
 
 
@@ -219,6 +220,6 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction; see the sync twin."""
         real = real_session(session)
-        if not hasattr(real, "run_sync"):
-            raise TypeError("this attempt completes in an AsyncSession, not in a Session")
+        if not isinstance(real, kinds(ASYNCIO, "AsyncSession")):
+            raise TypeError(f"this attempt completes in an AsyncSession, not in a {type(real).__name__}")
         await real.run_sync(self._complete, value)
