@@ -108,9 +108,10 @@ def idempotent(
     which the work was begun and not finished cannot commit: an exception in it has to lead to a rollback, of the whole
     transaction or to a savepoint around the call.
 
-    Not promised: anything about effects outside the database; or that a key is remembered for longer than `keep`. In
-    REPEATABLE READ and SERIALIZABLE whoever comes second cannot see the result of a transaction that has committed since its
-    own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
+    Not promised: anything about effects outside the database; or that a key is remembered for longer than `keep`. Of a Session
+    with several engines only what is written through the key's own is committed with it. In REPEATABLE READ and SERIALIZABLE
+    whoever comes second cannot see the result of a transaction that has committed since its own snapshot, and gets
+    IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
         session: a Session or scoped_session, or an async one. Its transaction is the caller's, who commits it.
@@ -125,7 +126,7 @@ def idempotent(
         keep: seconds from the end of the work on for which the result is kept. After that the key is new again.
         record: classes of errors that are an answer too. One of these, or of their subclasses, takes back what was done since
             the claim (a savepoint, two more round trips), is stored and raised again each time. The caller has to commit
-            nevertheless, or nothing was stored.
+            nevertheless, or nothing was stored. What the flush at the end raises counts as the work's.
 
     Raises:
         IdempotencyKeyReusedError: on entering: the key belongs to another payload, also while that is in progress. 422.
@@ -137,6 +138,7 @@ def idempotent(
         DeadlockError: this transaction holds a key that the other one waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
         StandbyError: the server is a standby, or the transaction is read-only; PostgreSQL has aborted it.
+        CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
     takes_async: Any = kinds(ASYNCIO, "AsyncSession", "async_scoped_session")
