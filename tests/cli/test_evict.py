@@ -150,7 +150,7 @@ def test_a_released_lease_is_fenced_off(
     admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, LEASE, token])
     assert main(["evict", name, *WHY, "--yes"]) == 0
     out = capfd.readouterr().out
-    assert f"Nobody holds {name!r} at this moment; its last token is {token}." in out
+    assert f"No lease and no session holds {name!r} at this moment; its last token is {token}." in out
     assert newest(admin, name) == token + 1
 
 

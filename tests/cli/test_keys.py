@@ -93,10 +93,18 @@ def test_for_programs_there_is_one_object(
 def test_where_nothing_is_stuck_that_is_said(
     name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 0: there is nothing to do; too young a key is none either."""
+    """Exit code 0: there is nothing to do; too young a key is none either. Of keys not asked for it says nothing."""
     claim(admin, name)
-    assert main(["keys", "--scope", name, "--older-than", "3600"]) == 0
-    assert "finished or free" in capfd.readouterr().out
+    for options, said in (
+        ((), f"No key without a namespace whose scope begins with '{name}:none' is stuck."),
+        (("--older-than", "3600"), f" with '{name}:none' and that was claimed 3600 s ago or before is stuck."),
+        (("--namespace", "shop"), f"No key in the namespace 'shop' whose scope begins with '{name}:none' is stuck."),
+    ):
+        assert main(["keys", "--scope", f"{name}:none", *options]) == 0
+        out = capfd.readouterr().out
+        assert said in out and "Every" not in out
+    assert main(["keys", "--namespace", name]) == 0
+    assert capfd.readouterr().out == f"Every key in the namespace '{name}' that was begun is finished or free.\n"
     assert main(["keys", "--scope", name, "--older-than", "3600", "--json"]) == 0
     assert json.loads(capfd.readouterr().out) == {"keys": []}
 

@@ -117,7 +117,12 @@ class _Eviction:
         try:
             seen = evicting.perform(self._engine, statements.look, self._order)
             if seen.token is None and not seen.holders:
-                return _Report("nobody", Code.NOBODY, [f"Nobody has the name {self._name!r}: nothing to evict."], seen)
+                return _Report(
+                    "nobody",
+                    Code.NOBODY,
+                    [f"No lease and no session has the name {self._name!r}: nothing to evict."],
+                    seen,
+                )
             if dry_run:
                 return _Report("seen", Code.OK, [*self._holders(seen), "Nothing was done."], seen)
             if not yes and not self._confirmed(seen):
@@ -153,7 +158,7 @@ class _Eviction:
 
     def _holders(self, found: Found) -> list[str]:
         if not found.holders:
-            return [f"Nobody holds {self._name!r} at this moment; its last token is {found.token}."]
+            return [f"No lease and no session holds {self._name!r} at this moment; its last token is {found.token}."]
         return [f"{self._name!r} is held by {_described(holder)}." for holder in found.holders]
 
 

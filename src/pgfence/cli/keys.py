@@ -17,6 +17,7 @@ from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
 from pgfence.cli.report import Speaker
 from pgfence.cli.server import engine_from, settle
+from pgfence.config import config_of
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 from pgfence.evicting import perform
 
@@ -67,6 +68,7 @@ def keys(
     with _target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         try:
             found = monitoring.stuck_keys(target, older_than=older_than, prefix=scope)
+            space = config_of(target).namespace
         except ValueError as error:
             raise MisuseError(str(error)) from None
         except PgfenceError as error:
@@ -75,8 +77,18 @@ def keys(
     if as_json:
         print(json.dumps({"keys": [_as_data(key) for key in found]}))
     else:
-        print("\n".join(_table(found)) if found else "Every key that was begun is finished or free.")
+        print("\n".join(_table(found)) if found else _nothing(scope, older_than, space))
     raise Finish(Code.OK)
+
+
+def _nothing(scope: str, older_than: float, namespace: str) -> str:
+    """Return what it means that none was found: of those that were not asked for it says nothing."""
+    where = f"in the namespace {namespace!r}" if namespace else "without a namespace"
+    asked = [f"whose scope begins with {scope!r}"] if scope else []
+    asked += [f"that was claimed {older_than:g} s ago or before"] if older_than else []
+    if not asked:
+        return f"Every key {where} that was begun is finished or free."
+    return f"No key {where} {' and '.join(asked)} is stuck. Others were not looked at."
 
 
 def free(
