@@ -104,6 +104,11 @@ class Directives:
         As `pgfence.schema.add_fence`, with what `configure` says written out. A fence of another resource is replaced. The
         fence that a partition had by itself becomes one with that of its parent, and goes with it.
 
+        The table and its partitions, called again only those that lack something, are locked in SHARE ROW EXCLUSIVE mode:
+        this waits for the transactions that have written there, and who writes waits behind it, as long as the session's
+        `lock_timeout` lets it (`DDL_WAIT` in pgfence's templates). In ACCESS EXCLUSIVE mode, which readers feel too, where a
+        resource for the whole table takes the place of one for each row, and in a script (`--sql`) where a fence is there.
+
         Args:
             operations: `op` itself.
             table: its name.
@@ -134,6 +139,10 @@ class Directives:
         prefix: str = "pgfence_",
     ) -> None:
         """Take the fence off a table; none there is no error, and a partition keeps the one of its parent.
+
+        The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or
+        written there, and who reads or writes waits behind it, as long as the session's `lock_timeout` lets it (`DDL_WAIT` in
+        pgfence's templates).
 
         Args:
             operations: `op` itself.
@@ -166,6 +175,11 @@ class Directives:
         Partitions are covered. Tables that inherit from this one by INHERITS are not: each wants a trigger of its own, or an
         UPDATE of their rows, also by this table's name, counts nothing.
 
+        Unless the trigger is there, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for the
+        transactions that have written there, and who writes waits behind it, as long as the session's `lock_timeout` lets it
+        (`DDL_WAIT` in pgfence's templates). In ACCESS EXCLUSIVE mode, which readers feel too, where it takes the place of one
+        of another column or of one switched off.
+
         Args:
             operations: `op` itself.
             table: its name.
@@ -194,6 +208,10 @@ class Directives:
         prefix: str = "pgfence_",
     ) -> None:
         """Take the version trigger off a table; none there is no error. Its function stays: other tables may use it.
+
+        The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or
+        written there, and who reads or writes waits behind it, as long as the session's `lock_timeout` lets it (`DDL_WAIT` in
+        pgfence's templates).
 
         Args:
             operations: `op` itself.

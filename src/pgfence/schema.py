@@ -124,6 +124,11 @@ def add_fence(engine: Any, table: Any, *, resource: str) -> Any:
     triggers off, the apply process of a logical replication, and tables that inherit from this one by INHERITS, each of
     which wants a fence of its own. Partitions are covered; a new one is open to TRUNCATE until this is called again.
 
+    The table and its partitions, called again only those that lack something, are locked in SHARE ROW EXCLUSIVE mode: this
+    waits for the transactions that have written there, and who writes waits behind it, as long as the session's
+    `lock_timeout` lets it; by default there is no limit. In ACCESS EXCLUSIVE mode, which readers feel too, only where a
+    resource for the whole table takes the place of one for each row.
+
     Args:
         engine: an Engine or Connection, or an async one: then await it. Only the owner of the table may do it.
         table: a name (or schema.name), a Table, or a mapped class: of one with joined inheritance, the table of its own.
@@ -148,6 +153,10 @@ def drop_fence(engine: AsyncEngine | AsyncConnection, table: str | Table | type[
 def drop_fence(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
 def drop_fence(engine: Any, table: Any) -> Any:
     """Take the fence off a table: from the end of this transaction on everybody writes. None there is no error.
+
+    The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or written
+    there, and who reads or writes waits behind it, as long as the session's `lock_timeout` lets it; by default there is no
+    limit.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.
@@ -174,7 +183,13 @@ def add_version_trigger(engine: Any, table: Any) -> Any:
 
     Every UPDATE of a row adds 1, also those of upserts, of plain SQL and of other programs; what a statement assigns to the
     column does not count. The same call again changes nothing. It needs none of pgfence's tables, only a function that it
-    makes beside them. Not covered: a superuser who switches triggers off, and the apply process of a logical replication.
+    makes beside them. Not covered: a superuser who switches triggers off, the apply process of a logical replication, and
+    tables that inherit from this one by INHERITS, each of which wants a trigger of its own. Partitions are covered.
+
+    Unless the trigger is there, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for the
+    transactions that have written there, and who writes waits behind it, as long as the session's `lock_timeout` lets it; by
+    default there is no limit. In ACCESS EXCLUSIVE mode, which readers feel too, where it takes the place of one of another
+    column or of one switched off.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it. Making the trigger needs TRIGGER on the table, and
@@ -203,7 +218,9 @@ def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[
 def drop_version_trigger(engine: Any, table: Any) -> Any:
     """Take the trigger off a table: nobody counts from the end of this transaction on. None there is no error.
 
-    The function stays, since other tables may use it.
+    The function stays, since other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode: this
+    waits for the transactions that have read or written there, and who reads or writes waits behind it, as long as the
+    session's `lock_timeout` lets it; by default there is no limit.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.
