@@ -308,8 +308,16 @@ def test_what_cannot_be_unique_is_refused() -> None:
             insert_once(session, Card(number=1, mail="m", later=1), [name])
     with pytest.raises(ValueError, match="is None"):
         insert_once(session, row(), ["tenant", "number"])
-    for instance, key in ((object(), ["a"]), (Payment, ["order_id"]), (row(), "order_id")):
-        with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="Setting.name is no attribute of Payment"):
+        insert_once(session, row(), [Setting.name])
+    wrong: tuple[Any, ...] = (
+        (object(), ["a"], "mapped class"),
+        (Payment, ["order_id"], "mapped class"),
+        (row(), "order_id", "list of attributes"),
+        (row(), Payment.order_id, "list of attributes: .Payment.order_id"),
+    )
+    for instance, key, told in wrong:
+        with pytest.raises(TypeError, match=told):
             insert_once(session, instance, key)
     with pytest.raises(TypeError, match="a Session"):
         insert_once(None, row(), ["order_id"])  # type: ignore[call-overload]

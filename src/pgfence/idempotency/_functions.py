@@ -186,11 +186,11 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
             one that is deferred, or an index over some rows or over an expression.
 
     Raises:
-        ValueError: no such unique key is declared; or one of its attributes is None.
-        TypeError: it is no instance of a mapped class, or no session.
+        ValueError: no such unique key is declared; an attribute is another class's; or one of them is None.
+        TypeError: it is no instance of a mapped class, no session, or the key no list.
         IntegrityError: of another constraint; or of this one, where a query of the class does not find the row that has the
-            key: it is of another class of the same table, or hidden by a filter or a policy. Under row level security the
-            server does not say of which.
+            key: it is of another class of the same table, hidden by a filter or a policy, or the server rounds the value.
+            Under row level security the server does not say of which.
         IdempotencyInProgressError: see above.
     """
     from pgfence.idempotency._insert import insert

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import Table, UniqueConstraint, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.orm import Mapper
+from sqlalchemy.orm import Mapper, QueryableAttribute
 
 from pgfence._sql.idempotency import doubled
 from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate
@@ -84,9 +84,11 @@ def _unseen(there_is: str, mapper: Mapper[Any], instance: Any, wanted: _Wanted) 
     )
 
 
-def _wanted(mapper: Mapper[Any], instance: Any, key: Sequence[Any]) -> _Wanted:
-    if isinstance(key, str):
-        raise TypeError(f"key is a list of attributes: [{key!r}]")
+def _wanted(mapper: Mapper[Any], instance: Any, key: Any) -> _Wanted:
+    if isinstance(key, (str, QueryableAttribute)):
+        raise TypeError(f"key is a list of attributes: [{repr(key) if isinstance(key, str) else key}]")
+    if strange := [one for one in key if not issubclass(mapper.class_, getattr(one, "class_", object))]:
+        raise ValueError(f"{strange[0]} is no attribute of {mapper.class_.__name__}")
     names = [one if isinstance(one, str) else one.key for one in key]
     if unknown := [name for name in names if name not in mapper.column_attrs]:
         raise ValueError(f"{mapper.class_.__name__} has no column attribute {unknown[0]!r}")
