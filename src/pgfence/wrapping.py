@@ -120,7 +120,7 @@ def templates(
         root = field.replace("[", ".").split(".", 1)[0]
         if root not in signature.parameters and not (takes_any and root.isidentifier()):
             raise ValueError(
-                f"the lock name field {{{field}}} is no argument of {called(fn)}; it has ({', '.join(signature.parameters)})."
+                f"the field {{{field}}} of a name is no argument of {called(fn)}; it has ({', '.join(signature.parameters)})."
                 " Double a brace that is meant literally"
             )
 

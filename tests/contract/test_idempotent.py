@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import async_scoped_session, async_sessionmaker
+from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from pgfence import schema
@@ -568,6 +568,33 @@ async def test_autocommit_and_missing_tables_are_refused(desk: Desk, admin: psyc
         assert caught.value.needed == 2
         old.close()
     admin.execute(f"DROP SCHEMA {schema} CASCADE".encode())
+
+
+async def test_a_session_with_an_engine_per_class_says_what_it_needs(desk: Desk) -> None:
+    """The key's row has no mapped class: the note names the argument."""
+    async with desk.world.enter(desk.world.pick(Session, AsyncSession)(binds={object: desk.engine})) as session:
+        with pytest.raises(UnboundExecutionError) as caught:
+            await desk.world.call(desk.key(session, "k").run, desk.body(session, desk.charge("k")))
+        assert "bind=" in caught.value.__notes__[0]
+
+
+async def test_an_effect_that_is_at_work_is_told_of_as_such(desk: Desk) -> None:
+    """C099: no transaction waits for it, and none is spoken of as if it had waited."""
+    other = desk.plain()
+    asked: list[BaseException] = []
+
+    def ask(_: Any) -> str:
+        with (
+            Session(other) as session,
+            pytest.raises(IdempotencyInProgressError, match="no transaction waits") as caught,
+        ):
+            idempotent(session, "k", scope=desk.scope).run(lambda: "x")
+        asked.append(caught.value)
+        return "done"
+
+    assert IdempotentEffect(other, "k", scope=desk.scope).run(ask) == "done"
+    assert asked
+    other.dispose()
 
 
 def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:

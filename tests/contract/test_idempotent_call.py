@@ -119,11 +119,13 @@ def test_what_cannot_work_is_refused_at_the_decoration() -> None:
 
     def row(session: Session) -> Session: ...  # type: ignore[empty-body]
 
-    with pytest.raises(ValueError, match="no argument"):
+    with pytest.raises(ValueError, match="the field {b} of a name is no argument"):
         idempotent_call(key="{b}", scope="s")(plain)
     with pytest.raises(ValueError, match="payload names"):
         idempotent_call(key="{a}", scope="s", payload=["b"])(plain)
-    for fn in (generator, row):
-        with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"payload is a list of names: \['a'\]"):
+        idempotent_call(key="{a}", scope="s", payload="a")(plain)
+    for fn, told in ((generator, "nothing of it runs"), (row, "cannot be stored")):
+        with pytest.raises(TypeError, match=told):
             idempotent_call(key="k", scope="s")(fn)
     assert functools.partial(idempotent_call(key="{a}", scope="s")(plain))

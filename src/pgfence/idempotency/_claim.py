@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import table, update
-from sqlalchemy.exc import DBAPIError, ResourceClosedError
+from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionError
 
 from pgfence._runtime.state import emit
 from pgfence._sql import idempotency as sql
@@ -172,7 +172,11 @@ def connection_of(session: Session) -> Connection:
     Raises:
         TransactionStateError: there is no transaction that anything would be committed with.
     """
-    connection = session.connection(bind_arguments={"clause": _WRITE})
+    try:
+        connection = session.connection(bind_arguments={"clause": _WRITE})
+    except UnboundExecutionError as error:
+        error.add_note("An idempotency key has no mapped class: its engine is the one that the Session has by bind=")
+        raise
     server.style_of(connection.dialect)
     sql.translate(connection)
     state = driver_state(connection)
@@ -235,7 +239,8 @@ def _refused(call: Call, outcome: str, limit: float) -> PgfenceError:
                 sqlstate=SERIALIZATION_FAILURE,
             )
     return IdempotencyInProgressError(
-        f"another transaction is at work under {call}, and did not end within {limit:g} s",
+        f"{call} is in progress: another transaction did not end within {limit:g} s, or an IdempotentEffect is at work under it,"
+        " for which no transaction waits",
         scope=call.scope,
         key=call.key,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_
 from pgfence.blocks import kinds
 from pgfence.idempotency._codec import Codec
 from pgfence.idempotency._functions import ASYNCIO, DAY, ORM, idempotent
-from pgfence.wrapping import called, no_generator, templates
+from pgfence.wrapping import called, templates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,8 +69,8 @@ def idempotent_call(
         record: likewise.
 
     Raises:
-        TypeError: at the decoration: there is not one session among the arguments; the function is a generator function; or
-            what it is annotated to return cannot be stored.
+        TypeError: at the decoration: there is not one session among the arguments; the function is a generator function; `payload`
+            is a text; or what it is annotated to return cannot be stored, which a call says where it is not defined yet.
         ValueError: at the decoration: a field of a template, or a name in `payload`, is no argument. From a call: a field of a
             template is None.
         PgfenceError: from a call, as `idempotent`.
@@ -107,7 +107,10 @@ class _Calls:
         payload: Sequence[str] | None,
         options: Mapping[str, Any],
     ) -> None:
-        no_generator(fn)
+        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(f"{called(fn)} is a generator function: nothing of it runs when it is called")
+        if isinstance(payload, str):
+            raise TypeError(f"payload is a list of names: [{payload!r}]")
         hints, unknown = _hints(fn)
         self._signature = inspect.signature(fn)
         self._session = _session(fn, self._signature, hints)
