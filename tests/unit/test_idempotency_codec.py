@@ -317,6 +317,7 @@ def test_two_classes_of_one_name_are_told_apart() -> None:
     codec = Codec.of(Money | other)  # type: ignore[operator]
     for value in (Money(Decimal(1)), other.ONE):  # type: ignore[attr-defined]
         assert codec.decode(codec.encode(value)) == value
+    assert Codec.of(Money).decode(codec.encode(Money(Decimal(1)))) == Money(Decimal(1))
 
 
 def test_a_uuid_of_a_driver_becomes_a_plain_one() -> None:

@@ -39,6 +39,8 @@ class Codec:
     def __init__(self, classes: Mapping[str, type[Any]]) -> None:
         self.classes = classes
         self._names = {one: name for name, one in classes.items()}
+        # A record may be of a time when there were two of a name.
+        self._known = {f"{one.__module__}.{one.__qualname__}": one for one in classes.values()} | dict(classes)
         self._fields = {
             one: tuple(field.name for field in fields(one))
             for one in classes.values()
@@ -171,7 +173,7 @@ class Codec:
             return _READERS[found["$t"]](found)
         if "$c" not in found:
             return found
-        kind = self.classes.get(found["$c"])
+        kind = self._known.get(found["$c"])
         if kind is None:
             raise IdempotencyMisuseError(
                 f"the stored result holds a {found['$c']}, which result= (or the annotation of the function) does not reach: a"
