@@ -43,9 +43,6 @@ OWN = "pgfence"
 _WITH_KEYS = 2
 """The version since which there are idempotency keys."""
 
-_UNFINISHED = "unfinished_key"
-"""The trigger that asks at the end of a transaction, without the prefix."""
-
 _HALF_FULL = ("lease", "gate", "slot")
 """Their rows are updated again and again: room on the same page keeps those updates out of the index."""
 
@@ -184,12 +181,10 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
 
     Run twice they change nothing, and an older version becomes this one.
     """
-    dialect = _dialect()
     tables = define(MetaData(), place, version)
-    schema = [] if place.schema is None else [_schema(place.schema)]
     return (
-        *schema,
-        *(str(CreateTable(table, if_not_exists=True).compile(dialect=dialect)).strip() for table in tables),
+        *([] if place.schema is None else [_schema(place.schema)]),
+        *(str(CreateTable(table, if_not_exists=True).compile(dialect=_dialect())).strip() for table in tables),
         *(_index(place, index) for table in tables for index in table.indexes),
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
         *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place, version)),
@@ -198,34 +193,33 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
     )
 
 
+def _unless(there: str, made: str, end: str = "END") -> str:
+    # Looked for first: to make a schema takes a right, and index and trigger lock their table before they find it there.
+    return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
+
+
 def _schema(name: str) -> str:
-    """Return what makes a schema; where it is there, no right to make one is needed."""
     called = quoted(name)
-    return block(
-        f"BEGIN\n    IF pg_catalog.to_regnamespace({literal(called)}) IS NULL THEN\n"
-        f"        CREATE SCHEMA IF NOT EXISTS {called};\n    END IF;\nEND"
-    )
-
-
-# What is there is looked for first: index and trigger alike lock their table against every writer before they find it out.
+    there = f"pg_catalog.to_regnamespace({literal(called)}) IS NOT NULL"
+    return _unless(there, f"CREATE SCHEMA IF NOT EXISTS {called}")
 
 
 def _index(place: Place, index: Index) -> str:
+    name = place.name(str(index.name).removeprefix(place.prefix))
     made = str(CreateIndex(index, if_not_exists=True).compile(dialect=_dialect())).strip()
-    there = f"pg_catalog.to_regclass({literal(place.name(str(index.name).removeprefix(place.prefix)))}) IS NOT NULL"
-    return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\nEND")
+    return _unless(f"pg_catalog.to_regclass({literal(name)}) IS NOT NULL", made)
 
 
 def _trigger(place: Place) -> str:
     """Return what keeps a transaction from committing while a key that it claimed has no result."""
-    table, name = place.name("idempotency_key"), place.prefix + _UNFINISHED
-    return block(
-        "BEGIN\n    IF NOT EXISTS (SELECT FROM pg_catalog.pg_trigger AS t"
-        f" WHERE t.tgrelid = {literal(table)}::pg_catalog.regclass AND t.tgname = {literal(name)}::pg_catalog.name) THEN\n"
-        f"        CREATE CONSTRAINT TRIGGER {quoted(name)} AFTER INSERT OR UPDATE ON {table}"
+    table, name = place.name("idempotency_key"), place.prefix + "unfinished_key"
+    return _unless(
+        f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {literal(table)}::pg_catalog.regclass"
+        f" AND t.tgname = {literal(name)}::pg_catalog.name)",
+        f"CREATE CONSTRAINT TRIGGER {quoted(name)} AFTER INSERT OR UPDATE ON {table}"
         " DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.status = 'in_progress' AND NEW.locked_until IS NULL)"
-        f" EXECUTE FUNCTION {place.name('check_key_v1')}();\n    END IF;\n"
-        "EXCEPTION WHEN duplicate_object THEN NULL;\nEND"
+        f" EXECUTE FUNCTION {place.name('check_key_v1')}()",
+        "EXCEPTION WHEN duplicate_object THEN NULL;\nEND",
     )
 
 
@@ -237,7 +231,7 @@ def script(place: Place) -> str:
 def removal(place: Place) -> tuple[str, ...]:
     """Return the statements that drop functions and tables, in order."""
     return (
-        f"DROP TRIGGER IF EXISTS {quoted(place.prefix + _UNFINISHED)} ON {place.name('idempotency_key')}",
+        f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
         *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place)),
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in _columns()),
     )

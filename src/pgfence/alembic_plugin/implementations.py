@@ -93,7 +93,6 @@ def _refuse_while_used(used: Sequence[str]) -> None:
             f" which nobody knows. Stop whoever holds a lease or a key ({len(used)} held), or wait until they have expired,"
             " and run this again",
             needed=VERSION,
-            command="pgfence ps",
         )
 
 
