@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import secrets
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
@@ -257,6 +258,28 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop:
     with pytest.raises(LockTimeoutError):
         await shop.run("b", busy, free=[TimeoutError, LockTimeoutError])
     assert shop.row("b").status == "free"
+
+
+@pytest.mark.parametrize("state", ["53100", "57014", "58030", "XX000"])
+async def test_a_result_that_a_server_in_trouble_refuses_is_stored_later(
+    shop: Shop, admin: psycopg.Connection[Any], state: str
+) -> None:
+    """A full disk, a cancelled statement: the caller is told, the work is not done again, and its result is there when it can be."""
+    named = f"trouble_{secrets.token_hex(6)}"
+    admin.execute(
+        f"CREATE FUNCTION {named}() RETURNS trigger LANGUAGE plpgsql AS"
+        f" $$ BEGIN RAISE EXCEPTION 'in trouble' USING ERRCODE = '{state}'; END $$;"
+        f" CREATE TRIGGER {named} BEFORE UPDATE ON pgfence_idempotency_key FOR EACH ROW"
+        f" WHEN (NEW.status = 'done' AND NEW.scope = '{shop.scope}') EXECUTE FUNCTION {named}()".encode()
+    )
+    try:
+        with pytest.raises(Exception, match="in trouble"):
+            await shop.run("k")
+    finally:
+        admin.execute(f"DROP FUNCTION {named} CASCADE".encode())
+    await eventually(lambda: shop.row("k").status == "done", 10)
+    assert await shop.run("k") == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
 
 
 async def test_a_late_attempt_is_refused_after_a_transaction_has_taken_the_key(shop: Shop) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 COMPLETE = -2
 """What the server answers to complete() where it was committed before."""
+_TROUBLE = ("53", "57", "58", "XX")
+"""Classes of errors by which a server speaks of itself: a full disk, an operator's cancel. Later it may answer."""
 LONGEST_PATIENCE = 30.0
 """Seconds that the end of an attempt waits for a server that does not answer, at most."""
 
@@ -187,8 +189,8 @@ class Record:
         emit(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
     def _unfinished(self, args: tuple[Any, ...], error: BaseException) -> None:
-        """Have it stored in the background, unless the server itself has refused."""
-        if isinstance(error, UnreachableError) or sqlstate(error) is None:
+        """Have it stored in the background, unless the server itself has refused what is to be stored."""
+        if isinstance(error, UnreachableError) or (sqlstate(error) or _TROUBLE[0]).startswith(_TROUBLE):
             grant = self._grant
             args = grant.stored, *args
             # The server decides by the id of the claim, so that it does no harm to come late.
