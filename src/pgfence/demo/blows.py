@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
     from pgfence.demo.crew import Crew, Member
 
-_TERMINATE = text("SELECT pg_terminate_backend(:pid)")
+# Only while it holds one: the session of somebody who has just given it back is made anew, and nobody is told.
+_TERMINATE = text(
+    "SELECT pg_terminate_backend(:pid) WHERE EXISTS"
+    " (SELECT FROM pg_locks WHERE pid = :pid AND locktype = 'advisory' AND granted)"
+)
 
 
 class _Struck(NamedTuple):
@@ -101,5 +105,4 @@ class Blows:
             return None
         with self._engine.connect() as connection:
             now = clock()
-            connection.execute(_TERMINATE, {"pid": holders[0].backend_pid})
-        return now
+            return now if connection.scalar(_TERMINATE, {"pid": holders[0].backend_pid}) else None
