@@ -90,8 +90,8 @@ class Locked:
 
     Raises:
         ValueError: there is no name, or a field is not just the name of a parameter.
-        TypeError: from a request: nobody declares a field; or somebody asks for the session without `scope="function"`, or with
-            `use_cache=False`.
+        TypeError: from a request: nobody declares a field; the endpoint is a generator; or somebody asks for the session without
+            `scope="function"`, or with `use_cache=False`.
         PgfenceError: from a request, as `TransactionLock.acquire`.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import logging
 import time
 import uuid
@@ -337,6 +338,41 @@ async def test_a_session_in_another_scope_is_refused_wherever_it_is_asked_for(sh
     async with shop.client(raises=True) as client:
         with pytest.raises(TypeError, match='without scope="function"'):
             await client.delete("/accounts/7")
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "object", "wrapped"])
+@pytest.mark.parametrize("world", ["psycopg"], indirect=True)
+async def test_an_endpoint_that_streams_is_refused(shop: Shop, kind: str) -> None:
+    """FastAPI runs a generator when the session has ended: without its lock, and what it does under a key is never committed."""
+    ran = []
+
+    def streams(account_id: int, session: Any = Depends(shop.session, scope="function")) -> Iterator[int]:
+        ran.append(account_id)
+        yield account_id
+
+    async def streams_async(account_id: int, session: Any = Depends(shop.session, scope="function")) -> Any:
+        ran.append(account_id)
+        yield account_id
+
+    class Streams:
+        def __call__(self, account_id: int) -> Iterator[int]:
+            ran.append(account_id)
+            yield account_id
+
+    @functools.wraps(streams)
+    def wrapped(account_id: int, **given: Any) -> Iterator[int]:
+        return streams(account_id, **given)
+
+    endpoint = {"sync": streams, "async": streams_async, "object": Streams(), "wrapped": wrapped}[kind]
+    once = Idempotent(session=shop.session, principal=user, result=int)
+    options: Any = {"response_model": None}
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"), **options)(endpoint)
+    shop.app.put("/accounts/{account_id}", dependencies=[Depends(once, scope="function")], **options)(endpoint)
+    async with shop.client(raises=True, **{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for method in ("DELETE", "PUT"):
+            with pytest.raises(TypeError, match="is a generator"):
+                await client.request(method, "/accounts/7")
+    assert ran == []
 
 
 async def test_a_field_that_nobody_declares_is_refused(shop: Shop) -> None:

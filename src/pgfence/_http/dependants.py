@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,14 +16,22 @@ def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -
     FastAPI makes a session for each scope in which somebody asks for it, and one more for whoever does not want its cache.
 
     Raises:
-        TypeError: somebody would get another one.
+        TypeError: somebody would get another one, or the endpoint is a generator, which FastAPI runs when the session has ended.
     """
     root = _root_of(scope)
+    if _streams(root.call):
+        raise TypeError(f"{scope['path']} is a generator: its session would end before it begins")
     for one in parts_of(root):
         if one.call == session and (one.scope != "function" or not one.use_cache):
             how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
             raise TypeError(f"{scope['path']} asks for its session {how} too: it would get two")
     return root
+
+
+def _streams(endpoint: Any) -> bool:
+    bare = inspect.unwrap(endpoint.func if isinstance(endpoint, partial) else endpoint)
+    ways = (endpoint, bare, inspect.unwrap(type(bare).__call__))
+    return any(inspect.isgeneratorfunction(way) or inspect.isasyncgenfunction(way) for way in ways)
 
 
 def _root_of(scope: MutableMapping[str, Any]) -> Any:
