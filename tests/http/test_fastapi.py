@@ -35,6 +35,7 @@ from pgfence.errors import (
     UnreachableError,
 )
 from pgfence.fastapi import Idempotent, IdempotentCall, Locked, idempotency_key, install_error_handlers
+from pgfence.idempotency import AsyncIdem
 from pgfence.transaction import TransactionLock
 from support.keyed import Desk
 
@@ -142,6 +143,17 @@ class Shop:
 
 def user(x_user: str | None = Header(default=None)) -> str | None:
     return x_user
+
+
+async def runs(call: IdempotentCall[Any], value: object) -> Any:
+    """Run a piece of work that gives a value, from an async endpoint on a session of either kind."""
+
+    async def work() -> object:
+        return value
+
+    if isinstance(call._once, AsyncIdem):
+        return await call.run(work)
+    return await anyio.to_thread.run_sync(call.run, lambda: value)
 
 
 @pytest.fixture
@@ -414,10 +426,7 @@ async def test_a_replay_in_an_answer_of_the_endpoints_own_is_told_by_the_headers
     once = Idempotent(session=shop.session, principal=user, result=int)
 
     async def pays(response: Response, call: IdempotentCall[int] = Depends(once, scope="function")) -> JSONResponse:
-        async def work() -> int:
-            return 7
-
-        value = await call.run(work) if shop.desk.world.is_async else call.run(lambda: 7)
+        value = await runs(call, 7)
         return JSONResponse(value, 202, headers=dict(response.headers))
 
     shop.app.post("/payments")(pays)
@@ -536,18 +545,31 @@ async def test_a_form_with_a_file_is_compared_by_what_it_says(shop: Shop) -> Non
         file: UploadFile,
         call: IdempotentCall[int] = Depends(once, scope="function"),
     ) -> int:
-        content = await file.read()
-
-        async def counted() -> int:
-            return len(content)
-
-        return await call.run(counted) if shop.desk.world.is_async else call.run(lambda: len(content))
+        return await runs(call, len(await file.read()))
 
     shop.app.post("/files")(takes)
     async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
         for content, status, replayed in ((b"abc", 200, None), (b"abc", 200, "true"), (b"xyz", 422, None)):
             answer = await client.post("/files", data={"name": "a"}, files={"file": ("f.txt", content)})
             assert (answer.status_code, answer.headers.get("Idempotent-Replayed")) == (status, replayed), answer.text
+            assert status == 422 or answer.json() == 3
+
+
+async def test_a_file_that_somebody_has_read_before_is_compared_by_all_of_it(shop: Shop) -> None:
+    """C102: a dependency that looks at a file leaves it at its end; another file under the key is another request all the same."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def scan(file: UploadFile) -> None:
+        await file.read()
+
+    async def takes(file: UploadFile, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, len(await file.read()))
+
+    shop.app.post("/files", dependencies=[Depends(scan)])(takes)
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for content, status in ((b"abc", 200), (b"abc", 200), (b"xyz", 422)):
+            answer = await client.post("/files", files={"file": ("f.txt", content)})
+            assert answer.status_code == status, answer.text
             assert status == 422 or answer.json() == 3
 
 

@@ -58,6 +58,7 @@ async def payload_of(request: Any) -> list[Any]:
 async def _field(value: Any) -> Any:
     if isinstance(value, str):
         return value
+    await value.seek(0)  # whoever has looked at it before may have left it at its end
     content = await value.read()
     await value.seek(0)
     return [value.filename, value.content_type, sha256(content).digest()]
