@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio.to_thread
 import httpx2
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, Response, UploadFile, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, Request, Response, UploadFile, WebSocket
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
@@ -571,6 +571,41 @@ async def test_a_file_that_somebody_has_read_before_is_compared_by_all_of_it(sho
             answer = await client.post("/files", files={"file": ("f.txt", content)})
             assert answer.status_code == status, answer.text
             assert status == 422 or answer.json() == 3
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data; boundary=b"])
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_a_body_that_a_dependency_has_used_up_is_no_empty_form(shop: Shop, kind: str) -> None:
+    """C102: what was sent cannot be known any more, so no body is the same as another: the program is wrong, and is told."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def signed(request: Request) -> None:
+        async for _ in request.stream():
+            pass
+
+    async def takes(call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, 1)
+
+    shop.app.post("/hooks", dependencies=[Depends(signed)])(takes)
+    headers = {"x-user": "ann", "Idempotency-Key": "k1", "Content-Type": kind}
+    async with shop.client(raises=True, **headers) as client:
+        for body in (b'{"a": 1}', b'{"a": 2}'):
+            with pytest.raises(RuntimeError, match="Stream consumed"):
+                await client.post("/hooks", content=body)
+
+
+@pytest.mark.parametrize("world", ["asyncpg"], indirect=True)
+async def test_json_is_compared_by_what_it_says_however_its_type_is_written(shop: Shop) -> None:
+    """C103: the name of a type has no case, nor does it need its members in an order."""
+    shop.pays()
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for kind, body in (
+            ("APPLICATION/JSON", b'{"amount":5,"note":""}'),
+            ("application/json", b'{"note":"","amount":5}'),
+        ):
+            answer = await client.post("/payments", content=body, headers={"Content-Type": kind})
+            assert answer.status_code == 201, answer.text
+    assert shop.desk.effects() == 1
 
 
 def test_a_result_that_cannot_be_stored_is_refused_where_it_is_named() -> None:

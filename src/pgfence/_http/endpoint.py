@@ -15,6 +15,8 @@ from pgfence.errors import AttemptLostError
 if TYPE_CHECKING:
     from pgfence.errors import PgfenceError
 
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+
 READABLE = 160
 """Characters up to which a scope is stored as it is, and not as a digest."""
 
@@ -42,13 +44,21 @@ def retry_headers(error: PgfenceError) -> dict[str, str]:
 
 
 async def payload_of(request: Any) -> list[Any]:
-    """Return the query and the body of a request of Starlette: JSON and forms as what they say, other bodies as they are."""
+    """Return the query and the body of a request of Starlette: JSON and forms as what they say, other bodies as they are.
+
+    Raises:
+        RuntimeError: somebody has read the body as a stream, and has not kept it.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
         body: Any = await request.body()
-    except RuntimeError:  # the framework has read it as a form, and keeps that
+    except RuntimeError:
+        if kind not in FORMS:  # to Starlette it is an empty form then, whatever was sent
+            raise
+        # The framework has read it as a form, and keeps that.
         body = [(name, await _field(value)) for name, value in (await request.form()).multi_items()]
     else:
-        if "json" in request.headers.get("content-type", ""):
+        if "json" in kind:
             with suppress(ValueError, RecursionError):
                 body = json.loads(body)
     # Not of `request.url`, which is made of the header `Host` too: that may hide the query.
