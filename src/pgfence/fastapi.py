@@ -6,7 +6,6 @@ dependency with `yield` commits after the client has its answer; with it, FastAP
 
 from __future__ import annotations
 
-import inspect
 import logging
 from enum import Enum
 from functools import partial
@@ -20,7 +19,7 @@ from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from pgfence._http.dependants import checked_root, declared
+from pgfence._http.dependants import checked_root, declared, signature
 from pgfence._http.endpoint import payload_of, retry_headers, scope_of
 from pgfence._http.key import key_of
 from pgfence.blocks import kinds
@@ -100,7 +99,7 @@ class Locked:
         if not names or not all(map(str.isidentifier, self._fields)):
             raise ValueError(f"a lock needs a name, and a field is the name of a parameter of the path: {names}")
         self._names, self._session, self._timeout = names, session, timeout
-        self.__signature__ = _signature(request=Request, session=Depends(session, scope="function"))
+        self.__signature__ = signature(request=Request, session=Depends(session, scope="function"))
 
     async def __call__(self, *, request: Request, session: Any) -> None:
         """Take the lock; FastAPI calls this."""
@@ -170,26 +169,20 @@ class Idempotent(Generic[T]):
         Codec.of(result)
         self._session, self._result = session, result
         asked = {"session": Depends(session, scope="function"), "principal": Depends(principal)}
-        self.__signature__ = _signature(request=Request, response=Response, **asked, key=Depends(idempotency_key))
+        self.__signature__ = signature(request=Request, response=Response, **asked, key=Depends(idempotency_key))
 
     async def __call__(
         self, *, request: Request, response: Response, session: Any, principal: str, key: str
     ) -> IdempotentCall[T]:
         """Return the key of the request; FastAPI calls this. The database is asked by `run`."""
         checked_root(request.scope, self._session)
+        payload = await payload_of(request, Request)
         try:
             scope = scope_of(request.method, request.scope["path"], principal)
-            once = idempotent(session, key, scope=scope, payload=await payload_of(request), result=self._result)
+            once = idempotent(session, key, scope=scope, payload=payload, result=self._result)
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         return IdempotentCall(once, response)
-
-
-def _signature(**wanted: Any) -> inspect.Signature:
-    """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency gives."""
-    one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    given = [(name, what, "annotation" if isinstance(what, type) else "default") for name, what in wanted.items()]
-    return inspect.Signature([one(name, **{where: what}) for name, what, where in given])
 
 
 def _value(root: Any, field: str, given: dict[str, Any]) -> Any:

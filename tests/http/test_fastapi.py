@@ -17,6 +17,7 @@ import httpx2
 import pytest
 from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, Request, Response, UploadFile, WebSocket
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from sqlalchemy import text
@@ -571,6 +572,76 @@ async def test_a_file_that_somebody_has_read_before_is_compared_by_all_of_it(sho
             answer = await client.post("/files", files={"file": ("f.txt", content)})
             assert answer.status_code == status, answer.text
             assert status == 422 or answer.json() == 3
+
+
+class Reads(APIRoute):
+    """A route that looks at the bytes of each request before FastAPI does."""
+
+    def get_route_handler(self) -> Any:
+        handler = super().get_route_handler()
+
+        async def reads(request: Request) -> Response:
+            await request.body()
+            return await handler(request)
+
+        return reads
+
+
+@pytest.mark.parametrize("how", ["form", "bytes", "before"])
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_a_form_is_compared_by_what_it_says_whoever_reads_it(shop: Shop, how: str) -> None:
+    """C103: a retry has another boundary, also where the endpoint reads the form or its bytes, or somebody has before."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def parses(request: Request, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        async with request.form(max_files=1) as form:
+            file: Any = form["file"]
+            return await runs(call, len(await file.read()))
+
+    async def looks(request: Request, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, (await request.body()).count(b"\x00"))
+
+    async def takes(file: UploadFile, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, len(await file.read()))
+
+    shop.app.router.route_class = Reads if how == "before" else APIRoute
+    shop.app.post("/files")({"form": parses, "bytes": looks, "before": takes}[how])
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for content, status, replayed in ((b"\0" * 3, 200, None), (b"\0" * 3, 200, "true"), (b"\1" * 3, 422, None)):
+            answer = await client.post("/files", data={"name": "a"}, files={"file": ("f.txt", content)})
+            assert (answer.status_code, answer.headers.get("Idempotent-Replayed")) == (status, replayed), answer.text
+            assert status == 422 or answer.json() == 3
+
+
+@pytest.mark.parametrize("world", ["asyncpg"], indirect=True)
+async def test_a_form_that_can_be_read_in_no_usual_way_is_compared_as_it_is(shop: Shop) -> None:
+    """C103: a broken form, or a field that only the endpoint lets be so large, is the endpoint's; another one is another request."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def parses(request: Request, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        async with request.form(max_part_size=2**22) as form:
+            return await runs(call, len(form))
+
+    async def looks(request: Request, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, len(await request.body()))
+
+    shop.app.post("/forms")(parses)
+    shop.app.post("/bytes")(looks)
+    part = b'--b\r\nContent-Disposition: form-data; name="a"\r\n\r\n%b\r\n--b--\r\n'
+    for path, first, second in (
+        ("/forms", part % (b"a" * 2**21), part % (b"b" * 2**21)),
+        ("/bytes", b"no form", b"nor this"),
+        ("/bytes", b"--b--\r\n", b"--b--\r\n\r\n"),
+    ):
+        headers = {
+            "x-user": "ann",
+            "Idempotency-Key": str(uuid.uuid4()),
+            "Content-Type": "multipart/form-data; boundary=b",
+        }
+        async with shop.client(**headers) as client:
+            for body, status in ((first, 200), (first, 200), (second, 422)):
+                answer = await client.post(path, content=body)
+                assert answer.status_code == status, (first[:9], answer.text)
 
 
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data; boundary=b"])

@@ -59,3 +59,10 @@ def declared(root: Any, field: str) -> Any:
             if one.alias == field:
                 return one
     raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
+
+
+def signature(**wanted: Any) -> inspect.Signature:
+    """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency gives."""
+    one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    given = [(name, what, "annotation" if isinstance(what, type) else "default") for name, what in wanted.items()]
+    return inspect.Signature([one(name, **{where: what}) for name, what, where in given])

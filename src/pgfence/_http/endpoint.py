@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from pgfence._http.answers import SHORT
 from pgfence.errors import AttemptLostError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pgfence.errors import PgfenceError
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
@@ -43,8 +46,12 @@ def retry_headers(error: PgfenceError) -> dict[str, str]:
     return {"Retry-After": str(ceil(error.retry_after or SHORT))} if again else {}
 
 
-async def payload_of(request: Any) -> list[Any]:
-    """Return the query and the body of a request of Starlette: JSON and forms as what they say, other bodies as they are.
+async def payload_of(request: Any, reader: Callable[..., Any]) -> list[Any]:
+    """Return the query and the body of a request: JSON and forms as what they say, other bodies as they are.
+
+    Args:
+        request: the Request of Starlette that the endpoint gets, or may have; it can be read afterwards as before.
+        reader: makes another one, of its scope and what receives.
 
     Raises:
         RuntimeError: somebody has read the body as a stream, and has not kept it.
@@ -56,13 +63,26 @@ async def payload_of(request: Any) -> list[Any]:
         if kind not in FORMS:  # to Starlette it is an empty form then, whatever was sent
             raise
         # The framework has read it as a form, and keeps that.
-        body = [(name, await _field(value)) for name, value in (await request.form()).multi_items()]
+        body = await _fields(await request.form())
     else:
-        if "json" in kind:
+        # What cannot be read stays as it is: whether it is wrong, and how large it may be, is the endpoint's to say.
+        if kind in FORMS:
+            with suppress(Exception):
+                async with reader(request.scope, partial(_receive, body)).form() as form:
+                    body = await _fields(form) or body
+        elif "json" in kind:
             with suppress(ValueError, RecursionError):
                 body = json.loads(body)
     # Not of `request.url`, which is made of the header `Host` too: that may hide the query.
     return [request.scope["query_string"].decode("latin-1"), body]
+
+
+async def _receive(body: bytes) -> dict[str, Any]:
+    return {"type": "http.request", "body": body}
+
+
+async def _fields(form: Any) -> list[Any]:
+    return [(name, await _field(value)) for name, value in form.multi_items()]
 
 
 async def _field(value: Any) -> Any:
