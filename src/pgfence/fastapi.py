@@ -90,7 +90,7 @@ class Locked:
     Raises:
         ValueError: there is no name, or a field is not just the name of a parameter.
         TypeError: from a request: nobody declares a field; the endpoint is a generator; or somebody asks for the session without
-            `scope="function"`, or with `use_cache=False`.
+            `scope="function"`, with `use_cache=False`, or under other scopes of `Security` where that makes two of it.
         PgfenceError: from a request, as `TransactionLock.acquire`.
     """
 

@@ -15,9 +15,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio.to_thread
 import httpx2
 import pytest
-from fastapi import APIRouter, Depends, FastAPI, Form, Header, HTTPException, Request, Response, UploadFile, WebSocket
+from fastapi import (
+    APIRouter,
+    Depends,
+    FastAPI,
+    Form,
+    Header,
+    HTTPException,
+    Request,
+    Response,
+    Security,
+    UploadFile,
+    WebSocket,
+)
+from fastapi.dependencies.models import Dependant
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from fastapi.security import OAuth2PasswordBearer
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from sqlalchemy import text
@@ -144,6 +158,10 @@ class Shop:
 
 def user(x_user: str | None = Header(default=None)) -> str | None:
     return x_user
+
+
+def pays_as(knows: Any) -> Any:
+    return Security(knows, scopes=["pay"])
 
 
 async def runs(call: IdempotentCall[Any], value: object) -> Any:
@@ -310,6 +328,55 @@ async def test_a_session_that_is_not_shared_is_refused(shop: Shop) -> None:
         for method in ("DELETE", "PUT"):
             with pytest.raises(TypeError, match="use_cache=False"):
                 await client.request(method, "/accounts/7")
+
+
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_a_session_for_each_set_of_scopes_is_refused(shop: Shop) -> None:
+    """A session that depends on who is asking is another one below a `Security` with scopes."""
+    token = OAuth2PasswordBearer(tokenUrl="token")
+
+    def tenant(token: str = Depends(token), session: Any = Depends(shop.session, scope="function")) -> Any:
+        yield session
+
+    def knows(session: Any = Depends(tenant, scope="function")) -> str:
+        return "ann"
+
+    def closes(account_id: int, session: Any = Depends(tenant, scope="function"), user: str = pays_as(knows)) -> None:
+        raise AssertionError
+
+    once = Idempotent(session=tenant, principal=user, result=int)
+    lock = Locked("account:{account_id}", session=tenant)
+    shop.app.delete("/accounts/{account_id}", dependencies=[Depends(lock, scope="function")])(closes)
+    shop.app.put("/accounts/{account_id}", dependencies=[Depends(once, scope="function")])(closes)
+    headers = {"x-user": "ann", "Idempotency-Key": "k1", "Authorization": "Bearer x"}
+    async with shop.client(raises=True, **headers) as client:
+        for method in ("DELETE", "PUT"):
+            with pytest.raises(TypeError, match=r"under Security\(scopes="):
+                await client.request(method, "/accounts/7")
+
+
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_scopes_that_make_no_other_session_are_none_of_our_business(shop: Shop) -> None:
+    """A session that does not depend on who is asking is shared by newer versions of FastAPI; the oldest make two of it."""
+    seen = []
+
+    def knows(session: Any = Depends(shop.session, scope="function")) -> str:
+        seen.append(session)
+        return "ann"
+
+    def closes(
+        account_id: int, session: Any = Depends(shop.session, scope="function"), user: str = pays_as(knows)
+    ) -> None:
+        seen.append(session)
+
+    shop.app.delete("/accounts/{account_id}", dependencies=shop.locked("account:{account_id}"))(closes)
+    async with shop.client(raises=True) as client:
+        if "security_scopes" in Dependant.__dataclass_fields__:
+            with pytest.raises(TypeError, match=r"under Security\(scopes="):
+                await client.delete("/accounts/7")
+        else:
+            assert (await client.delete("/accounts/7")).status_code == 200
+            assert seen == [seen[0]] * 2
 
 
 @pytest.mark.parametrize("where", ["route", "router", "inclusion", "inclusion of an inclusion", "application"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -> Any:
     """Return the dependant of a request, all parts of which get one session.
 
-    FastAPI makes a session for each scope in which somebody asks for it, and one more for whoever does not want its cache.
+    FastAPI makes a session for each scope in which somebody asks for it, one more for whoever does not want its cache, and,
+    mostly where the session depends on who is asking, one for each set of scopes of `Security`.
 
     Raises:
         TypeError: somebody would get another one, or the endpoint is a generator, which FastAPI runs when the session has ended.
@@ -21,11 +23,22 @@ def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -
     root = _root_of(scope)
     if _streams(root.call):
         raise TypeError(f"{scope['path']} is a generator: its session would end before it begins")
-    for one in parts_of(root):
-        if one.call == session and (one.scope != "function" or not one.use_cache):
+    asked = [one for one in parts_of(root) if one.call == session]
+    for one in asked:
+        if one.scope != "function" or not one.use_cache:
             how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
             raise TypeError(f"{scope['path']} asks for its session {how} too: it would get two")
+    if len({_kept_as(one) for one in asked}) > 1:
+        raise TypeError(f"{scope['path']} asks for its session under Security(scopes=...) too: it would get two")
     return root
+
+
+def _kept_as(one: Any) -> Any:
+    """Return what FastAPI finds the result of a dependency by; newer versions have a function for it, and no attribute."""
+    if hasattr(one, "cache_key"):
+        return one.cache_key
+    find = getattr(sys.modules[type(one).__module__], "_get_cache_key", None)
+    return find and find(dependant=one)
 
 
 def _streams(endpoint: Any) -> bool:
