@@ -20,7 +20,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from pgfence._http.dependants import checked_root, declared, signature
-from pgfence._http.endpoint import payload_of, retry_headers, scope_of
+from pgfence._http.endpoint import on_a_loop, payload_of, retry_headers, scope_of
 from pgfence._http.key import key_of
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
@@ -137,9 +137,14 @@ class IdempotentCall(Generic[T]):
             fn: does the work in the session's transaction. On an AsyncSession it is a coroutine function; await the result.
 
         Raises:
+            TypeError: on an event loop with a Session: whoever waits there keeps the one that has the key from its commit.
             PgfenceError: as `idempotent`.
         """
-        return self._run_async(fn) if isinstance(self._once, AsyncIdem) else self._told(self._once.run(fn))
+        if isinstance(self._once, AsyncIdem):
+            return self._run_async(fn)
+        if on_a_loop():
+            raise TypeError("run() on a Session stops the event loop: an async endpoint needs an AsyncSession")
+        return self._told(self._once.run(fn))
 
     async def _run_async(self, fn: Callable[[], Awaitable[T]]) -> T:
         return self._told(await self._once.run(fn))

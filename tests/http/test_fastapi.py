@@ -513,6 +513,26 @@ async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
     assert shop.desk.effects() == 1
 
 
+@pytest.mark.parametrize("world", ["psycopg", "psycopg2"], indirect=True)
+async def test_an_async_endpoint_on_a_sync_session_is_refused(shop: Shop) -> None:
+    """C095: one that waits for a key would stop the event loop, on which the commit of the first one is to come."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+
+    async def pays(call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return call.run(lambda: 7)
+
+    async def pays_aside(call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, 7)
+
+    shop.app.post("/payments")(pays)
+    shop.app.put("/payments")(pays_aside)
+    async with shop.client(raises=True, **{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        with pytest.raises(TypeError, match="an async endpoint"):
+            await client.post("/payments")
+        answers = await asyncio.gather(*(client.put("/payments") for _ in range(4)))
+    assert [answer.status_code for answer in answers] == [200] * 4
+
+
 async def test_another_request_under_the_key_is_422_and_another_users_key_is_another(shop: Shop) -> None:
     """C102: a body or query that differs is refused without the stored answer; another principal or path is independent."""
     shop.pays()

@@ -10,6 +10,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from anyio import get_current_task
+
 from pgfence._http.answers import SHORT
 from pgfence.errors import AttemptLostError
 
@@ -37,6 +39,14 @@ def scope_of(method: str, path: str, principal: object) -> str:
         raise TypeError(f"principal must return a str, not {type(principal).__name__}")
     text = f"{method} {quote(path)} {principal}"
     return text if len(text) <= READABLE and text.isprintable() else sha256(text.encode()).hexdigest()
+
+
+def on_a_loop() -> bool:
+    """Return whether an event loop runs in this thread: whoever waits here would stop it."""
+    with suppress(RuntimeError):
+        get_current_task()
+        return True
+    return False
 
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:

@@ -18,15 +18,15 @@ from pgfence.effects._wanted import Reply, Wanted
 from pgfence.idempotency._functions import life_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, MutableMapping, Sequence
 
     from pgfence.timing import Seconds
 
 OnFailure: TypeAlias = Literal["free", "lapse"]
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
-HANDLED = "pgfence.idempotency"
-"""Where an environment says which keys, as they were sent, a middleware of ours has."""
+_HANDLED = "pgfence.idempotency"
+"""Where an environment has the mark of the middleware that handles its request."""
 MEBIBYTE = 1_048_576
 SHOWN = 60
 """Characters of a path that an operator sees in a scope."""
@@ -64,6 +64,27 @@ class Request(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.method} {quote(self.root + self.path, errors='replace')}"
+
+
+class Mark:
+    """Says in an environment, and in the copies of it, that a middleware of ours has its keys, as long as it is at work."""
+
+    __slots__ = ("_keys", "ended")
+
+    def __init__(self, request: Request) -> None:
+        self._keys = request.keys
+        self.ended = False
+
+    def put(self, environ: MutableMapping[str, Any]) -> None:
+        """Put it where those inside look."""
+        environ[_HANDLED] = self
+
+    @staticmethod
+    def on(environ: MutableMapping[str, Any], request: Request) -> bool:
+        """Say whether the keys of a request are those of a middleware outside that is at work."""
+        found = environ.get(_HANDLED)
+        # Whoever calls again with what has ended, to try again or one application after the other, is not inside.
+        return isinstance(found, Mark) and not found.ended and found._keys == request.keys
 
 
 @dataclass(frozen=True, slots=True)
