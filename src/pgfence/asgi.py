@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import HANDLED, MEBIBYTE, WHY, Request, Rules, length_of
+from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, length_of
 from pgfence.effects._attempts import Reply, Stored, claim_async
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
@@ -113,7 +113,7 @@ class IdempotencyMiddleware:
         """Serve a request; the server calls this."""
         request = _request(scope) if scope["type"] == "http" and self._rules.takes(scope["method"]) else None
         # Inside another one of ours, which has the key of this request, there is nothing to do.
-        if request is None or scope.get(HANDLED) == request.keys or not self._rules.concern(request):
+        if request is None or Mark.on(scope, request) or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return
         found: _Exchange | Reply | None
@@ -155,10 +155,10 @@ class _Exchange:
         self._size = 0
         self._open = asyncio.Event()
         self._gone = False
-        self._ended = False
+        self._mark = Mark(request)
 
     async def run(self, app: App, scope: Scope) -> None:
-        scope[HANDLED] = self._request.keys
+        self._mark.put(scope)
         if "extensions" in scope:
             offered = scope["extensions"] or {}
             scope["extensions"] = {name: offered[name] for name in offered if name not in _NOT_OFFERED}
@@ -168,6 +168,7 @@ class _Exchange:
             await self._stopped()
             raise
         except BaseException:
+            self._mark.ended = True
             self._running.let_lapse()
             raise
         await self._stopped()
@@ -190,7 +191,7 @@ class _Exchange:
             self._start = {**message, "headers": list(message.get("headers", ()))}
             if self._rules.streams(_headers(self._start)):
                 await self._flow()
-        elif message["type"] == "http.response.body" and self._start is not None and not self._ended:
+        elif message["type"] == "http.response.body" and self._start is not None and not self._mark.ended:
             await self._add(self._start, message)
         else:
             await self._send(message)
@@ -242,7 +243,7 @@ class _Exchange:
 
     async def _record(self, reply: Reply) -> Reply | None:
         """Record an answer; return what the client gets in its place if it does not count any more."""
-        self._ended = True
+        self._mark.ended = True
         try:
             await self._running.finish_reply(reply)
         except AttemptLostError as error:
@@ -254,7 +255,7 @@ class _Exchange:
 
     async def _stopped(self) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
-        if self._gone and self._start is not None and not self._ended:
+        if self._gone and self._start is not None and not self._mark.ended:
             # It has answered, and only its client has kept it from sending all of that.
             reply = self._rules.record(self._start["status"], _headers(self._start), None)
             if reply is not None:
@@ -263,9 +264,9 @@ class _Exchange:
 
     async def _failed(self) -> None:
         """End the attempt without a record, unless it has ended."""
-        if self._ended:
+        if self._mark.ended:
             return
-        self._ended = True
+        self._mark.ended = True
         if not self._rules.frees:
             self._running.let_lapse()
             return

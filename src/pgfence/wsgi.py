@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import HANDLED, MEBIBYTE, WHY, Request, Rules, announced, length_of
+from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
 from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -82,7 +82,7 @@ class IdempotencyMiddleware:
         """Serve a request; the server calls this."""
         request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
         # Inside another one of ours, which has the key of this request, there is nothing to do.
-        if request is None or environ.get(HANDLED) == request.keys or not self._rules.concern(request):
+        if request is None or Mark.on(environ, request) or not self._rules.concern(request):
             return self._app(environ, start_response)
         found: _Exchange | Reply
         try:
@@ -120,11 +120,11 @@ class _Exchange:
         self._streams = False
         self._length: int | None = None
         self._gone = False
-        self._ended = False
+        self._mark = Mark(request)
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
         parts: Iterable[bytes] = ()
-        environ[HANDLED] = self._request.keys
+        self._mark.put(environ)
         try:
             parts = app(environ, self.start_response)
             rest = iter(parts)
@@ -227,7 +227,7 @@ class _Exchange:
         if reply is None:
             self._failed(None)
             return None
-        self._ended = True
+        self._mark.ended = True
         try:
             self._running.finish_reply(reply)
         except AttemptLostError as error:
@@ -246,15 +246,15 @@ class _Exchange:
         """End the attempt of an application that has stopped, unless it has ended."""
         # One that has answered, and was only kept from sending all of that by its client, has not failed.
         answered = self._started is not None and isinstance(error, Exception | None)
-        if self._gone and answered and not self._ended:
+        if self._gone and answered and not self._mark.ended:
             self._record(None)
         self._failed(error)
 
     def _failed(self, error: BaseException | None) -> None:
         """End the attempt without a record, unless it has ended."""
-        if self._ended:
+        if self._mark.ended:
             return
-        self._ended = True
+        self._mark.ended = True
         if not self._rules.frees or not isinstance(error, Exception | None):
             self._running.let_lapse()
             return

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from contextlib import suppress
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -184,6 +185,52 @@ async def test_a_request_with_a_key_of_its_own_inside_another_one_is_handled_onc
     outer = type(inner)(site.world.pick(wsgi, asgi), site.engine)
     assert [(await site.ask(one, app=outer)).status for one in ("a", "b")] == [201, 201]
     assert len(site.seen) == 1
+
+
+async def test_who_calls_again_with_an_environment_that_was_handled_is_asked_for_its_key_again(site: Site) -> None:
+    """C100: outside stands one that tries again; its second try has a claim, and its third one is a replay."""
+
+    async def pay(_: Asked) -> Answer:
+        return Answer(503 if len(site.seen) == 1 else 201)
+
+    def wsgi(environ: Any, start_response: Any) -> Any:
+        body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
+        for _ in range(3):
+            environ["wsgi.input"] = BytesIO(body)
+            begun: list[Any] = []
+            parts = middleware(
+                environ, lambda status, headers, exc_info=None, begun=begun: begun.extend((status, headers))
+            )
+            found = list(parts)
+            if close := getattr(parts, "close", None):
+                close()
+            tries.append(begun[0][:3])
+        start_response(*begun)
+        return found
+
+    async def asgi(scope: Any, receive: Any, send: Any) -> None:
+        pieces = [await receive() for _ in range(2)]
+        for _ in range(3):
+            left, sent = iter(pieces), []
+
+            async def again(left: Any = left) -> Any:
+                return next(left)
+
+            async def keep(message: Any, sent: Any = sent) -> None:
+                sent.append(message)
+
+            await middleware(scope, again, keep)
+            tries.append(str(sent[0]["status"]))
+        for message in sent:
+            await send(message)
+
+    tries: list[str] = []
+    site.handler = pay
+    middleware = site.middleware
+    got = [await site.ask(app=site.world.pick(wsgi, asgi)) for _ in range(2)]
+    assert [(one.status, one.replayed) for one in got] == [(201, True), (201, True)]
+    assert tries == ["503", "201", "201", "201", "201", "201"]
+    assert (len(site.seen), site.row.status) == (2, "done")
 
 
 async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> None:

@@ -274,6 +274,29 @@ async def test_a_write_that_nobody_hears_is_not_done_twice(site: Site, status: s
     assert site.row.status == left
 
 
+@pytest.mark.parametrize("closes", [True, False])
+async def test_a_request_is_handled_by_one_until_its_long_answer_has_ended(site: Site, closes: bool) -> None:
+    """C100: inside it passes on while the answer flows; with the same environment after its end or its close it is a replay."""
+    environs: list[Any] = []
+
+    def app(environ: Any, start_response: Any) -> Any:
+        environs.append(environ)
+        start_response("200 OK", [])
+        return [b"0123456789"] * 5
+
+    middleware = IdempotencyMiddleware(app, site.engine, max_body=15, ttl=30)
+    answer = begun(middleware, site, [])
+    next(iter(answer))
+    sent: list[Any] = []
+    list(begun(middleware, site, sent, **environs[0]))
+    if closes:
+        answer.close()
+    else:
+        list(answer)
+    list(begun(middleware, site, sent, **environs[0]))
+    assert (sent, len(environs)) == (["200 OK", "409 Conflict"], 2)
+
+
 async def test_an_error_before_the_first_byte_of_a_long_answer_changes_it(site: Site) -> None:
     """The server has sent nothing yet and takes the new beginning: that one counts."""
 
