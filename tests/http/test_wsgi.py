@@ -395,6 +395,25 @@ async def test_texts_of_an_environment_are_bytes(site: Site) -> None:
 # ---------------------------------------------------------------- frameworks
 
 
+async def test_a_path_without_its_first_slash_needs_a_key_too(site: Site) -> None:
+    """C105: servers that take the root off leave one for `/apipay`, or are sent one, and Flask finds its endpoint all the same."""
+    app = Flask("shop")
+    paid: list[str] = []
+
+    @app.post("/pay")
+    def pay() -> str:
+        paid.append(request.path)
+        return "paid"
+
+    environ = {"SCRIPT_NAME": "/api", "SERVER_NAME": "site", "SERVER_PORT": "80", "wsgi.url_scheme": "http"}
+    sent: list[Any] = []
+    for served in (app.wsgi_app, IdempotencyMiddleware(app.wsgi_app, site.engine, routes=["/pay"])):
+        for path in ("/pay", "pay"):
+            list(begun(served, site, sent, **environ, PATH_INFO=path, HTTP_IDEMPOTENCY_KEY=""))
+    assert [status[:3] for status in sent if isinstance(status, str)] == ["200", "200", "400", "400"]
+    assert len(paid) == 2
+
+
 async def test_flask_behind_it(site: Site) -> None:
     """`app.wsgi_app` is wrapped: answers, errors that Flask makes an answer of, streams, and work at the end of a request."""
     app = Flask("shop")

@@ -31,8 +31,8 @@ def routes_of(routes: Collection[str]) -> re.Pattern[str]:
 
 
 def among(routes: re.Pattern[str], path: str) -> bool:
-    """Say whether a path is on one of the routes. A framework may take several slashes for one."""
-    return any(routes.fullmatch(read) for read in (path, _SLASHES.sub("/", path)))
+    """Say whether a path is on one of the routes. A framework may take several slashes for one, and none at first too."""
+    return any(routes.fullmatch(read) for read in (path, _SLASHES.sub("/", f"/{path}")))
 
 
 def _pattern(route: str) -> str:
