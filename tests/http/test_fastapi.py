@@ -513,6 +513,32 @@ async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
     assert shop.desk.effects() == 1
 
 
+@pytest.mark.parametrize("world", ["psycopg2"], indirect=True)
+async def test_those_who_wait_for_a_key_in_a_sync_endpoint_wait_as_long_as_is_configured(shop: Shop) -> None:
+    """C095: the answer of the first one needs a thread, which those who wait for its commit give back after `default_timeout=`."""
+    engine = shop.desk.plain()
+    configure(engine, namespace=shop.desk.scope, default_timeout=0.5)
+
+    def session() -> Iterator[Session]:
+        with Session(engine) as session, session.begin():
+            yield session
+
+    once = Idempotent(session=session, principal=user, result=int)
+
+    def pays(call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return call.run(lambda: 7)
+
+    shop.app.post("/payments")(pays)
+    anyio.to_thread.current_default_thread_limiter().total_tokens = 1
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        answers = await asyncio.gather(*(client.post("/payments") for _ in range(3)))
+        assert (await client.post("/payments")).json() == 7
+    engine.dispose()
+    told = {answer.status_code: answer for answer in answers}
+    assert set(told) == {200, 409}
+    assert told[409].headers["Retry-After"] == "1"
+
+
 @pytest.mark.parametrize("world", ["psycopg", "psycopg2"], indirect=True)
 async def test_an_async_endpoint_on_a_sync_session_is_refused(shop: Shop) -> None:
     """C095: one that waits for a key would stop the event loop, on which the commit of the first one is to come."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OnFailure: TypeAlias = Literal["free", "lapse"]
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
+ENDED = "The body of the request ended before it was complete."
 _HANDLED = "pgfence.idempotency"
 """Where an environment has the mark of the middleware that handles its request."""
 MEBIBYTE = 1_048_576
