@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, length_of
+from pgfence._http.rules import ENDED, MEBIBYTE, WHY, Mark, Request, Rules, length_of
 from pgfence.effects._attempts import Reply, Stored, claim_async
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
@@ -116,7 +116,7 @@ class IdempotencyMiddleware:
         if request is None or Mark.on(scope, request) or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return
-        found: _Exchange | Reply | None
+        found: _Exchange | Reply
         try:
             found = await self._begin(request, scope, receive, send)
         except Refusal as refusal:
@@ -125,16 +125,14 @@ class IdempotencyMiddleware:
             found = answers.refused(error, str(request), self._rules.ttl)
         if isinstance(found, _Exchange):
             await found.run(self._app, scope)
-        elif found is not None:
+        else:
             await _send(found, send)
 
-    async def _begin(self, request: Request, scope: Scope, receive: Receive, send: Send) -> _Exchange | Reply | None:
-        """Claim the key of a request, or return what was recorded under it; None: the client has gone away."""
+    async def _begin(self, request: Request, scope: Scope, receive: Receive, send: Send) -> _Exchange | Reply:
+        """Claim the key of a request, or return what was recorded under it."""
         rules = self._rules
         key, owner = rules.key(request), rules.owner(request, scope)
         body = await _body(receive, rules)
-        if body is None:
-            return None
         found = await claim_async(self._engine, rules.wanted(request, owner, key, body), 0)
         if isinstance(found, Stored):
             return answers.replay(found)
@@ -302,17 +300,18 @@ def _request(scope: Scope) -> Request:
     return Request(scope["method"], root, path, query, content_type, tuple(keys), tuple(credentials), length)
 
 
-async def _body(receive: Receive, rules: Rules) -> bytes | None:
-    """Return the body of a request; None: the client has gone away before its end.
+async def _body(receive: Receive, rules: Rules) -> bytes:
+    """Return the body of a request.
 
     Raises:
-        Refusal: it is too long.
+        Refusal: it is too long, or the client has gone away before its end.
     """
     chunks, size, more = [], 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            # Nobody hears it, but middlewares outside, Starlette's for one, take no answer for an error.
+            raise Refusal(400, ENDED)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         rules.fits(size)

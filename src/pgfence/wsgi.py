@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
+from pgfence._http.rules import ENDED, MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
 from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -331,7 +331,7 @@ def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
     body = b"".join(chunks)
     rules.fits(len(body))
     if request.length is not None and left:
-        raise Refusal(400, "The body of the request ended before its announced length.")
+        raise Refusal(400, ENDED)
     return body
 
 

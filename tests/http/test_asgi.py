@@ -11,6 +11,7 @@ import pytest
 from fastapi import BackgroundTasks, FastAPI, Request, WebSocket
 from fastapi.testclient import TestClient
 from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, StreamingResponse
 from starlette.routing import Mount, Route
@@ -82,10 +83,16 @@ def client(app: Any) -> httpx2.AsyncClient:
 
 
 async def test_a_client_that_goes_away_before_its_body_is_complete_has_asked_for_nothing(site: Site) -> None:
-    """Half a request is none: the application is not called, the key not claimed."""
-    call = Call(site)
-    call.given = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
-    assert await call.through(site.middleware) == []
+    """Half a request is none: the application is not called, the key not claimed; a middleware outside gets an answer."""
+
+    async def outer(request: Any, call_next: Any) -> Any:
+        return await call_next(request)
+
+    for app in (site.middleware, BaseHTTPMiddleware(site.middleware, outer)):
+        call = Call(site)
+        call.given = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+        await call.through(app)
+        assert [message.get("status") for message in call.sent][:1] == [400]
     assert site.seen == site.rows() == []
 
 
