@@ -58,6 +58,10 @@ class IdempotencyMiddleware:
     place is recorded that the request was processed, also if the client goes away in the middle, and who asks again gets 409
     without `Retry-After`. Other scopes than `http`, and requests that need no key, pass through untouched.
 
+    Inside another one that has the key of a request already, it claims nothing and records nothing: it answers 400 if the request
+    is nobody's to it, 413 if the body is announced to be too long for it, and else passes it on. What it says of answers and
+    failures, `on_failure` for one, does not count there: the outer one's does.
+
     Args:
         app: the application.
         engine: an AsyncEngine, or a function that returns one. The tables must be there: `pgfence install`.
@@ -112,11 +116,10 @@ class IdempotencyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the server calls this."""
         request = _request(scope) if scope["type"] == "http" and self._rules.takes(scope["method"]) else None
-        # Inside another one of ours, which has the key of this request, there is nothing to do.
-        if request is None or Mark.on(scope, request) or not self._rules.concern(request):
+        if request is None or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return
-        found: _Exchange | Reply
+        found: _Exchange | Reply | None
         try:
             found = await self._begin(request, scope, receive, send)
         except Refusal as refusal:
@@ -125,13 +128,17 @@ class IdempotencyMiddleware:
             found = answers.refused(error, str(request), self._rules.ttl)
         if isinstance(found, _Exchange):
             await found.run(self._app, scope)
-        else:
+        elif found is not None:
             await _send(found, send)
+        else:
+            await self._app(scope, receive, send)
 
-    async def _begin(self, request: Request, scope: Scope, receive: Receive, send: Send) -> _Exchange | Reply:
-        """Claim the key of a request, or return what was recorded under it."""
+    async def _begin(self, request: Request, scope: Scope, receive: Receive, send: Send) -> _Exchange | Reply | None:
+        """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
         rules = self._rules
         key, owner = rules.key(request), rules.owner(request, scope)
+        if Mark.on(scope, request):
+            return None
         body = await _body(receive, rules)
         found = await claim_async(self._engine, rules.wanted(request, owner, key, body), 0)
         if isinstance(found, Stored):

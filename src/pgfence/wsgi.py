@@ -40,7 +40,8 @@ class IdempotencyMiddleware:
         app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, engine, principal=user_of, routes=["/payments"])
 
     Promises, arguments and answers are those of `pgfence.asgi.IdempotencyMiddleware`, with an Engine, an application of WSGI,
-    and a `principal` that takes the environment. Below its root an application is at `PATH_INFO`.
+    and a `principal` that takes the environment and leaves its body unread. Below its root an application is at `PATH_INFO`. Inside
+    another one that has the key already, nothing is claimed or recorded: what it says of answers and failures does not count.
 
     An iterable, a generator, the function `write` and the server's file wrapper are all read to their end before the answer is
     recorded and sent; `close()` is called when the server has sent it. The words of a status line are not recorded, its number
@@ -81,10 +82,9 @@ class IdempotencyMiddleware:
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request; the server calls this."""
         request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
-        # Inside another one of ours, which has the key of this request, there is nothing to do.
-        if request is None or Mark.on(environ, request) or not self._rules.concern(request):
+        if request is None or not self._rules.concern(request):
             return self._app(environ, start_response)
-        found: _Exchange | Reply
+        found: _Exchange | Reply | None
         try:
             found = self._begin(request, environ, start_response)
         except Refusal as refusal:
@@ -93,12 +93,16 @@ class IdempotencyMiddleware:
             found = answers.refused(error, str(request), self._rules.ttl)
         if isinstance(found, _Exchange):
             return found.run(self._app, environ)
-        return _send(found, start_response)
+        return self._app(environ, start_response) if found is None else _send(found, start_response)
 
-    def _begin(self, request: Request, environ: WSGIEnvironment, start_response: StartResponse) -> _Exchange | Reply:
-        """Claim the key of a request, or return what was recorded under it."""
+    def _begin(
+        self, request: Request, environ: WSGIEnvironment, start_response: StartResponse
+    ) -> _Exchange | Reply | None:
+        """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
         rules = self._rules
         key, owner = rules.key(request), rules.owner(request, environ)
+        if Mark.on(environ, request):
+            return None
         body = _body(environ, request, rules)
         found = claim(self._engine, rules.wanted(request, owner, key, body), 0)
         if isinstance(found, Stored):

@@ -171,6 +171,23 @@ async def test_inside_another_one_a_middleware_lets_a_request_pass(site: Site) -
     assert len(site.seen) == 1
 
 
+async def test_inside_another_one_a_middleware_refuses_what_is_nobodys_and_says_nothing_of_failures(site: Site) -> None:
+    """C102: the inner principal may know better; how a failure ends is said by the outer one."""
+    kind = type(site.middleware)
+
+    async def fail(_: Asked) -> Answer:
+        return Answer(503)
+
+    nobody = kind(site.behind(principal=lambda _: None), site.engine)
+    assert ((await site.ask("a", app=nobody)).status, len(site.seen)) == (400, 0)
+    short = kind(site.behind(max_body=3), site.engine)
+    assert (await site.ask("b", app=short, headers=[("content-length", "13")])).status == 413
+    site.handler = fail
+    lapsing = kind(site.behind(on_failure="lapse"), site.engine)
+    assert [(await site.ask("c", app=lapsing)).status for _ in range(2)] == [503, 503]
+    assert len(site.seen) == 2
+
+
 async def test_a_request_with_a_key_of_its_own_inside_another_one_is_handled_once(site: Site) -> None:
     """C105: what an endpoint passes on in a copy of its environment, as a batch does, is a request like any other."""
     inner, key = site.middleware, f"{site.label}:inner"
