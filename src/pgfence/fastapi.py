@@ -14,13 +14,12 @@ from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, overload
 from urllib.parse import quote
 
-from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from pgfence._http.dependants import checked_root, declared, signature
-from pgfence._http.endpoint import on_a_loop, payload_of, retry_headers, scope_of
+from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, retry_headers, scope_of
 from pgfence._http.key import key_of
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
@@ -112,8 +111,7 @@ class Locked:
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         acquire = partial(lock.acquire, timeout=self._timeout)
-        # Not on a thread of the endpoints: whoever waits there keeps the one that holds the lock from running.
-        await (acquire() if is_async else to_thread.run_sync(acquire, limiter=CapacityLimiter(1)))
+        await (acquire() if is_async else in_a_thread(acquire))
 
 
 class IdempotentCall(Generic[T]):

@@ -285,6 +285,26 @@ async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) ->
     assert done == [7] * 6
 
 
+@pytest.mark.parametrize("world", ["psycopg", "psycopg2"], indirect=True)
+async def test_a_request_that_is_cancelled_while_it_waits_has_done_with_its_connection(shop: Shop) -> None:
+    """The pool gets it when its thread has ended the wait, and not while the thread is still at work on it."""
+
+    def closes(account_id: int) -> None:
+        raise AssertionError
+
+    needed = shop.locked("account:{account_id}", timeout=1)
+    shop.app.delete("/accounts/{account_id}", dependencies=needed)(closes)
+    with shop.holding("account:7"):
+        async with shop.client() as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await client.delete("/accounts/7")
+        assert shop.desk.blocked() == 0
+        assert shop.desk.engine.pool.checkedout() == 0
+        with shop.desk.engine.connect() as connection:
+            assert connection.scalar(text("SELECT 1")) == 1
+
+
 @pytest.mark.parametrize("world", ["psycopg2"], indirect=True)
 async def test_those_who_wait_in_a_sync_endpoint_leave_it_none(shop: Shop) -> None:
     """The control: the answer of whoever holds the lock needs a thread, and each of them has somebody who waits for its commit."""

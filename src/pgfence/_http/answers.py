@@ -8,19 +8,20 @@ from http import HTTPStatus
 from math import ceil
 from typing import TYPE_CHECKING
 
+from pgfence._sql.sqlstate import sqlstate
 from pgfence.effects._wanted import Reply
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,
     IdempotencyKeyReusedError,
     IdempotencyMisuseError,
+    PgfenceError,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pgfence.effects._wanted import Stored
-    from pgfence.errors import PgfenceError
 
     Headers = tuple[tuple[str, str], ...]
 
@@ -107,6 +108,19 @@ def refused(error: PgfenceError, request: str, ttl: float) -> Reply:
             )
         case _:
             return problem(status, type(error).__name__)
+
+
+def unclaimed(error: Exception, request: str) -> Refusal | None:
+    """Return the refusal where the server has refused a claim by an error of its own, a full disk for one; None: another error.
+
+    Args:
+        error: in the claim.
+        request: for the log.
+    """
+    if isinstance(error, PgfenceError) or sqlstate(error) is None:
+        return None
+    log.error("%s: the key is not claimed", request, exc_info=error)
+    return Refusal(503, "The database did not take the Idempotency-Key of this request.")
 
 
 def _later(status: int, detail: str, wait: float) -> Reply:

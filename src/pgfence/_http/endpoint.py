@@ -10,7 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from anyio import get_current_task
+from anyio import CapacityLimiter, create_task_group, get_current_task, to_thread
 
 from pgfence._http.answers import SHORT
 from pgfence.errors import AttemptLostError
@@ -47,6 +47,24 @@ def on_a_loop() -> bool:
         get_current_task()
         return True
     return False
+
+
+async def in_a_thread(wait: Callable[[], object]) -> None:
+    """Wait in a thread of its own; a task that is cancelled meanwhile ends when that is over, as its session is in use so long."""
+    errors: list[BaseException] = []
+
+    def waits() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    # Not on a thread of the endpoints: whoever waits there keeps the one that holds the lock from running. And in a group:
+    # alone, `run_sync` lets go of its thread when its task is cancelled by asyncio.
+    async with create_task_group() as group:
+        group.start_soon(partial(to_thread.run_sync, waits, limiter=CapacityLimiter(1)))
+    if errors:
+        raise errors.pop()
 
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
