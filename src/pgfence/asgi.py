@@ -140,7 +140,13 @@ class IdempotencyMiddleware:
         if Mark.on(scope, request):
             return None
         body = await _body(receive, rules)
-        found = await claim_async(self._engine, rules.wanted(request, owner, key, body), 0)
+        wanted = rules.wanted(request, owner, key, body)
+        try:
+            found = await claim_async(self._engine, wanted, 0)
+        except Exception as error:
+            if refusal := answers.unclaimed(error, str(request)):
+                raise refusal from error
+            raise
         if isinstance(found, Stored):
             return answers.replay(found)
         return _Exchange(found, rules, request, body, receive, send)

@@ -104,7 +104,13 @@ class IdempotencyMiddleware:
         if Mark.on(environ, request):
             return None
         body = _body(environ, request, rules)
-        found = claim(self._engine, rules.wanted(request, owner, key, body), 0)
+        wanted = rules.wanted(request, owner, key, body)
+        try:
+            found = claim(self._engine, wanted, 0)
+        except Exception as error:
+            if refusal := answers.unclaimed(error, str(request)):
+                raise refusal from error
+            raise
         if isinstance(found, Stored):
             return answers.replay(found)
         environ["wsgi.input"] = BytesIO(body)

@@ -494,6 +494,32 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
     assert site.seen == []
 
 
+@pytest.mark.parametrize("state", ["53100", "57014", "25006"])
+async def test_a_claim_that_the_server_refuses_is_a_problem(
+    site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture, state: str
+) -> None:
+    """A full disk or an operator's cancel: nothing is handled, the client may send it again, and the log says why."""
+    place = f"full_{site.label}"
+    admin.execute(f"CREATE SCHEMA {place}".encode())
+    engine = site.world.engine()
+    configure(engine, schema=place)
+    admin.execute(schema.sql(schema=place).encode())
+    refuse = f"""
+        CREATE FUNCTION {place}.refuse() RETURNS trigger LANGUAGE plpgsql
+            AS $$ BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = '{state}'; END $$;
+        CREATE TRIGGER refuse BEFORE INSERT ON {place}.pgfence_idempotency_key
+            FOR EACH ROW EXECUTE FUNCTION {place}.refuse();
+    """
+    admin.execute(refuse.encode())
+    site.behind(engine=engine)
+    with caplog.at_level(logging.INFO, "pgfence.http"):
+        got = await site.ask()
+    assert (got.status, got.problem[:23], site.seen) == (503, "The database did not ta", [])
+    (record,) = caplog.records
+    assert (record.levelname, "not now" in caplog.text) == ("ERROR", True)
+    admin.execute(f"DROP SCHEMA {place} CASCADE".encode())
+
+
 async def test_an_answer_that_could_not_be_recorded_is_sent(
     site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
