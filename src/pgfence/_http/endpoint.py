@@ -51,12 +51,12 @@ def on_a_loop() -> bool:
 
 async def in_a_thread(wait: Callable[[], object]) -> None:
     """Wait in a thread of its own; a task that is cancelled meanwhile ends when that is over, as its session is in use so long."""
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def waits() -> None:
         try:
             wait()
-        except BaseException as error:
+        except Exception as error:
             errors.append(error)
 
     # Not on a thread of the endpoints: whoever waits there keeps the one that holds the lock from running. And in a group:

@@ -203,7 +203,9 @@ class Rules:
     def wanted(self, request: Request, owner: str, key: str, body: bytes) -> Wanted:
         """Return what the key of a request is asked for with."""
         method, path = request.method.encode(), _bytes(request.root + request.path)
-        scope = f"{request.method} {quote(path)[:SHOWN]} {_digest(_bytes(owner), method, path)}"
+        scope = (
+            f"{request.method} {quote(path)[:SHOWN]} {_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
+        )
         same = sha256(_framed(method, path, request.query, request.content_type, body))
         return Wanted(scope, key, same.digest(), self.ttl, self.keep)
 
