@@ -270,6 +270,16 @@ async def test_a_key_of_nobody_is_refused(site: Site) -> None:
     assert len(site.seen) == 1
 
 
+async def test_any_text_is_a_principal_and_no_other_one(site: Site) -> None:
+    """C102: half a character too, as JSON may have it; and what stands for bytes is not the text of these bytes."""
+    whose = ["\ud800", "\udcc3\udcbc", "ü"]
+    site.behind(principal=lambda _: whose[0])
+    while whose:
+        assert [(await site.ask()).replayed for _ in range(2)] == [False, True]
+        del whose[0]
+    assert len(site.rows()) == 3
+
+
 async def test_another_request_with_the_key_is_refused_done_or_in_progress(site: Site) -> None:
     """C102, C104: 422 for another body, query or content type; it wins over 409, and the stored answer is not in it."""
     gate = Gate()
