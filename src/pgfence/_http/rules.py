@@ -35,7 +35,8 @@ SHOWN = 60
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
 # Without credentials, too slowly, too early, too often: nothing was done, and the same request may succeed.
 _AGAIN = (401, 408, 425, 429)
-_STORABLE = re.compile(r"[\x01-\xff]*")
+# A line feed goes into a row, but no server sends it: its client would be refused a replay for as long as the key is kept.
+_STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 _DIGITS = 19
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
