@@ -36,6 +36,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.orm import Session
+from starlette.datastructures import UploadFile as StoredFile
 
 from pgfence.asgi import IdempotencyMiddleware
 from pgfence.config import configure
@@ -705,6 +706,30 @@ async def test_a_file_that_somebody_has_read_before_is_compared_by_all_of_it(sho
             answer = await client.post("/files", files={"file": ("f.txt", content)})
             assert answer.status_code == status, answer.text
             assert status == 422 or answer.json() == 3
+
+
+@pytest.mark.parametrize("world", ["asyncpg"], indirect=True)
+async def test_a_large_file_is_never_whole_in_memory(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C102: it is read in pieces, to its last byte."""
+    once = Idempotent(session=shop.session, principal=user, result=int)
+    asked = []
+    read = StoredFile.read
+
+    async def reads(self: StoredFile, size: int = -1) -> bytes:
+        asked.append(size)
+        return await read(self, size)
+
+    async def takes(file: UploadFile, call: IdempotentCall[int] = Depends(once, scope="function")) -> int:
+        return await runs(call, file.size)
+
+    monkeypatch.setattr(StoredFile, "read", reads)
+    shop.app.post("/files")(takes)
+    start = bytes(3 * 2**20)
+    async with shop.client(**{"x-user": "ann", "Idempotency-Key": "k1"}) as client:
+        for end, status in ((b"a", 200), (b"a", 200), (b"b", 422)):
+            answer = await client.post("/files", files={"file": ("f.txt", start + end)})
+            assert answer.status_code == status, answer.text
+    assert set(asked) == {2**20}
 
 
 class Reads(APIRoute):

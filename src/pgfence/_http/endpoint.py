@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
+PIECE = 2**20
+"""Bytes of a file that are in memory at a time."""
+
 READABLE = 160
 """Characters up to which a scope is stored as it is, and not as a digest."""
 
@@ -117,6 +120,8 @@ async def _field(value: Any) -> Any:
     if isinstance(value, str):
         return value
     await value.seek(0)  # whoever has looked at it before may have left it at its end
-    content = await value.read()
+    digest = sha256()
+    while piece := await value.read(PIECE):
+        digest.update(piece)
     await value.seek(0)
-    return [value.filename, value.content_type, sha256(content).digest()]
+    return [value.filename, value.content_type, digest.digest()]
