@@ -45,7 +45,8 @@ def install_error_handlers(app: FastAPI) -> None:
 
     That is each error that is `retryable`. Such an answer is not recorded by an `IdempotencyMiddleware`. It is
     `application/problem+json` and names the class of the error. The message, which may name keys and holders, goes to the log
-    `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error goes on.
+    `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error goes on. An application that is
+    mounted in this one has handlers of its own.
     """
     app.add_exception_handler(PgfenceError, cast("Any", _answer))
 
@@ -80,9 +81,11 @@ class Locked:
 
     `Depends(Locked("account:{account_id}", session=get_session), scope="function")`, in the decorator or as a parameter. Those of
     the decorator run first, in their order: what authenticates stands in front. A timeout is 423, an impossible value 422.
+    Not for a WebSocket.
 
     Args:
-        names: a field in braces is a parameter of the path, as it is declared: as an `int`, 007 locks `account:7`.
+        names: a field in braces is a parameter of the path, as it is declared: as an `int`, 007 locks `account:7`. A `float` or
+            `Decimal` may be written in several ways, which are several locks.
         session: the dependency that gives the endpoint its Session or AsyncSession.
         timeout: seconds to wait; None is the configured default.
 
