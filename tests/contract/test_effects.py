@@ -273,8 +273,9 @@ async def test_a_result_that_a_server_in_trouble_refuses_is_stored_later(
         f" WHEN (NEW.status = 'done' AND NEW.scope = '{shop.scope}') EXECUTE FUNCTION {named}()".encode()
     )
     try:
-        with pytest.raises(Exception, match="in trouble"):
+        with pytest.raises(Exception, match="in trouble") as caught:
             await shop.run("k")
+        assert any("ask for the key again" in note for note in caught.value.__notes__)
     finally:
         admin.execute(f"DROP FUNCTION {named} CASCADE".encode())
     await eventually(lambda: shop.row("k").status == "done", 10)

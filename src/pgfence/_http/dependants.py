@@ -22,7 +22,9 @@ def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -
     """
     root = _root_of(scope)
     if _streams(root.call):
-        raise TypeError(f"{scope['path']} is a generator: its session would end before it begins")
+        raise TypeError(
+            f"{scope['path']} is a generator: its session would end before it begins. Let it return what it makes"
+        )
     asked = [one for one in parts_of(root) if one.call == session]
     for one in asked:
         if one.scope != "function" or not one.use_cache:

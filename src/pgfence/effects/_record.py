@@ -190,7 +190,13 @@ class Record:
 
     def _unfinished(self, args: tuple[Any, ...], error: BaseException) -> None:
         """Have it stored in the background, unless the server itself has refused what is to be stored."""
-        if isinstance(error, UnreachableError) or (sqlstate(error) or _TROUBLE[0]).startswith(_TROUBLE):
+        silent = isinstance(error, UnreachableError) or sqlstate(error) is None
+        if silent or str(sqlstate(error)).startswith(_TROUBLE):
+            if not silent:
+                error.add_note(
+                    f"the server is asked again for a while to store the result of attempt {self.number} at {self._wanted}: ask"
+                    " for the key again to learn what came of it"
+                )
             grant = self._grant
             args = grant.stored, *args
             # The server decides by the id of the claim, so that it does no harm to come late.

@@ -36,7 +36,7 @@ def named_tuple(kind: Any, values: list[Any]) -> Any:
 
 def _older(kind: type[Any], name: str) -> IdempotencyMisuseError:
     return IdempotencyMisuseError(
-        f"the stored {kind.__qualname__} is older than its field {name!r}, which has no default"
+        f"the stored {kind.__qualname__} is older than its field {name!r}, which has no default: give it one"
     )
 
 

@@ -69,7 +69,8 @@ def _made(kind: type[Exception], args: tuple[Any, ...]) -> Exception:
                 error.args = args
                 return error
     raise IdempotencyMisuseError(
-        f"a {kind.__qualname__} cannot be made of its arguments again, so it cannot be recorded"
+        f"a {kind.__qualname__} cannot be made of its arguments again, so it cannot be recorded: give args what __new__ takes,"
+        " or leave the class out of record="
     )
 
 
