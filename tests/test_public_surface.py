@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, get_overloads
 import pytest
 
 import pgfence
+from pgfence_alembic import Directives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ MODULES = (
     "pgfence.compat",
     "pgfence.embedded",
     "pgfence.fastapi",
+    "pgfence.migrations",
     "pgfence.monitoring",
     "pgfence.schema",
     "pgfence.wsgi",
@@ -126,8 +128,24 @@ def describe(module_name: str) -> Iterator[str]:
             yield f"{path} = {value!r}"
 
 
+def directives() -> Iterator[tuple[str, object]]:
+    """Yield what a migration calls on `op`, by name."""
+    for name in vars(Directives):
+        if not name.startswith("_"):
+            yield name, getattr(Directives, name)
+
+
+def describe_directives() -> Iterator[str]:
+    for name, directive in directives():
+        assert inspect.ismethod(directive), name
+        signature = inspect.signature(directive)
+        _, *parameters = (p.replace(annotation=_bare(p.annotation)) for p in signature.parameters.values())
+        yield f"op.{name}{signature.replace(parameters=parameters, return_annotation=_bare(signature.return_annotation))}"
+
+
 def listing() -> str:
-    return "".join(f"{line}\n" for module in MODULES for line in (*describe(module), "")).removesuffix("\n")
+    parts = [*map(describe, MODULES), describe_directives()]
+    return "".join(f"{line}\n" for part in parts for line in (*part, "")).removesuffix("\n")
 
 
 @pytest.mark.parametrize("module_name", MODULES)
@@ -163,6 +181,16 @@ def test_every_public_name_is_documented(module_name: str) -> None:
             parts += [(f"{name}.{n}", m) for n, m in members(value) if isinstance(m, property) or callable(m)]
         without += [n for n, part in parts if n.rpartition(".")[2] not in MAGIC and not inspect.getdoc(part)]
     assert without == []
+
+
+def test_every_directive_of_op_is_documented() -> None:
+    """Each `op.<name>` that a migration may call has a docstring."""
+    assert [name for name, directive in directives() if not inspect.getdoc(directive)] == []
+
+
+def test_no_public_function_returns_a_plain_awaitable() -> None:
+    """A forgotten `await` is reported by type checkers only for a Coroutine, so nothing public returns an Awaitable."""
+    assert [line for line in listing().splitlines() if "-> Awaitable" in line] == []
 
 
 def test_signatures_are_those_of_the_listing() -> None:

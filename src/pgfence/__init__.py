@@ -41,8 +41,8 @@ from pgfence.fenced_handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, 
 from pgfence.grants import Event, Holder, OnLoss, State
 from pgfence.handles import AsyncHeld, Held, current, held
 from pgfence.keys import KeyFamily, LockKey, Name
-from pgfence.lease import AsyncLease, Lease, LeaseRef
-from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot
+from pgfence.lease import AsyncLease, Heartbeat, Json, Lease, LeaseRef
+from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
 from pgfence.timing import Seconds
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
 
@@ -85,6 +85,7 @@ __all__ = [
     "FenceRequiredError",
     "Fenced",
     "FencedHeld",
+    "Heartbeat",
     "Held",
     "HeldLease",
     "Holder",
@@ -94,6 +95,7 @@ __all__ = [
     "IdempotencyMisuseError",
     "IdempotentEffect",
     "IfMatch",
+    "Json",
     "KeyFamily",
     "Lease",
     "LeaseRef",
@@ -112,6 +114,7 @@ __all__ = [
     "Seconds",
     "SelfDeadlockError",
     "Slot",
+    "SlotOverError",
     "StaleFencingTokenError",
     "StandbyError",
     "State",
@@ -172,16 +175,17 @@ _LATE = {
 }
 """Where the names are that not every program uses; the mixins need SQLAlchemy's ORM, which costs as much as all the rest."""
 
+if not TYPE_CHECKING:  # checkers must report a misspelt name
 
-def __getattr__(name: str) -> object:
-    """Look up what is loaded when it is asked for."""
-    if name == "__version__":
-        from importlib.metadata import version
+    def __getattr__(name: str) -> object:
+        """Look up what is loaded when it is asked for."""
+        if name == "__version__":
+            from importlib.metadata import version
 
-        return version("pgfence")
-    if name == "schema" or name in _LATE:
-        from importlib import import_module
+            return version("pgfence")
+        if name == "schema" or name in _LATE:
+            from importlib import import_module
 
-        home = import_module(_LATE.get(name, "pgfence.schema"))
-        return home if name == "schema" else getattr(home, name)
-    raise AttributeError(f"module 'pgfence' has no attribute {name!r}")
+            home = import_module(_LATE.get(name, "pgfence.schema"))
+            return home if name == "schema" else getattr(home, name)
+        raise AttributeError(f"module 'pgfence' has no attribute {name!r}")

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["Fenced", "fence", "fenced"]
 
 
-def __getattr__(name: str) -> object:
-    """Load the mixin when it is asked for: it needs SQLAlchemy's ORM, which costs twice what importing pgfence may."""
-    if name == "Fenced":
-        from pgfence.fence._mixin import Fenced
+if not TYPE_CHECKING:  # checkers must report a misspelt name
 
-        return Fenced
-    raise AttributeError(f"module 'pgfence.fence' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Load the mixin when it is asked for: it needs SQLAlchemy's ORM, which costs twice what importing pgfence may."""
+        if name == "Fenced":
+            from pgfence.fence._mixin import Fenced
+
+            return Fenced
+        raise AttributeError(f"module 'pgfence.fence' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from pgfence.blocks import AsyncHold, Hold, kinds
 from pgfence.fence._entering import ASYNCIO, enter_named, is_async, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Coroutine, Mapping
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from typing import TypeAlias
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 
 @overload
-def fence(session: AsyncWork, resource: str, token: int, *, after_reads: bool = False) -> Awaitable[None]: ...
+def fence(session: AsyncWork, resource: str, token: int, *, after_reads: bool = False) -> Coroutine[Any, Any, None]: ...
 @overload
 def fence(session: SyncWork, resource: str, token: int, *, after_reads: bool = False) -> None: ...
 @overload
-def fence(session: AsyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False) -> Awaitable[None]: ...
+def fence(
+    session: AsyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False
+) -> Coroutine[Any, Any, None]: ...
 @overload
 def fence(session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False) -> None: ...
 def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool = False) -> Any:

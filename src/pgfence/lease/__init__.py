@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pgfence._runtime.grant import Heartbeat
 from pgfence.lease._aio import AsyncLease
 from pgfence.lease._request import Json, LeaseRef
 from pgfence.lease._sync import Lease
 
-__all__ = ["AsyncLease", "Json", "Lease", "LeaseRef"]
+__all__ = ["AsyncLease", "Heartbeat", "Json", "Lease", "LeaseRef"]

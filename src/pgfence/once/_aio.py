@@ -121,8 +121,8 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
             timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
 
         Raises:
-            LockTimeoutError: the slot is done, at once (`retry_after`: seconds to the next one; no holders); or it was held
-                until the timeout, and the error names the holder.
+            SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
+            LockTimeoutError: another process held it until the timeout; names the holder.
             UnreachableError: no answer; a grant nobody heard of is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.

@@ -32,7 +32,7 @@ _WHY = {
 
 
 class SlotOverError(LockTimeoutError):
-    """The slot is done, or was missed: nobody holds it, and waiting will not help."""
+    """The slot is done or was missed: no process holds it, and waiting does not help."""
 
 
 def answer(refused: Refused) -> BaseException:

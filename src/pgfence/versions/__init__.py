@@ -21,10 +21,12 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Load what needs SQLAlchemy's ORM when it is asked for: it costs twice what importing pgfence may."""
-    if name in _HOME:
-        from importlib import import_module
+if not TYPE_CHECKING:  # checkers must report a misspelt name
 
-        return getattr(import_module(f"pgfence.versions.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'pgfence.versions' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Load what needs SQLAlchemy's ORM when it is asked for: it costs twice what importing pgfence may."""
+        if name in _HOME:
+            from importlib import import_module
+
+            return getattr(import_module(f"pgfence.versions.{_HOME[name]}"), name)
+        raise AttributeError(f"module 'pgfence.versions' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NamedTuple
 
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
@@ -15,26 +16,34 @@ from guarded import Page
 from pgfence import (
     AdvisoryLock,
     AsyncAdvisoryLock,
+    AsyncAttempt,
     AsyncFencedHeld,
     AsyncHeld,
     AsyncHeldLease,
+    AsyncIdempotentEffect,
     AsyncLease,
     AsyncOnce,
     AsyncSlot,
     AsyncTransactionLock,
+    Attempt,
     FencedHeld,
     Held,
     HeldLease,
+    IdempotentEffect,
     Lease,
     LockKey,
     Once,
+    Op,
     Slot,
     TransactionLock,
     compat,
     etag,
     fence,
     fenced,
+    idempotent,
+    idempotent_call,
     if_match,
+    insert_once,
     load_for_version,
 )
 
@@ -127,3 +136,58 @@ async def calls() -> None:
     assert_type(raises(1), str)
     assert_type(skips(1), str | None)
     assert_type(await skips_async(1), str | None)
+
+
+class Receipt(NamedTuple):
+    number: int
+
+
+def charge_sync() -> Receipt:
+    return Receipt(1)
+
+
+async def charge() -> Receipt:
+    return Receipt(1)
+
+
+def step(attempt: Attempt) -> Receipt:
+    assert_type(attempt.step("charge", len), int)
+    assert_type(attempt.number, int)
+    return Receipt(1)
+
+
+async def derived(key: str) -> int:
+    return len(key)
+
+
+async def step_async(attempt: AsyncAttempt) -> Receipt:
+    assert_type(await attempt.step("charge", derived), int)
+    return Receipt(1)
+
+
+@idempotent_call(key="{event_id}", scope="webhook")
+def webhook(session: Session, event_id: str) -> Receipt:
+    return Receipt(len(event_id))
+
+
+@idempotent_call(key="{event_id}", scope="webhook", record=[ValueError])
+async def webhook_async(session: AsyncSession, event_id: str) -> Receipt:
+    return Receipt(len(event_id))
+
+
+def keyed(session: Session, page: Page) -> None:
+    assert_type(idempotent(session, "k", scope="a", result=Receipt).run(charge_sync), Receipt)
+    with idempotent(session, "k", scope="a", result=Receipt) as op:
+        assert_type(op, Op[Receipt])
+        assert_type(op.replayed, bool)
+        assert_type(op.result, Receipt)
+    assert_type(webhook(session, "e"), Receipt)
+    assert_type(insert_once(session, page, [Page.id]), Page)
+    assert_type(IdempotentEffect(get_engine, "k", scope="a", result=Receipt).run(step), Receipt)
+
+
+async def keyed_async(session: AsyncSession, page: Page) -> None:
+    assert_type(await idempotent(session, "k", scope="a", result=Receipt).run(charge), Receipt)
+    assert_type(await webhook_async(session, "e"), Receipt)
+    assert_type(await insert_once(session, page, ["id"]), Page)
+    assert_type(await AsyncIdempotentEffect(get_async_engine, "k", scope="a", result=Receipt).run(step_async), Receipt)

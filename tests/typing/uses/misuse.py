@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Generator
 from datetime import timedelta
 
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy import Connection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 import pgfence
@@ -14,18 +15,31 @@ from guarded import Note, Page
 from pgfence import (
     AdvisoryLock,
     AsyncAdvisoryLock,
+    AsyncAttempt,
     AsyncHeldLease,
+    AsyncIdempotentEffect,
     AsyncLease,
     AsyncTransactionLock,
+    Heartbeat,
     Held,
     HeldLease,
+    IdempotentEffect,
+    Json,
     Lease,
     LockKey,
     Once,
     TransactionLock,
+    fence,
     fenced,
+    idempotent,
+    idempotent_call,
+    insert_once,
     load_for_version,
 )
+from pgfence import AdvisoryLok as AdvisoryLok  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+from pgfence.fence import Fence as Fence  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+from pgfence.monitoring import evict
+from pgfence.versions import Version as Version  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 
 
 def a_session_for_a_session_lock(session: Session) -> None:
@@ -162,6 +176,10 @@ def a_slot_that_is_wrong() -> None:
 
 async def await_of_a_lease_forgotten(session: AsyncSession, lease: AsyncHeldLease) -> None:
     lease.renew()  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    fence(session, "a", 1)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    fence(session, {"a": 1, "b": 2})  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    lease.fence(session)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    lease.checkpoint(session, 1)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
     lease.hand_over()  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
     with fenced(session, "a", 1):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
         pass
@@ -185,5 +203,78 @@ def no_version_of_a_row(session: Session) -> None:
     print(note)
 
 
+def not_one_of_the_choices(heartbeat: str) -> None:
+    chosen: Heartbeat = heartbeat  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    data: Json = {"at": object()}  # type: ignore[dict-item]  # pyright: ignore[reportAssignmentType]
+    print(chosen, data)
+
+
+async def other_awaits_forgotten(session: AsyncSession, connection: AsyncConnection, held: AsyncHeldLease) -> None:
+    pgfence.compat.hashtext_key(connection, "a")  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    pgfence.run_transaction(AsyncSessionLocal, _nothing)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    pgfence.schema.add_fence(async_engine, "a", resource="a")  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    evict(async_engine, "a", reason="b")  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    held.wait_lost()  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    held.release()  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    AsyncLease.adopt(async_engine, {"name": "a", "lease_id": "b", "token": 1})  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+
+
+async def _nothing(session: AsyncSession) -> None: ...
+
+
 async def a_row_not_awaited(session: AsyncSession) -> None:
     load_for_version(session, Page, 1, 3)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+
+
+async def no_key_of_a_request(session: Session, asynchronous: AsyncSession, connection: Connection) -> None:
+    idempotent(session, "k")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    idempotent(connection, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    idempotent(SessionLocal, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    idempotent(session, 7, scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    number: int = idempotent(session, "k", scope="a", result=str).run(lambda: "a")  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    idempotent(session, "k", scope="a", result=str).run(lambda: 7)  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]
+    idempotent(session, "k", scope="a", result=int).run(work)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    idempotent(asynchronous, "k", scope="a", result=int).run(work)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    with idempotent(asynchronous, "k", scope="a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    async with idempotent(session, "k", scope="a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    print(number)
+
+
+def no_key_of_a_call() -> None:
+    idempotent_call(key="{n}")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    idempotent_call(key="{n}", scope="a", payload=7)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+@idempotent_call(key="{n}", scope="a")
+def counted(session: Session, n: int) -> int:
+    return n
+
+
+async def no_row_that_is_there_once(session: Session, asynchronous: AsyncSession, page: Page) -> None:
+    counted(session, "one")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    insert_once(session, page, key=[7])  # type: ignore[list-item]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    insert_once(SessionLocal, page, ["id"])  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    insert_once(asynchronous, page, ["id"])  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    note: Note = insert_once(session, page, ["id"])  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    print(note)
+
+
+async def no_effect(session: Session) -> None:
+    IdempotentEffect(engine, "k")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    IdempotentEffect(session, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    IdempotentEffect(get_async_engine, "k", scope="a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AsyncIdempotentEffect(engine, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    IdempotentEffect(engine, "k", scope="a", result=int).run(attempt_async)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    IdempotentEffect(engine, "k", scope="a", result=int).run(work)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AsyncIdempotentEffect(async_engine, "k", scope="a", result=int).run(attempt_async)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+
+
+async def attempt_async(attempt: AsyncAttempt) -> int:
+    attempt.step("a", charge)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    return 1
+
+
+async def charge(key: str) -> int:
+    return len(key)
