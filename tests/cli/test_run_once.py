@@ -160,7 +160,7 @@ def test_the_command_knows_its_slot(cli: Cli, name: str) -> None:
     assert (report["outcome"], report["exit_code"], report["key"]) == ("ran", 0, None)
 
 
-@pytest.mark.parametrize("period", ["minute", "hour", "day", "*/10 * * * *", "30 2 * * 1-5"])
+@pytest.mark.parametrize("period", ["minute", "hour", "day", "@hourly", "*/10 * * * *", "30 2 * * 1-5"])
 def test_slots_come_in_words_and_in_cron_lines(cli: Cli, name: str, period: str) -> None:
     """Each form names a slot that has begun."""
     done = cli.run("--once-per", period, name, "--", "sh", "-c", "echo $PGFENCE_SLOT")
@@ -176,9 +176,11 @@ def test_slots_come_in_words_and_in_cron_lines(cli: Cli, name: str, period: str)
     ("words", "said"),
     [
         (["--once-per", "fortnight"], "--once-per='fortnight'"),
-        (["--once-per", "week"], "'0 7 * * 1-5', or in place of the line one word: day, hour, minute"),
+        (["--once-per", "week"], "'0 7 * * 1-5'. Or one word instead of a line: day, hour, minute"),
         (["--once-per", "61 * * * *"], "bad minute"),
         (["--once-per", "0 0 30 2 *"], "bad day-of-month"),
+        (["--once-per", "0 0 2 * * *"], "6 fields, not five"),
+        (["--once-per", "@reboot"], "--once-per='@reboot' is not a time"),
         (["--once-per", "day", "--tz", "Mars/Base"], "--tz='Mars/Base'"),
         (["--tz", "UTC"], "--tz goes with --once-per"),
         (["--once-per", "day", "--lease"], "not both"),

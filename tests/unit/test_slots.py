@@ -208,6 +208,21 @@ def test_the_hour_that_comes_twice_belongs_to_the_slot_begun_in_it_first() -> No
     assert cron.current(vienna(2026, 10, 25, 2, 10, fold=1)) == vienna(2026, 10, 25, 2, 30)
 
 
+def test_a_midnight_that_is_left_out_is_no_slot_of_a_line_by_real_time() -> None:
+    """In Havana Sunday, 8 March 2026, begins at 01:00, which is not in the hour of 00."""
+    havana = ZoneInfo("America/Havana")
+    cron, saturday = Cron("* 23,0 1-31 * */5", havana), utc(2026, 3, 8, 4, 59)
+    assert cron.after(saturday) == datetime(2026, 3, 8, 23, tzinfo=havana)
+    assert cron.current(utc(2026, 3, 8, 5)) == cron.current(saturday)
+
+
+def test_a_slot_counts_from_its_very_beginning_where_clocks_go_back_by_half_an_hour() -> None:
+    """On Lord Howe Island 02:00 was 01:30 again on 5 April 2026; at 02:00:00.000000 the slot of 02:00 has begun."""
+    cron = Cron("* 2 * * *", ZoneInfo("Australia/Lord_Howe"))
+    assert cron.current(utc(2026, 4, 4, 15, 30)) == utc(2026, 4, 4, 15, 30)
+    assert cron.current(utc(2026, 4, 4, 15, 29, 59)) == utc(2026, 4, 3, 15, 59)
+
+
 def test_hosts_in_any_local_zone_name_the_same_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The zone of the host plays no part."""
     cron, now = Cron("0 7 * * *", VIENNA), utc(2026, 7, 1, 12)
@@ -279,6 +294,12 @@ def test_what_a_clock_that_ran_ahead_has_done_is_told() -> None:
         ({"cron": "61 * * * *"}, ValueError, "bad minute"),
         ({"cron": "daily"}, ValueError, "five fields"),
         ({"cron": "0 0 30 2 *"}, ValueError, "bad day-of-month"),
+        ({"cron": "0 0 2 * * *"}, ValueError, "6 fields, not five"),
+        ({"cron": "0 2 * *"}, ValueError, "4 fields, not five"),
+        ({"cron": ""}, ValueError, "0 fields, not five"),
+        ({"cron": "@reboot"}, ValueError, "a reboot belongs to one host"),
+        ({"cron": "@fortnightly"}, ValueError, "@hourly, @daily"),
+        ({"cron": "@daily 5"}, ValueError, "@hourly, @daily"),
         ({"cron": 5}, TypeError, "cron must be a str"),
         ({"cron": "0 7 * * *", "tz": "Mars/Base"}, ValueError, "time zone"),
         ({"cron": "0 7 * * *", "tz": "../etc/passwd"}, ValueError, "time zone"),
@@ -296,6 +317,25 @@ def test_what_cannot_be_used_is_refused_with_the_way_out(
     arguments: dict[str, Any] = {"every": None, "cron": None, "at": None, "tz": "UTC", "catch_up": "last"}
     with pytest.raises(error, match=says):
         schedule_of(**arguments | given)
+
+
+@pytest.mark.parametrize(
+    ("nickname", "line"),
+    [
+        ("@hourly", "0 * * * *"),
+        ("@daily", "0 0 * * *"),
+        ("@midnight", "0 0 * * *"),
+        ("@weekly", "0 0 * * 0"),
+        ("@monthly", "0 0 1 * *"),
+        ("@yearly", "0 0 1 1 *"),
+        ("@annually", "0 0 1 1 *"),
+        (" @Daily ", "0 0 * * *"),
+        (" 0\t7  * * 1-5 ", "0 7 * * 1-5"),
+    ],
+)
+def test_a_crontab_s_nicknames_stand_for_their_lines(nickname: str, line: str) -> None:
+    """Each nickname of crontab(5) that is a time is the line that the manual gives for it."""
+    assert schedule_of(None, nickname, None, "Europe/Vienna", "last") == Cron(line, VIENNA)
 
 
 def test_a_text_without_a_zone_is_utc() -> None:

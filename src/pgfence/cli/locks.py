@@ -104,7 +104,7 @@ def _lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: 
 def _in_options(message: str) -> str:
     """Return a message of the library in the words of the command line."""
     if message.startswith("cron="):
-        return f"--once-per={message.removeprefix('cron=')}, or in place of the line one word: {', '.join(PERIODS)}"
+        return f"--once-per={message.removeprefix('cron=')}. Or one word instead of a line: {', '.join(PERIODS)}"
     if message.startswith("tz="):
         return f"--{message}"
     first, _, rest = message.partition(" ")

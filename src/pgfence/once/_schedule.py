@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
 LONGEST = timedelta(days=366 * 100)
 
+_NICKNAMES = {
+    "@hourly": "0 * * * *",
+    "@daily": "0 0 * * *",
+    "@midnight": "0 0 * * *",
+    "@weekly": "0 0 * * 0",
+    "@monthly": "0 0 1 * *",
+    "@yearly": "0 0 1 1 *",
+    "@annually": "0 0 1 1 *",
+}
+_FIELDS = "Its five fields are minute, hour, day of the month, month, day of the week: '0 7 * * 1-5'"
+
 
 def schedule_of(
     every: timedelta | None, cron: str | None, at: datetime | str | None, tz: str, catch_up: CatchUp
@@ -54,16 +65,36 @@ def _checked(line: str, zone: tzinfo) -> Cron:
     # Here, for importing pgfence pays for nothing that few need.
     from cronsim import CronSim, CronSimError
 
+    fields = _fields(line)
     try:
-        next(CronSim(line, datetime(2024, 1, 1, tzinfo=zone)))
+        next(CronSim(fields, datetime(2024, 1, 1, tzinfo=zone)))
     except CronSimError as error:
         raise ValueError(
-            f"cron={line!r} is no crontab line: {str(error)[:1].lower()}{str(error)[1:]}. Its five fields are minute, hour,"
-            " day of the month, month, day of the week: '0 7 * * 1-5'"
+            f"cron={line!r} is not a crontab line: {str(error)[:1].lower()}{str(error)[1:]}. {_FIELDS}"
         ) from None
     except StopIteration:
         raise ValueError(f"cron={line!r} names no day that comes within the next 50 years") from None
-    return Cron(line, zone)
+    return Cron(fields, zone)
+
+
+def _fields(line: str) -> str:
+    """Return the five fields of a crontab line, which may be a nickname such as `@daily`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    words = line.split()
+    word = words[0].lower() if words else ""
+    if word.startswith("@"):
+        if word == "@reboot":
+            raise ValueError(f"cron={line!r} is not a time: a reboot belongs to one host, and a slot to all of them")
+        if len(words) > 1 or word not in _NICKNAMES:
+            raise ValueError(f"cron={line!r} is not a nickname that crontabs have: {', '.join(_NICKNAMES)}")
+        return _NICKNAMES[word]
+    # cronsim takes six fields too, with the seconds first: the hour of such a line would be read as its minute by a crontab.
+    if len(words) != 5:
+        raise ValueError(f"cron={line!r} is not a crontab line: it has {len(words)} fields, not five. {_FIELDS}")
+    return " ".join(words)
 
 
 def zone_of(tz: object) -> tzinfo:

@@ -84,8 +84,9 @@ class Cron:
         from cronsim import CronSim
 
         now = now.astimezone(UTC)
-        # Backwards it is blind to what the clocks show twice: from there it goes forward again.
-        start = next(CronSim(self.line, now.astimezone(self.zone), reverse=True))
+        # Backwards it is blind to what the clocks show twice: from there it goes forward again. A moment later, because
+        # backwards it begins before the instant that it is given, and forward it may step over that one.
+        start = next(CronSim(self.line, (now + _MOMENT).astimezone(self.zone), reverse=True))
         current = start.astimezone(UTC)
         for slot in self._from(start):
             if slot > now:
@@ -103,7 +104,9 @@ class Cron:
     def _from(self, start: datetime) -> Iterator[datetime]:
         from cronsim import CronSim
 
-        return (slot.astimezone(UTC) for slot in CronSim(self.line, start))
+        # It names a midnight that the clocks leave out, also for a line whose hours do not have what comes instead.
+        slots = ((slot, slot.astimezone(UTC)) for slot in CronSim(self.line, start))
+        return (instant for slot, instant in slots if instant.astimezone(slot.tzinfo) == slot)
 
 
 @dataclass(frozen=True, slots=True)

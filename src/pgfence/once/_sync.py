@@ -48,7 +48,8 @@ class Once(Slotted, Verbs[Slot]):
         name: text, at most 255 characters with its namespace.
         every: the length of a slot. Whole days go from midnight to midnight in `tz`, weeks from Monday; anything else has
             the same length of real time always.
-        cron: a crontab line of five fields, in `tz`, with cron's own rules for summer time.
+        cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly`, `@yearly`; in `tz`, with cron's
+            own rules for summer time.
         at: the slot itself, as a datetime with a time zone or text in ISO 8601 (without a zone it is UTC), for callers that
             have one already. Such slots run in any order and beside each other, each once; their rows have the name
             `name@slot`, and stay.
