@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from sqlalchemy import Table, inspect
 
-from pgfence._sql import fences, versions
+from pgfence._sql import columns, fences, versions
 from pgfence._sql import tables as texts
 from pgfence._sql.storage import Place, translated_schema
 from pgfence.altering import drop_unless_fenced, perform
@@ -49,7 +49,7 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
         ValueError: the schema is empty or the prefix too long.
     """
     expect_place(schema, prefix)
-    return texts.define(metadata, Place(schema, prefix))
+    return columns.define(metadata, Place(schema, prefix))
 
 
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,9 +13,12 @@ from sqlalchemy import create_engine
 
 from pgfence import schema
 from pgfence._sql import tables
-from pgfence._sql.storage import VERSION, Place
+from pgfence._sql.storage import LEASES, VERSION, Place
 from pgfence.config import configure
+from pgfence.errors import SchemaError
 from pgfence.lease import AsyncLease, Lease
+from support.lease_functions import Caller
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,22 +53,47 @@ async def given(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
-async def test_a_lease_is_held_across_the_change_from_version_1(
-    world: World, name: str, place: Place, admin: psycopg.Connection[Any]
+@pytest.mark.parametrize("version", range(1, VERSION))
+async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
+    world: World, name: str, place: Place, admin: psycopg.Connection[Any], version: int
 ) -> None:
-    """On tables of version 1 a lease is taken; `create_all` makes version 2 of them; the lease is renewed and goes on."""
-    make(admin, tables.creation(place, 1))
+    """The tables go back to an older version and forth again while the lease is held: it is renewed and goes on."""
+    make(admin, tables.creation(place))
     engine = world.engine()
     configure(engine, schema=place.schema)
     lease = world.pick(Lease, AsyncLease)(engine, name, ttl=30)
     async with world.enter(lease.hold()) as held:
-        assert (held.token, there(admin, place)) == (1, False)
-        await given(schema.create_all(engine))
-        assert (versions(admin, place), there(admin, place)) == ([1, VERSION], True)
+        make(admin, tables.lowering(place, version))
         await world.call(held.renew)
-        assert held.state == "held"
+        await given(schema.create_all(engine))
+        await world.call(held.renew)
+        assert (held.token, held.state) == (1, "held")
     async with world.enter(lease.hold()) as held:
         assert held.token == 2
+
+
+@pytest.mark.parametrize("version", range(1, VERSION))
+def test_a_lease_of_an_older_release_is_respected(
+    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any], version: int
+) -> None:
+    """What a process of an older release holds is held after the upgrade too, and the next token is above it."""
+    make(admin, tables.creation(place, version))
+    with Caller(dsn, name, f"{place.schema}.pgfence_") as older:
+        assert older.acquire().granted
+        engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+        configure(engine, schema=place.schema)
+        lease = Lease(engine, name, ttl=30)
+        with pytest.raises(
+            SchemaError, match=rf"version {version} and this release needs {LEASES}: run `pgfence install"
+        ):
+            lease.try_acquire()
+        schema.create_all(engine)
+        assert older.renew()[0] == "ok"
+        assert lease.try_acquire() is None
+        assert older.release() == "released"
+        with lease.hold() as held:
+            assert held.token == older.token + 1
+        engine.dispose()
 
 
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
@@ -81,16 +110,44 @@ def test_a_version_is_made_twice_without_harm_and_lowered_again(
     assert there(admin, place) == (version > 1)
 
 
+def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
+    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """A transaction that has read a lease keeps the upgrade waiting, and held leases are renewed meanwhile."""
+    make(admin, tables.creation(place, 2))
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    configure(engine, schema=place.schema)
+    table = place.name("lease")
+    waiting = (
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass AND mode = 'AccessExclusiveLock'"
+    )
+    with (
+        Caller(dsn, name, f"{place.schema}.pgfence_") as holder,
+        psycopg.connect(dsn) as reader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        holder.acquire()
+        reader.execute(f"SELECT FROM {table}".encode())
+        upgrade = pool.submit(schema.create_all, engine)
+        eventually(lambda: holder.one(waiting, table)[0])
+        assert holder.renew()[0] == "ok"
+        assert not upgrade.done()
+        reader.rollback()
+        upgrade.result()
+        assert holder.renew()[0] == "ok"
+    engine.dispose()
+    assert versions(admin, place)[-1] == VERSION
+
+
 def test_an_older_version_is_not_taken_for_the_newest(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
-    """What leases need is there; what this release makes is not, and that is told with its number."""
+    """What fences need is there; what leases and this release need is not, and the error names the version."""
     make(admin, tables.creation(place, 1))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     with engine.connect() as connection:
-        answer = tables.plainly(connection, tables.checking(place)).one()
-        assert tables.judged(answer, place) is None
+        assert tables.verify(connection, place, 1) is None
         error = tables.verify(connection, place)
         assert not tables.installed(connection, place)
     engine.dispose()
     assert error
     assert error.needed == VERSION
-    assert "idempotency_key is missing" in str(error)
+    assert f"have version 1 and this release needs {VERSION}: run `pgfence install" in str(error)

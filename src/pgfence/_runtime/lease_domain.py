@@ -25,7 +25,7 @@ from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.state import emit, log, named
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
-from pgfence._sql.storage import translated
+from pgfence._sql.storage import LEASES, translated
 from pgfence._sql.tables import checking
 from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
 from pgfence.grants import Holder
@@ -55,7 +55,7 @@ class LeaseDomain(Domain[S]):
     once_only = "a lease is not re-entrant. Pass the handle on"
     family: ClassVar[Family] = "lease"
     noun: ClassVar[str] = "the lease"
-    needed: ClassVar[int] = 1
+    needed: ClassVar[int] = LEASES
     """The version of the tables that these grants need."""
     warm: ClassVar[int] = 1
     """How many idle connections are kept."""

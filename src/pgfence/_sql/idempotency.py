@@ -11,7 +11,7 @@ from sqlalchemy import event
 from pgfence._sql.calls import call
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import primary
+from pgfence._sql.storage import KEYS, primary
 from pgfence._sql.transaction import send, send_quick
 from pgfence.errors import IdempotencyMisuseError
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
 
-NEEDED = 2
-"""The version of the tables since which there are idempotency keys."""
+NEEDED = KEYS
 
 UNIQUE_VIOLATION = "23505"
 UNFINISHED = "PF004"

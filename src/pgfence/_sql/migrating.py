@@ -6,7 +6,8 @@ import re
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pgfence._sql import tables, versions
+from pgfence._sql import versions
+from pgfence._sql.columns import column_types
 from pgfence._sql.fences import COMMENT, Target, contradicting, copied, foreign, kind_query, triggers
 from pgfence._sql.storage import Place, block, quoted
 from pgfence._sql.tables import literal, plainly
@@ -158,7 +159,7 @@ def used(connection: Connection, place: Place, version: int = 0) -> list[str]:
     """Return the leases and keys that somebody works under at this moment, of the tables that a version has not, if any."""
     found: list[str] = []
     for name, (what, column, condition) in _USE.items():
-        if version and name in tables._columns(version):
+        if version and name in column_types(version):
             continue
         if plainly(connection, f"SELECT pg_catalog.to_regclass({literal(place.name(name))})").scalar_one() is not None:
             rows = plainly(
@@ -177,7 +178,7 @@ def expecting_unused(place: Place, version: int = 0) -> str:
         f"            RAISE EXCEPTION '{what} % is held: stop whoever works under it first', found;\n"
         "        END IF;\n    END IF;\n"
         for name, (what, column, condition) in _USE.items()
-        if not version or name not in tables._columns(version)
+        if not version or name not in column_types(version)
     )
     return block(f"DECLARE\n    found text;\nBEGIN\n{''.join(checks)}END")
 

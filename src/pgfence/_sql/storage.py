@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,12 +21,21 @@ from pgfence.keys import shown
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION = 2
-"""Of the tables and functions this release makes. Leases, tokens, fences and slots are content with 1, which may stay."""
+VERSION = 3
+"""The version of the tables and functions that this release creates. Fences and guards need only version 1."""
+KEYS = 2
+"""The version that idempotency keys and effects need."""
+LEASES = 3
+"""The version that leases, token locks and slots need."""
 
 # A function that looks for rows does so with `enable_seqscan = off`: a session plans it once, maybe while its table is tiny, and
 # would go on reading the whole of it until the table is analyzed again.
-FILES = {1: ("gate", "lease", "token", "slot"), 2: ("idempotency", "effects")}
+FILES = {
+    1: ("gate", "lease", "token", "slot"),
+    2: ("idempotency", "effects"),
+    3: ("gate", "lease", "token", "slot", "effects"),
+}
+_CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105
 GATE_TIMEOUT = "PF003"
@@ -96,18 +106,21 @@ def translated_schema(thing: Any, schema: str | None) -> str | None:
 
 
 @cache
-def function_texts(place: Place, version: int = VERSION, above: int = 0) -> tuple[str, ...]:
-    """Return the statements that make the functions up to a version, in order; with `above` only what came after that one."""
-    return tuple(
-        text
+def function_texts(place: Place, version: int = VERSION) -> dict[str, str]:
+    """Return the statements that create the functions of a version, by name without the prefix, in order.
+
+    A later version may replace the body of a function of an earlier one: then the later body counts.
+    """
+    return {
+        function: text
         for since, names in FILES.items()
-        if above < since <= version
+        if since <= version
         for name in names
-        for text in _statements(name, since, place)
-    )
+        for function, text in _statements(name, since, place)
+    }
 
 
-def _statements(name: str, since: int, place: Place) -> list[str]:
+def _statements(name: str, since: int, place: Place) -> list[tuple[str, str]]:
     source = files("pgfence._sql").joinpath(f"v{since}", f"{name}.sql")
     if not source.is_file():
         return []
@@ -124,7 +137,8 @@ def _statements(name: str, since: int, place: Place) -> list[str]:
             case what:
                 pieces[i] = place.name(what)
     whole = "".join(pieces)
-    return ["CREATE " + part.rstrip() for part in whole.split("\nCREATE ")[1:]]
+    created = ["CREATE " + part.rstrip() for part in whole.split("\nCREATE ")[1:]]
+    return list(zip(_CREATED.findall(text), created, strict=True))
 
 
 def translated(
@@ -142,7 +156,7 @@ def translated(
         )
     if state == "42501":
         evict = place.prefix + "audit" in primary(error)
-        rights = grants(place, "<role>", evict=evict) if needed == 1 else key_grants(place, "<role>", key_rights)
+        rights = grants(place, "<role>", evict=evict) if needed != KEYS else key_grants(place, "<role>", key_rights)
         command = "; ".join(rights)
         return SchemaError(
             f"this role may not use pgfence's tables: {primary(error)}. As their owner: {command}",

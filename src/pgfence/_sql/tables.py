@@ -1,30 +1,15 @@
-"""Our tables as SQLAlchemy knows them, the statements that make and unmake everything, and whether it is as it was made."""
+"""The statements that create and drop all tables and functions, and the check that they are as they were created."""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    CheckConstraint,
-    Column,
-    DateTime,
-    Double,
-    Identity,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    Uuid,
-    text,
-)
+from sqlalchemy import Index, MetaData
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from pgfence._sql.storage import VERSION, Place, block, function_texts, quoted
+from pgfence._sql.columns import added_columns, column_types, define, dialect
+from pgfence._sql.storage import KEYS, VERSION, Place, block, function_texts, quoted
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -37,142 +22,8 @@ _LOCK = LockKey.of("schema", namespace="pgfence")
 
 _PLAIN: Mapping[str, Any] = {"no_parameters": True, "stream_results": False, "yield_per": None}
 
-OWN = "pgfence"
-"""In the `info` of our tables: the prefix of their names, for migrations that compare a MetaData with the database."""
-
-_WITH_KEYS = 2
-"""The version since which there are idempotency keys."""
-
 _HALF_FULL = ("lease", "gate", "slot")
 """Their rows are updated again and again: room on the same page keeps those updates out of the index."""
-
-
-def define(metadata: MetaData, place: Place, version: int = VERSION) -> tuple[Table, ...]:
-    """Add our tables of a version to a MetaData and return them; those that it has already are taken as they are."""
-    schema = metadata.schema if place.schema is None else place.schema
-
-    def table(name: str, *parts: Any) -> Table:
-        called = place.prefix + name
-        known = metadata.tables.get(called if schema is None else f"{schema}.{called}")
-        if known is not None:
-            return known
-        return Table(called, metadata, *parts, schema=schema, info={OWN: place.prefix})
-
-    first = (
-        table("lease", *_lease(place)),
-        table("gate", *_gate(place)),
-        table("checkpoint", *_checkpoint()),
-        table("slot", *_slot()),
-        table("audit", *_audit()),
-        table("schema_version", *_schema_version()),
-    )
-    return first if version < _WITH_KEYS else (*first, table("idempotency_key", *_idempotency_key(place)))
-
-
-def _at(name: str, **options: Any) -> Column[Any]:
-    return Column(name, DateTime(timezone=True), **options)
-
-
-def _json(name: str) -> Column[Any]:
-    # Here, since it brings the dialect of every driver along.
-    from sqlalchemy.dialects.postgresql import JSONB
-
-    return Column(name, JSON().with_variant(JSONB(), "postgresql"))
-
-
-def _token(constraint: str) -> tuple[Any, ...]:
-    return Column("token", BigInteger, nullable=False), CheckConstraint("token > 0", name=f"{constraint}_token_check")
-
-
-def _lease(place: Place) -> tuple[Any, ...]:
-    return (
-        Column("name", Text, primary_key=True),
-        *_token(place.prefix + "lease"),
-        Column("lease_id", Uuid),
-        Column("owner", Text),
-        Column("host", Text),
-        Column("pid", Integer),
-        Column("backend_pid", Integer),
-        Column("purpose", Text),
-        _json("metadata"),
-        Column("ttl", Double),
-        Column("lock_delay", Double, nullable=False, server_default=text("0")),
-        _at("acquired_at", nullable=False),
-        _at("renewed_at", nullable=False),
-        _at("expires_at", nullable=False),
-        _at("free_at", nullable=False),
-        _at("released_at"),
-        _at("min_until"),
-        _at("hold_until"),
-        Column("evicted", BigInteger, nullable=False, server_default=text("0")),
-    )
-
-
-def _gate(place: Place) -> tuple[Any, ...]:
-    return Column("resource", Text, primary_key=True), *_token(place.prefix + "gate"), _at("updated_at", nullable=False)
-
-
-def _checkpoint() -> tuple[Any, ...]:
-    return (
-        Column("name", Text, primary_key=True),
-        Column("token", BigInteger, nullable=False),
-        _json("data"),
-        _at("updated_at", nullable=False),
-    )
-
-
-def _slot() -> tuple[Any, ...]:
-    return (
-        Column("name", Text, primary_key=True),
-        _at("done"),
-        _at("tried"),
-        Column("attempt", Integer, nullable=False, server_default=text("0")),
-        Column("token", BigInteger),
-        _at("started_at"),
-        _at("finished_at"),
-    )
-
-
-def _audit() -> tuple[Any, ...]:
-    return (
-        Column("id", BigInteger, Identity(always=True), primary_key=True),
-        Column("action", Text, nullable=False),
-        Column("resource", Text, nullable=False),
-        Column("actor", Text),
-        Column("reason", Text),
-        _at("at", nullable=False),
-        _json("detail"),
-    )
-
-
-def _schema_version() -> tuple[Any, ...]:
-    return (
-        Column("version", Integer, primary_key=True, autoincrement=False),
-        _at("installed_at", nullable=False, server_default=text("CURRENT_TIMESTAMP")),
-    )
-
-
-def _idempotency_key(place: Place) -> tuple[Any, ...]:
-    return (
-        Column("scope", Text, primary_key=True),
-        Column("key", Text, primary_key=True),
-        Column("fingerprint", LargeBinary),
-        Column("status", Text, nullable=False),
-        Column("attempt", Integer, nullable=False, server_default=text("1")),
-        _json("step"),
-        _at("locked_until"),
-        Column("claim_id", Uuid),
-        Column("owner", Text),
-        Column("host", Text),
-        Column("pid", Integer),
-        _json("result"),
-        Column("http_status", Integer),
-        _json("http_headers"),
-        Column("http_body", LargeBinary),
-        _at("created_at", nullable=False),
-        _at("expires_at", nullable=False),
-        Index(place.prefix + "idempotency_key_expiry", "expires_at"),
-    )
 
 
 @cache
@@ -184,18 +35,64 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
     tables = define(MetaData(), place, version)
     return (
         *([] if place.schema is None else [_schema(place.schema)]),
-        *(str(CreateTable(table, if_not_exists=True).compile(dialect=_dialect())).strip() for table in tables),
+        *(str(CreateTable(table, if_not_exists=True).compile(dialect=dialect())).strip() for table in tables),
         *(_index(place, index) for table in tables for index in table.indexes),
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
-        *(f"CREATE OR REPLACE {body.removeprefix('CREATE ')}" for body in function_texts(place, version)),
-        *(() if version < _WITH_KEYS else (_trigger(place),)),
+        *(_replacing(body) for body in function_texts(place, version).values()),
+        *(() if version < KEYS else (_trigger(place),)),
+        # Near the end, because these tables are locked from here to the commit.
+        *(_adding(place, name, columns) for name, columns in added_columns(version).items()),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
+
+
+def _replacing(body: str) -> str:
+    return f"CREATE OR REPLACE {body.removeprefix('CREATE ')}"
 
 
 def _unless(there: str, made: str, end: str = "END") -> str:
     # Looked for first: to make a schema takes a right, and index and trigger lock their table before they find it there.
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
+
+
+def _adding(place: Place, name: str, columns: Sequence[str]) -> str:
+    """Return the statement that adds the columns that a table lacks."""
+    lacking = " OR ".join(f"NOT {_has_column(place, name, column.partition(' ')[0])}" for column in columns)
+    added = ", ".join(f"ADD COLUMN IF NOT EXISTS {column}" for column in columns)
+    return _altering(lacking, f"ALTER TABLE {place.name(name)} {added}")
+
+
+def _dropping(place: Place, name: str, columns: Sequence[str]) -> str:
+    there = " OR ".join(_has_column(place, name, column) for column in columns)
+    dropped = ", ".join(f"DROP COLUMN IF EXISTS {column}" for column in columns)
+    return _altering(there, f"ALTER TABLE {place.name(name)} {dropped}")
+
+
+def _has_column(place: Place, table: str, column: str) -> str:
+    return (
+        "EXISTS (SELECT FROM pg_catalog.pg_attribute AS a WHERE a.attrelid ="
+        f" pg_catalog.to_regclass({literal(place.name(table))}) AND a.attname = {literal(column)} AND NOT a.attisdropped)"
+    )
+
+
+def _altering(condition: str, statement: str) -> str:
+    """Return a statement that alters a table if a condition holds.
+
+    ALTER TABLE waits for every open transaction that has used the table, and everything that comes after waits behind it,
+    renewals of held leases included. So it waits only a moment at a time.
+    """
+    return block(
+        "DECLARE\n    before text := pg_catalog.current_setting('lock_timeout');\n"
+        f"BEGIN\n    IF {condition} THEN\n"
+        "        FOR attempt IN 1..100 LOOP\n            BEGIN\n"
+        "                PERFORM pg_catalog.set_config('lock_timeout', '200ms', true);\n"
+        f"                {statement};\n                EXIT;\n"
+        "            EXCEPTION WHEN lock_not_available THEN\n"
+        "                IF attempt = 100 THEN\n                    RAISE;\n                END IF;\n"
+        "            END;\n            PERFORM pg_catalog.pg_sleep(0.4);\n"
+        "        END LOOP;\n"
+        "        PERFORM pg_catalog.set_config('lock_timeout', before, true);\n    END IF;\nEND"
+    )
 
 
 def _schema(name: str) -> str:
@@ -206,7 +103,7 @@ def _schema(name: str) -> str:
 
 def _index(place: Place, index: Index) -> str:
     name = place.name(str(index.name).removeprefix(place.prefix))
-    made = str(CreateIndex(index, if_not_exists=True).compile(dialect=_dialect())).strip()
+    made = str(CreateIndex(index, if_not_exists=True).compile(dialect=dialect())).strip()
     return _unless(f"pg_catalog.to_regclass({literal(name)}) IS NOT NULL", made)
 
 
@@ -233,16 +130,20 @@ def removal(place: Place) -> tuple[str, ...]:
     return (
         f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
         *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place)),
-        *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in _columns()),
+        *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in column_types()),
     )
 
 
 def lowering(place: Place, version: int) -> tuple[str, ...]:
     """Return the statements that drop what came after a version, with what is in it, in order."""
-    tables = [name for name in _columns() if name not in _columns(version)]
+    kept, older = column_types(version), function_texts(place, version)
+    tables = [name for name in column_types() if name not in kept]
+    columns = {name: [each for each in column_types()[name] if each not in kept[name]] for name in kept}
     return (
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
         *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place, version)),
+        *(_replacing(body) for name, body in older.items() if body != function_texts(place)[name]),
+        *(_dropping(place, name, dropped) for name, dropped in columns.items() if dropped),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
@@ -251,25 +152,8 @@ def lowering(place: Place, version: int) -> tuple[str, ...]:
 @cache
 def functions(place: Place, above: int = 0) -> tuple[str, ...]:
     """Return the quoted names of our functions; with `above` only of those that came after that version."""
-    texts = function_texts(place, VERSION, above)
-    return tuple(body.removeprefix("CREATE FUNCTION ").partition("(")[0] for body in texts)
-
-
-def _dialect() -> Any:
-    from sqlalchemy.dialects import postgresql
-
-    # Of another style than the default, in which a per cent sign in a name would be written twice.
-    return postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
-
-
-@cache
-def _columns(version: int = VERSION) -> dict[str, dict[str, str]]:
-    """Return what we made: each column with its type as the server writes it, by table without the prefix."""
-    dialect = _dialect()
-    return {
-        table.name: {column.name: column.type.compile(dialect).lower() for column in table.columns}
-        for table in define(MetaData(), Place(prefix=""), version)
-    }
+    older = function_texts(place, above)
+    return tuple(place.name(name) for name in function_texts(place) if name not in older)
 
 
 def literal(value: str) -> str:
@@ -286,7 +170,7 @@ def checking(place: Place, version: int = 1) -> str:
     """
     wanted = ", ".join(
         f"({literal(table)}, {literal(place.name(table))}, {literal(column)}, {literal(kind)})"
-        for table, columns in _columns(version).items()
+        for table, columns in column_types(version).items()
         for column, kind in columns.items()
     )
     return (
@@ -303,19 +187,19 @@ def checking(place: Place, version: int = 1) -> str:
 def judged(row: Sequence[Any], place: Place, version: int = 1) -> SchemaError | None:
     """Return what the answer to `checking` says against using this place; None if nothing does."""
     found, wrong = row
+    if found is None or found < version:
+        return SchemaError(
+            f"pgfence's tables have version {found or 0} and this release needs {version}: run `{place.command}`, or"
+            " pgfence.schema.create_all(engine)",
+            found=found,
+            needed=version,
+            command=place.command,
+        )
     if wrong is not None:
         naive = " (a time without a zone is another time in every session)" if "without time zone" in wrong else ""
         return SchemaError(
             f"pgfence's tables are not as they were made: {wrong}{naive}. Put that right by hand, or drop the tables"
             f" while nobody uses them and run `{place.command}`",
-            found=found,
-            needed=version,
-            command=place.command,
-        )
-    if found is None or found < version:
-        return SchemaError(
-            f"pgfence's tables have version {found or 0} and this release needs {version}: run `{place.command}`, or"
-            " pgfence.schema.create_all(engine)",
             found=found,
             needed=version,
             command=place.command,

@@ -8,7 +8,7 @@ from alembic.operations.ops import CreateTableOp, DropTableOp, ModifyTableOps
 from alembic.util import CommandError, PriorityDispatchResult
 from sqlalchemy import MetaData
 
-from pgfence._sql import migrating, tables
+from pgfence._sql import columns, migrating, tables
 from pgfence._sql.storage import VERSION, Place, place_of
 from pgfence.alembic_plugin.models import fence_of, place_of_own, resource_from, version_of
 from pgfence.alembic_plugin.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
@@ -61,6 +61,8 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     for place in sorted(own | {home}, key=str):
         needed = place in own or any(isinstance(guard, AddFence) for guard in wanted.values())
         if needed and (making := _making(connection, place, whole=place in own)) is not None:
+            if isinstance(making, UpgradePgfence):
+                _without_changes(context, ops, place)
             # In front of tables that may refer to ours.
             ops.ops.insert(0, making)
     for name, found in sorted(standing.items(), key=str):
@@ -160,6 +162,12 @@ def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[Place]) 
     ops.ops[:] = [op for op in ops.ops if stays(op)]
 
 
+def _without_changes(context: AutogenContext, ops: UpgradeOps, place: Place) -> None:
+    """Take out changes to tables of ours that are brought to another version, which adds the columns itself."""
+    ours = _tables(context, {place})
+    ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _concerned(context, op) in ours)]
+
+
 def _concerned(context: AutogenContext, op: MigrateOperation) -> Key | None:
     """Return the table that an operation makes, drops or alters."""
     if isinstance(op, CreateTableOp | DropTableOp | ModifyTableOps):
@@ -168,4 +176,4 @@ def _concerned(context: AutogenContext, op: MigrateOperation) -> Key | None:
 
 
 def _tables(context: AutogenContext, places: set[Place]) -> set[Key]:
-    return {_key(context, place.schema, table.name) for place in places for table in tables.define(MetaData(), place)}
+    return {_key(context, place.schema, table.name) for place in places for table in columns.define(MetaData(), place)}

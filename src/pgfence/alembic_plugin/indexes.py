@@ -15,6 +15,7 @@ from sqlalchemy.types import NULLTYPE
 
 from pgfence._sql import migrating
 from pgfence._sql import tables as texts
+from pgfence._sql.columns import dialect
 from pgfence._sql.fences import Target
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import primary, translated_schema
@@ -84,7 +85,7 @@ def write(operations: Operations, script: Iterable[str]) -> None:
 def _name(operations: Operations, operation: CreateIndexSafely) -> str:
     """Return the name, which a convention of the MetaData may have made."""
     index = operation.to_index(operations.migration_context)
-    called: str | None = texts._dialect().identifier_preparer.format_index(index)
+    called: str | None = dialect().identifier_preparer.format_index(index)
     if called is None:
         raise ValueError(f"the index of {operation.table_name!r} has no name, and the MetaData no convention for one")
     return called[1:-1].replace('""', '"') if called.startswith('"') else called
@@ -128,7 +129,7 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
     for column in index.kwargs.get("postgresql_include") or ():
         if column not in index.table.c:
             index.table.append_column(Column(column, NULLTYPE))
-    creation = str(CreateIndex(index).compile(dialect=texts._dialect()))
+    creation = str(CreateIndex(index).compile(dialect=dialect()))
     try:
         texts.plainly(operations.get_bind(), migrating.comparing(table, found.called, creation))
     except DBAPIError as error:

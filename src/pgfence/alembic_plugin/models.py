@@ -8,8 +8,8 @@ from alembic.util import CommandError
 from sqlalchemy import Date, Enum, Integer, String, Uuid, inspect
 from sqlalchemy.types import TypeDecorator
 
+from pgfence._sql.columns import OWN
 from pgfence._sql.storage import Place
-from pgfence._sql.tables import OWN
 from pgfence.fence._rows import MODEL, View, column_of, constant
 
 if TYPE_CHECKING:
