@@ -40,7 +40,7 @@ class Verbs(ABC, Generic[H]):
 
     @abstractmethod
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. None: somebody else has it."""
+        """Try once, without waiting. None: it is held, by another contender or by the caller itself."""
 
     @abstractmethod
     def acquire(self, *, timeout: Seconds | None = None) -> H:
@@ -177,7 +177,7 @@ class AsyncVerbs(ABC, Generic[AH]):
 
     @abstractmethod
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. None: somebody else has it."""
+        """Try once, without waiting. None: it is held, by another contender or by the caller itself."""
 
     @abstractmethod
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:

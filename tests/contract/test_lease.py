@@ -18,7 +18,7 @@ from sqlalchemy import event
 
 import pgfence
 from pgfence.config import configure
-from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, SelfDeadlockError
+from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError
 from pgfence.fenced_handles import AsyncHeldLease, HeldLease
 from pgfence.keys import LockKey
 from pgfence.lease import AsyncLease, Lease
@@ -137,15 +137,6 @@ async def test_current_is_the_lease_of_this_contender(world: World, name: str) -
         assert await world.call(pgfence.current, kind) is held
     with pytest.raises(LockNotHeldError):
         await world.call(pgfence.current, kind)
-
-
-async def test_a_contender_that_holds_it_already_is_told_at_once(world: World, name: str) -> None:
-    """Waiting for oneself would never end."""
-    one = lease(world, world.engine(), name)
-    async with world.enter(one.hold()):
-        for call in (one.acquire, one.try_acquire):
-            with pytest.raises(SelfDeadlockError, match="already"):
-                await world.call(call)
 
 
 async def test_acquire_and_release_are_one_statement_each(world: World, name: str) -> None:

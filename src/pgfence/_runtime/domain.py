@@ -102,13 +102,15 @@ class Domain(ABC, Generic[S]):
         return Request(names, sql, owner, Deadline.after(timeout, clock()) if timeout else _NOW)
 
     def line_up(self, request: Request, ticket: Ticket) -> bool:
-        """Enter the lines, under the mutex. False: somebody is before us, and we do not wait.
+        """Enter the lines, under the mutex. False: another contender is ahead, or this one holds it, and we do not wait.
 
         Raises:
             SelfDeadlockError: the wait would never end inside this process.
         """
         owner, names = request.owner, request.names
         if self.lines.held_by(owner, request.sql.places):
+            if not request.waits:  # a try cannot deadlock
+                return False
             raise SelfDeadlockError(
                 f"this {owner.kind} holds {named(names)} already: {self.once_only}",
                 names=names,
@@ -214,12 +216,16 @@ class Domain(ABC, Generic[S]):
     # ------------------------------------------------------------ telling
 
     def timed_out(self, request: Request, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
-        held_here = _held_here(request.owner)
+        owner, places = request.owner, set(request.sql.places)
+        held_here = _held_here(owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
-        nested = f". Held here meanwhile: {named(held_here)}" if held_here else ""
         emit(self.config, "timeout", request.names)
+        if any(hold.ticket.lines is self.lines and places & set(hold.ticket.places) for hold in tuple(owner.holds)):
+            nested = f"; this {owner.kind} holds it already, and {self.once_only}"
+        else:
+            nested = f". This {owner.kind} also holds {named(held_here)}" if held_here else ""
         return LockTimeoutError(
-            f"no lock on {named(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
+            f"could not acquire {named(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
             names=request.names,
             keys=request.keys,
             timeout=request.deadline.timeout,

@@ -44,8 +44,8 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
                 await index(chunk)
 
     Statements run on the calling task and its loop. A cancel in mid-statement closes that connection, and so harms this one
-    hold only. Tasks that want the same names stand in line, and one connection serves them. A task is a contender: the lock
-    taken again by its own task raises SelfDeadlockError, a child task waits.
+    hold only. Tasks that want the same names stand in line, and one connection serves them. A task is a contender: a
+    second `acquire` by its own task raises SelfDeadlockError, a try returns None, and a child task waits.
 
     Args, errors and limits are those of the sync twin, with AsyncEngine and AsyncConnection.
     """
@@ -97,7 +97,9 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         return (AsyncFencedHeld if self._token else AsyncHeld)(domain, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
-        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+        """Try once, without waiting. One round trip on a warm connection.
+
+        Returns None if it is held, also by this very task: a try cannot deadlock.
 
         Raises:
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
@@ -114,7 +116,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
-            SelfDeadlockError: this task, or a circle inside this process, holds it.
+            SelfDeadlockError: this task holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
             UnreachableError: no session could be had; nothing is known about the lock.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.

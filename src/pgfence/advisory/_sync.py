@@ -47,7 +47,8 @@ class AdvisoryLock(Named, Verbs[H]):
     in slices of at most half a second, so that it holds back neither vacuum nor CREATE INDEX CONCURRENTLY. Threads that want
     the same names stand in line inside the process, and one connection serves them.
 
-    Not promised: see the module. A lock is not re-entrant: taken again by its own thread it raises SelfDeadlockError.
+    Not promised: see the module. A lock is not re-entrant: a second `acquire` by its own thread raises SelfDeadlockError, a
+    try returns None.
 
     Args:
         engine: an Engine; or a function that returns one, called at each use; or the caller's own Connection, outside a
@@ -114,7 +115,9 @@ class AdvisoryLock(Named, Verbs[H]):
         return (FencedHeld if self._token else Held)(domain, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
-        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+        """Try once, without waiting. One round trip on a warm connection.
+
+        Returns None if it is held, also by this very thread: a try cannot deadlock.
 
         Raises:
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
@@ -131,7 +134,7 @@ class AdvisoryLock(Named, Verbs[H]):
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
-            SelfDeadlockError: this thread, or a circle inside this process, holds it.
+            SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
             UnreachableError: no session could be had; nothing is known about the lock.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.

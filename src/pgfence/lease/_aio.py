@@ -74,7 +74,9 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
         self._engine = source_of(engine, type(self).__name__)
 
     async def try_acquire(self) -> AsyncHeldLease | None:
-        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+        """Try once, without waiting. One round trip on a warm connection.
+
+        Returns None if it is held, also by this very task: a try cannot deadlock.
 
         Raises:
             PgfenceError: as `acquire`.
@@ -90,7 +92,7 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
-            SelfDeadlockError: this task, or a circle inside this process, holds it.
+            SelfDeadlockError: this task holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
             UnreachableError: no answer; a grant nobody heard of is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.

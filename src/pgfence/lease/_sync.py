@@ -89,7 +89,9 @@ class Lease(Leased, Verbs[HeldLease]):
         self._engine = source_of(engine, type(self).__name__)
 
     def try_acquire(self) -> HeldLease | None:
-        """Try once, without waiting. None: somebody else has it. One round trip on a warm connection.
+        """Try once, without waiting. One round trip on a warm connection.
+
+        Returns None if it is held, also by this very thread: a try cannot deadlock.
 
         Raises:
             PgfenceError: as `acquire`.
@@ -105,7 +107,7 @@ class Lease(Leased, Verbs[HeldLease]):
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
-            SelfDeadlockError: this thread, or a circle inside this process, holds it.
+            SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
             UnreachableError: no answer; a grant nobody heard of is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.

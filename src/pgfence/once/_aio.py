@@ -103,7 +103,9 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         self._engine = source_of(engine, type(self).__name__)
 
     async def try_acquire(self) -> AsyncSlot | None:
-        """Ask for the slot that counts, without waiting. None: it is done, or somebody runs it. Two round trips.
+        """Ask for the slot that counts, without waiting. Two round trips.
+
+        Returns None if the slot is done, or if it is running, also in this very task.
 
         Raises:
             PgfenceError: as `acquire`.

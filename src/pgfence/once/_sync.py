@@ -130,7 +130,9 @@ class Once(Slotted, Verbs[Slot]):
         self._engine = source_of(engine, type(self).__name__)
 
     def try_acquire(self) -> Slot | None:
-        """Ask for the slot that counts, without waiting. None: it is done, or somebody runs it. Two round trips.
+        """Ask for the slot that counts, without waiting. Two round trips.
+
+        Returns None if the slot is done, or if it is running, also in this very thread.
 
         Raises:
             PgfenceError: as `acquire`.

@@ -285,12 +285,12 @@ class Request:
         found = activity.holders(call.connection, call.keys)
         held_here = tuple(name for hold in owner.holds for name in hold.names)
         by = f"; held by {', '.join(map(str, found))}" if found else ""
-        nested = f". Held here meanwhile: {named(held_here)}" if held_here else ""
+        nested = f". This {owner.kind} also holds {named(held_here)}" if held_here else ""
         if limit > WARN_AFTER:
             log.warning("waited %.0f s for %s in vain%s", limit, named(self._labels()), by)
         emit(call.config, "timeout", self._labels())
         return LockTimeoutError(
-            f"no lock on {named(self._labels())} within {limit:g} s{by}{nested}",
+            f"could not acquire {named(self._labels())} within {limit:g} s{by}{nested}",
             names=self._labels(),
             keys=call.keys,
             timeout=limit,
