@@ -34,7 +34,7 @@ def once(world: World, engine: Any, name: str) -> Any:
 @both
 @pytest.mark.parametrize("noun", [advisory, with_token, leases.lease, once])
 async def test_a_try_on_what_is_held_here_is_busy(world: World, noun: Any, name: str) -> None:
-    """try_acquire() returns None, timeout=0 names the holder and says that it is this one, and busy="skip" skips."""
+    """C006: try_acquire() returns None, timeout=0 names the holder and says that it is this one, and busy="skip" skips."""
     engine, ran = world.engine(), []
     one = noun(world, engine, name)
 
