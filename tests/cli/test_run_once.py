@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -75,6 +75,36 @@ def test_quiet_says_nothing_of_a_slot_that_is_done(cli: Cli, name: str) -> None:
     cli.run("--once-per", "day", name, "--", "true")
     done = cli.run("--quiet", "--once-per", "day", name, "--", "true")
     assert (done.returncode, done.stderr) == (75, "")
+
+
+@pytest.mark.parametrize(
+    "options", [("-q",), ("-E", "9"), ("--on-busy", "ok", "-q"), ("--wait", "60"), ("--json", "-q")]
+)
+def test_a_slot_done_by_a_clock_that_was_ahead_is_no_ordinary_done(
+    cli: Cli, name: str, options: tuple[str, ...], admin: psycopg.Connection[Any]
+) -> None:
+    """65, in spite of every option that makes "done" silent or a success, with the statement that lets the job run again."""
+    assert cli.run("--once-per", "day", name, "--", "true").returncode == 0
+    back(admin, name, "-30 days")
+    done = cli.run("--once-per", "day", *options, name, "--", "echo", "again")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (65, "", 1)
+    said = done.stderr
+    if "--json" in options:
+        report = json.loads(said)
+        said = report["message"]
+        ahead = datetime.fromisoformat(report["slot"]) - datetime.now(UTC)
+        assert (report["outcome"], timedelta(days=28) < ahead < timedelta(days=31)) == ("clock", True)
+    assert "begins only in 29 days" in said
+    assert admin.execute(said[said.index("UPDATE ") :]).rowcount == 1
+    assert cli.run("--once-per", "day", name, "--", "echo", "again").stdout == "again\n"
+
+
+def test_a_slot_that_is_done_is_named_in_the_report(cli: Cli, name: str) -> None:
+    """`--json` says which slot is done, as the command that ran it was told."""
+    ran = cli.run("--once-per", YEARLY, name, "--", "sh", "-c", "echo $PGFENCE_SLOT")
+    done = cli.run("--json", "--once-per", YEARLY, name, "--", "true")
+    report = json.loads(done.stderr)
+    assert (done.returncode, report["outcome"], report["slot"]) == (75, "done", ran.stdout.strip())
 
 
 def test_while_the_first_still_runs_the_others_are_busy(cli: Cli, name: str) -> None:

@@ -14,9 +14,12 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from psycopg import sql
+from sqlalchemy import NullPool, create_engine
 
 import pgfence
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, SchemaError, UnreachableError
+from pgfence.once import SlotClockError
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -250,16 +253,63 @@ async def test_missed_slots_are_caught_up_if_asked_for(world: World, name: str, 
     assert [slot for slot, _ in calls] == [this_year()]
 
 
-async def test_after_a_clock_that_ran_ahead_it_says_so(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """The server's clock was years ahead once: no slot is run twice, and the error names the way out."""
-    engine = world.engine()
+AHEAD = "UPDATE pgfence_slot SET done = done + interval '3 years', tried = tried + interval '3 years' WHERE name = %s"
+
+
+async def test_a_slot_done_by_a_clock_that_was_ahead_is_told_and_can_be_repaired(
+    world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server's clock was years ahead once: nothing runs, no way of asking is silent, the statement in the message helps."""
+    engine, calls = world.engine(), []
     await world.call((await world.call(once(world, name, engine).acquire)).release)
-    admin.execute("UPDATE pgfence_slot SET done = done + interval '3 years' WHERE name = %s", [name])
-    with pytest.raises(LockTimeoutError, match="clock was ahead.*delete the row") as told:
+    admin.execute(AHEAD, [name])
+    with pytest.raises(SlotClockError, match="the clock was ahead when the slot ran, or is behind now") as told:
         await world.call(once(world, name, engine).acquire)
-    assert told.value.retry_after > 3 * 365 * 86400
-    admin.execute("DELETE FROM pgfence_slot WHERE name = %s", [name])
-    await world.call((await world.call(once(world, name, engine).acquire)).release)
+    error = told.value
+    assert isinstance(error, pgfence.SlotOverError)
+    assert (error.names, error.slot.year, error.retryable) == ((name,), this_year().year + 3, False)
+    assert error.ahead == error.slot - error.now > timedelta(days=2 * 365)
+    assert error.slot.isoformat() in str(error)
+    assert error.now.isoformat() in str(error)
+    for catch_up in ("last", "all"):
+        caplog.clear()
+        assert await world.call(once(world, name, engine, catch_up=catch_up).try_acquire) is None
+        assert await world.call(once(world, name, engine, catch_up=catch_up).wrap()(counted(world, calls))) is None
+        said = [(record.levelname, error.repair in record.message) for record in caplog.records]
+        assert said == [("WARNING", True)] * 2
+    with pytest.raises(SlotClockError):
+        await world.call(once(world, name, engine).wrap(busy="raise")(counted(world, calls)))
+    assert calls == []
+    assert str(error).endswith(error.repair)
+    assert admin.execute(error.repair).rowcount == 1
+    await world.call(once(world, name, engine).wrap()(counted(world, calls)))
+    assert calls == [(this_year(), False)]
+    assert admin.execute(error.repair).rowcount == 0
+
+
+@pytest.mark.parametrize("odd", ["it's", 'a "b" \\', "two  spaces", "tab\tand\nline", "\u00a0\U0001f512 %s :x"])
+def test_the_statement_of_repair_names_any_job_wherever_its_table_is(
+    dsn: str, name: str, admin: psycopg.Connection[Any], odd: str
+) -> None:
+    """Copied from a line of a log, in which white space is folded, it finds the row by its schema, prefix and name."""
+    schema = f'odd "{name}"'
+    url = f"postgresql+psycopg://{dsn.split('://', 1)[1]}"
+    engine = create_engine(url, poolclass=NullPool)
+    pgfence.configure(engine, schema=schema, prefix="o'x ", namespace=name)
+    pgfence.schema.create_all(engine)
+    try:
+        job = pgfence.Once(engine, odd, **YEARLY)
+        job.acquire().release()
+        table = sql.Identifier(schema, "o'x slot")
+        admin.execute(sql.SQL("UPDATE {} SET done = done + interval '1 year'").format(table))
+        with pytest.raises(SlotClockError) as told:
+            job.acquire()
+        line = " ".join(str(told.value).split())
+        assert admin.execute(line[line.index("UPDATE ") :]).rowcount == 1
+        job.acquire().release()
+    finally:
+        admin.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(schema)))
+        engine.dispose()
 
 
 async def test_a_slot_that_the_caller_names_runs_once(world: World, name: str) -> None:

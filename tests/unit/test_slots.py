@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import pgfence.once
 from pgfence.once._schedule import schedule_of, zone_of
-from pgfence.once._slots import Cron, Due, Every, Over, due
+from pgfence.once._slots import Ahead, Cron, Due, Every, Over, due
 
 if TYPE_CHECKING:
     from pgfence.once._slots import CatchUp, Schedule
@@ -119,7 +119,7 @@ def test_what_is_done_is_never_due_again(schedule: Schedule, now: datetime, catc
     for _ in range(more):
         done = schedule.after(done)
     for at in (now - timedelta(days=1), now):
-        assert isinstance(due(schedule, catch_up, at, done, done), Over)
+        assert isinstance(due(schedule, catch_up, at, done, done), Over | Ahead)
 
 
 @given(schedules, moments, st.integers(1, 6))
@@ -245,6 +245,7 @@ def test_nothing_here_asks_the_clock_of_this_host() -> None:
 
 DAYS = Every(timedelta(days=1), UTC)
 TODAY, TOMORROW = utc(2026, 5, 4), utc(2026, 5, 5)
+FOREVER = datetime.max.replace(tzinfo=UTC)
 
 
 def test_a_missed_slot_is_run_late_by_default() -> None:
@@ -260,12 +261,12 @@ def test_a_missed_slot_is_left_out_where_nothing_is_caught_up() -> None:
 
 def test_the_first_slot_ever_has_no_past() -> None:
     """With "all" a name without a history begins with the slot that counts: it does not invent a backlog."""
-    assert due(DAYS, "all", utc(2026, 5, 4, 5), None, None) == Due(TODAY, None)
+    assert due(DAYS, "all", utc(2026, 5, 4, 5), None, None) == Due(TODAY, FOREVER)
 
 
 def test_a_first_slot_that_died_is_not_forgotten() -> None:
     """With "all" what was begun and never finished comes first, also if nothing was ever done."""
-    assert due(DAYS, "all", utc(2026, 5, 4, 5), None, utc(2026, 5, 2)) == Due(utc(2026, 5, 2), None)
+    assert due(DAYS, "all", utc(2026, 5, 4, 5), None, utc(2026, 5, 2)) == Due(utc(2026, 5, 2), FOREVER)
 
 
 def test_a_slot_that_the_caller_names_is_due_until_it_is_done() -> None:
@@ -274,10 +275,30 @@ def test_a_slot_that_the_caller_names_is_due_until_it_is_done() -> None:
     assert due(TOMORROW, "last", TODAY, TOMORROW, TOMORROW) == Over(TOMORROW, "done", None)
 
 
-def test_what_a_clock_that_ran_ahead_has_done_is_told() -> None:
-    """After the server's clock was set back, the slots up to the one it named are over, and the answer says why."""
-    assert due(DAYS, "last", TODAY, TOMORROW, TOMORROW) == Over(TOMORROW, "ahead", utc(2026, 5, 6))
-    assert due(DAYS, "last", TODAY, TODAY, TODAY) == Over(TODAY, "done", TOMORROW)
+@pytest.mark.parametrize("catch_up", ["none", "last", "all"])
+def test_a_slot_that_a_clock_ran_ahead_of_time_is_an_anomaly(catch_up: CatchUp) -> None:
+    """After the server's clock was set back, a slot that is done and has not begun is told apart from one that is done."""
+    assert due(DAYS, catch_up, TODAY, TOMORROW, TOMORROW) == Ahead(TOMORROW)
+    assert due(DAYS, catch_up, TOMORROW, TOMORROW, TOMORROW) == Over(TOMORROW, "done", utc(2026, 5, 6))
+    # Ahead by less than a slot, and set right before the next one: it is the same slot by both clocks.
+    assert due(DAYS, catch_up, utc(2026, 5, 4, 5), TODAY, TODAY) == Over(TODAY, "done", TOMORROW)
+
+
+@pytest.mark.parametrize("catch_up", ["none", "last", "all"])
+def test_a_slot_that_a_clock_began_ahead_of_time_keeps_nothing_from_running(catch_up: CatchUp) -> None:
+    """What was begun ahead of time and never finished is forgotten: the slot that counts by the clock now is due."""
+    for done in (None, utc(2026, 5, 3)):
+        found = due(DAYS, catch_up, TODAY, done, utc(2026, 6, 4))
+        assert isinstance(found, Due)
+        assert found.slot == TODAY
+
+
+def test_a_slot_done_under_another_schedule_is_done() -> None:
+    """A schedule that was changed names an earlier slot than the one done today: that is over, and no anomaly."""
+    at_five = Cron("0 5 * * *", UTC)
+    assert due(at_five, "last", utc(2026, 5, 4, 8), utc(2026, 5, 4, 7), None) == Over(
+        utc(2026, 5, 4, 7), "done", utc(2026, 5, 5, 5)
+    )
 
 
 # ---------------------------------------------------------------- bad input

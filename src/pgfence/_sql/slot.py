@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pgfence._sql.calls import call, mark, name_of
+from pgfence._sql.tables import literal
 
 if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
@@ -33,13 +34,40 @@ class SlotSql:
 
     Attributes:
         read: name. One row: the server's clock, the newest slot done, the newest tried; None where there is none.
+        home: the quoted name of the table of slots. One row: the schema in which it is.
         acquire: name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
             as JSON or None. One row: the outcome ("granted", "busy", "done", "moved"), then as the `acquire` of a lease, and
             how many attempts the slot has seen.
     """
 
     read: str
+    home: str
     acquire: str
+
+
+def repair(place: Place, stored: str) -> str:
+    """Return the statement with which a person lets a job run again whose slot was finished by a clock that was ahead.
+
+    It may be pasted into psql, and does nothing once the server's clock has passed the slot.
+    """
+    return (
+        f"UPDATE {place.name('slot')} SET done = NULL, tried = NULL WHERE name = {_pasteable(stored)}"
+        " AND done > pg_catalog.clock_timestamp();"
+    )
+
+
+def _pasteable(value: str) -> str:
+    """Return a text as a constant that survives a log line, a terminal and a mail: all on one line, every space alone."""
+    if value.isprintable() and "  " not in value:
+        return literal(value)
+    parts = []
+    for before, char in zip(f"x{value}", value, strict=False):
+        if char.isprintable() and char not in "'\\" and not before == char == " ":
+            parts.append(char)
+        else:
+            code = ord(char)
+            parts.append(f"\\x{code:02x}" if code < 0x80 else f"\\U{code:08x}")
+    return f"E'{''.join(parts)}'"
 
 
 @cache
@@ -49,6 +77,10 @@ def slot_sql(place: Place, style: Style) -> SlotSql:
         read=(
             "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"
             f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 1)} AS text)"
+        ),
+        home=(
+            "SELECT n.nspname FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+            f" WHERE c.oid = pg_catalog.to_regclass(CAST({mark(style, 1)} AS text))"
         ),
         acquire=f"SELECT r.* FROM {call(place, style, 'acquire_slot_v1', _ACQUIRE)} AS r",
     )

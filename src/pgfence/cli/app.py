@@ -64,7 +64,9 @@ def pgfence(
 
 
 @app.command(
-    "run", cls=_AfterDashes, epilog="Exit codes: those of the command; 64 misuse, 69 unreachable, 75 busy or done, ..."
+    "run",
+    cls=_AfterDashes,
+    epilog="Exit codes: those of the command; 64 misuse, 65 wrong clock, 69 unreachable, 75 busy or done, ...",
 )
 def run(
     name: Annotated[

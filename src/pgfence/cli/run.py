@@ -14,7 +14,7 @@ from pgfence.cli.report import Report, as_data, described
 from pgfence.cli.server import engine_from, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
-from pgfence.once import Once, SlotOverError
+from pgfence.once import Once, SlotClockError, SlotOverError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -160,6 +160,10 @@ def _left(options: Options, start: float) -> float:
 
 def _busy(options: Options, report: Report, error: LockTimeoutError) -> Report:
     report.holders = [as_data(holder) for holder in error.holders]
+    if isinstance(error, SlotOverError):
+        report.slot = error.slot.isoformat()
+    if isinstance(error, SlotClockError):
+        return report.end("clock", Code.CLOCK, str(error))
     if isinstance(error, SlotOverError):
         return report.end("done", options.busy_code, str(error))
     after = f" after {options.wait:g} s" if options.wait > 0 else ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pgfence.once._aio import AsyncOnce
-from pgfence.once._claim import SlotOverError
+from pgfence.once._claim import SlotClockError, SlotOverError
 from pgfence.once._handles import AsyncSlot, Slot
 from pgfence.once._slots import CatchUp
 from pgfence.once._sync import Once
 
-__all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotOverError"]
+__all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotClockError", "SlotOverError"]

@@ -3,36 +3,66 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of
+from pgfence._runtime.grant import log
 from pgfence._runtime.state import named
-from pgfence._sql.slot import slot_sql
+from pgfence._sql.slot import repair, slot_sql
 from pgfence.errors import LockTimeoutError
-from pgfence.once._slots import Over, due
+from pgfence.once._slots import Ahead, Over, due
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from pgfence._runtime.claims import Steps
     from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
     from pgfence.once._slots import CatchUp, Due, Schedule
 
 MOVES = 10
 """How often another slot may count by the time that one is asked for; slots shorter than a round trip never stand still."""
 
 
-_WHY = {
-    "done": "is done",
-    "missed": 'was missed, and catch_up="none" lets nobody begin it late',
-    "ahead": "is done and has not begun: the server's clock was ahead when it ran, or the schedule was another one."
-    " To begin again before it, delete the row of this name from pgfence's table of slots",
-}
+_WHY = {"done": "is done", "missed": 'was missed, and catch_up="none" does not run it late'}
 
 
 class SlotOverError(LockTimeoutError):
-    """The slot is done or was missed: no process holds it, and waiting does not help."""
+    """The slot is done or was missed: no process holds it, and waiting does not help.
+
+    Attributes:
+        slot: its beginning.
+    """
+
+    def __init__(self, message: str, *, slot: datetime, names: Sequence[str] = ()) -> None:
+        super().__init__(message, names=names)
+        self.slot = slot
+
+
+class SlotClockError(SlotOverError):
+    """A slot is done that, by the server's clock, has not begun: the clock was ahead when it ran, or is behind now.
+
+    No later slot runs before that one has begun, so a person has to look at it. Also logged at WARNING, because
+    `try_acquire()` returns None and `wrap()` skips the call.
+
+    Attributes:
+        slot: the beginning of the slot that is done.
+        now: the server's clock.
+        ahead: how long the slot is ahead of it.
+        repair: the SQL statement that lets the job run again, for the case that the clock is right now.
+    """
+
+    retryable = False
+
+    def __init__(
+        self, message: str, *, slot: datetime, now: datetime, repair: str = "", names: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, slot=slot, names=names)
+        self.now = now
+        self.ahead = slot - now
+        self.repair = repair
 
 
 def answer(refused: Refused) -> BaseException:
@@ -59,6 +89,9 @@ class SlotClaim(Claim):
         for _ in range(MOVES):
             now, done, tried = yield sql.read, (self.stored,)
             found = due(self.schedule, self.catch_up, now, done, tried)
+            if isinstance(found, Ahead):
+                (schema,) = yield sql.home, (self.place.name("slot"),)
+                raise Refused from self._ahead(found, now, replace(self.place, schema=schema))
             if isinstance(found, Over):
                 raise Refused from self._over(found, now)
             outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, attempt = yield (
@@ -83,8 +116,27 @@ class SlotClaim(Claim):
         why = _WHY[over.why]
         next_one = "" if over.following is None else f"; the next begins at {over.following.isoformat()}"
         error = SlotOverError(
-            f"the slot {over.slot.isoformat()} of {named(self.names)} {why}{next_one}", names=self.names
+            f"the slot {over.slot.isoformat()} of {named(self.names)} {why}{next_one}",
+            slot=over.slot,
+            names=self.names,
         )
         error.retryable = over.following is not None
         error.retry_after = None if over.following is None else max(0.0, (over.following - now).total_seconds())
+        return error
+
+    def _ahead(self, found: Ahead, now: datetime, place: Place) -> SlotClockError:
+        statement = repair(place, self.stored)
+        distance = str(found.slot - now).partition(".")[0]
+        error = SlotClockError(
+            f"the slot {found.slot.isoformat()} of {named(self.names)} is done, but by the server's clock"
+            f" ({now.isoformat()}) it begins only in {distance}: the clock was ahead when the slot ran, or is behind now."
+            " Nothing runs under this name until then. If the server's clock is right now, this statement lets it run"
+            f" again: {statement}",
+            slot=found.slot,
+            now=now,
+            repair=statement,
+            names=self.names,
+        )
+        error.retry_after = error.ahead.total_seconds()
+        log.warning("%s", error)
         return error

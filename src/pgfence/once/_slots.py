@@ -22,6 +22,7 @@ PUNCTUAL = timedelta(seconds=60)
 SHORTEST = timedelta(milliseconds=1)
 _DAY = timedelta(days=1)
 _MOMENT = timedelta(microseconds=1)
+_FAR = datetime.max.replace(tzinfo=UTC)
 _ORIGIN = date(2001, 1, 1)  # a Monday, so that weeks begin where people expect it
 
 
@@ -115,7 +116,8 @@ class Due:
 
     Attributes:
         slot: its beginning.
-        until: when another one counts instead, so that the answer has to be thought over; None: never.
+        until: from when on another one counts instead; before its beginning it does not count either. None: the clock plays no
+            part.
     """
 
     slot: datetime
@@ -128,18 +130,29 @@ class Over:
 
     Attributes:
         slot: the one that counts.
-        why: "ahead": it was done by a clock that is ahead of this moment.
+        why: that it does not run.
         following: when there will be something again; None: never.
     """
 
     slot: datetime
-    why: Literal["done", "missed", "ahead"]
+    why: Literal["done", "missed"]
     following: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A slot was finished that has not begun at this moment: the clock was set back since, and a person has to decide.
+
+    Attributes:
+        slot: its beginning.
+    """
+
+    slot: datetime
 
 
 def due(
     schedule: Schedule | datetime, catch_up: CatchUp, now: datetime, done: datetime | None, tried: datetime | None
-) -> Due | Over:
+) -> Due | Over | Ahead:
     """Return what may be run at `now`.
 
     Args:
@@ -148,17 +161,19 @@ def due(
             from the first that was ever tried; "none" none, so that a slot must be begun within its first minute.
         now: by the server's clock.
         done: the newest slot that was finished.
-        tried: the newest slot that was begun.
+        tried: the newest slot that was begun. One that a clock named that was ahead keeps nothing from running.
     """
     if isinstance(schedule, datetime):
         return Due(schedule, None) if done is None or done < schedule else Over(schedule, "done", None)
+    if done is not None and done > now:
+        return Ahead(done)
     current = schedule.current(now)
     following = schedule.after(current)
     if done is not None and done >= current:
-        return Over(done, "ahead" if done > now else "done", schedule.after(done))
+        return Over(done, "done", schedule.after(done))
     if catch_up == "all":
         first = tried if done is None else schedule.after(done)
-        return Due(current if first is None else min(first, current), None)
+        return Due(current if first is None else min(first, current), _FAR)
     if catch_up == "last":
         return Due(current, following)
     until = min(following, current + PUNCTUAL)
