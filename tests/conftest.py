@@ -118,7 +118,7 @@ def no_leaked_locks(request: pytest.FixtureRequest) -> Iterator[None]:
     if monitor is None:
         return
     try:
-        _eventually(lambda: not monitor.execute(_ADVISORY).fetchall(), deadline=2)
+        _eventually(lambda: not monitor.execute(_ADVISORY).fetchall())
     except AssertionError:
         left = monitor.execute(_ADVISORY).fetchall()
         monitor.execute(f"SELECT pg_terminate_backend(pid) FROM ({_ADVISORY}) AS leaked")
@@ -154,7 +154,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def eventually() -> Callable[..., Any]:
-    """`eventually(condition, deadline=5)` waits until the condition is true; see support/waiting.py."""
+    """`eventually(condition)` waits until the condition is true; see support/waiting.py."""
     return _eventually
 
 

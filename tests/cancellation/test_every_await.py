@@ -9,13 +9,13 @@ import pytest
 
 from pgfence import AsyncAdvisoryLock
 from pgfence.config import configure
-from support.locking import elsewhere, freed, give, is_free, labelled, run, sessions
+from support.locking import elsewhere, freed, give, is_free, labelled, limited, run, sessions
 from support.stepping import at_every_step, quitting_in_line, stepped
 from support.waiting import eventually
 from support.worlds import World
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     import psycopg
 
@@ -87,12 +87,9 @@ async def test_several_names(world: World, name: str, admin: psycopg.Connection[
     await at_every_step(work, check)
 
 
-async def test_the_lent_connection(
-    world: World, name: str, role: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_the_lent_connection(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """connect(): cancelled while lending, working, committing, closing; no session keeps the site's limits for later waits."""
-    login = role(settings={"statement_timeout": "200ms"})
-    engine = world.engine(dsn=login)
+    engine = limited(world, {"statement_timeout": "450ms"})
 
     async def work() -> None:
         async with AsyncAdvisoryLock(engine, name).connect(timeout=5) as connection:

@@ -204,10 +204,8 @@ def test_a_lost_lock_stops_the_command(
     script = "trap 'echo stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done"
     with cli.started(name, "--", "sh", "-c", script) as process:
         assert first_line(process) == "ready"
-        start = time.monotonic()
         terminate(admin, backend())
         assert first_line(process) == "stopping"
-        assert time.monotonic() - start < 5
         _out, err = process.communicate(timeout=20)
     assert process.returncode == 76
     assert f"the lock {name!r} is lost (killed)" in err

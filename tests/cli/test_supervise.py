@@ -216,7 +216,7 @@ def test_a_deaf_command_is_killed_after_the_grace() -> None:
         start = time.monotonic()
         lose()
         _out, err = process.communicate(timeout=20)
-        assert 0.3 <= time.monotonic() - start < 5
+        assert time.monotonic() - start >= 0.3
     assert b"code=137 signal=9 stopped=True" in err
 
 

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 import pgfence
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError
-from support.locking import elsewhere, freed, is_free, labelled, lock, run, sessions, terminate
+from support.locking import elsewhere, freed, is_free, labelled, limited, lock, run, sessions, terminate
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -245,15 +245,14 @@ async def test_the_engines_isolation_level_holds_inside(world: World, name: str)
 async def test_the_sites_limits_are_in_force_inside(
     world: World, name: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
-    """C039: a role's statement_timeout kills the user's statement, not the wait before it; defaults of the role hold too."""
-    engine = world.engine(
-        dsn=role(settings={"statement_timeout": "200ms", "default_transaction_isolation": "repeatable read"})
-    )
+    """C039: the site's statement_timeout kills the user's statement, not the wait before it; its defaults hold too."""
+    login = role(settings={"default_transaction_isolation": "repeatable read"})
+    engine = limited(world, {"statement_timeout": "450ms"}, dsn=login)
     with pytest.raises(DBAPIError) as caught:
         async with world.enter(lock(world, engine, name).connect()) as connection:
             assert await run(world, connection, "SHOW transaction_isolation") == "repeatable read"
-            assert await run(world, connection, "SHOW statement_timeout") == "200ms"
-            await run(world, connection, "SELECT pg_sleep(2)")
+            assert await run(world, connection, "SHOW statement_timeout") == "450ms"
+            await run(world, connection, "SELECT pg_sleep(30)")
     assert pgfence._sql.sqlstate.sqlstate(caught.value) == "57014"
     assert is_free(admin, name)
 

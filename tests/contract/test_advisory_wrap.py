@@ -17,7 +17,7 @@ from pgfence.config import configure
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, UnreachableError
 from pgfence.keys import LockKey
 from support.locking import elsewhere, is_free, labelled, lock, sessions, terminate
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -200,7 +200,7 @@ async def test_busy_skips_without_waiting(world: World, name: str, dsn: str) -> 
     with elsewhere(dsn, name):
         start = time.monotonic()
         assert await world.call(guarded, 1) is None
-        assert time.monotonic() - start < 0.25
+        assert time.monotonic() - start < FAR
         assert await world.call(patient, 1) is None
         assert time.monotonic() - start > 0.3
     assert len(seen) == 1
@@ -224,7 +224,7 @@ async def test_busy_may_choose_the_exception(world: World, name: str, dsn: str) 
             start = time.monotonic()
             with pytest.raises(Conflict) as caught:
                 await world.call(lock(world, engine, name).wrap(busy=busy)(work_of(world, [])), 1)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < FAR
             assert caught.value.args == ((name,), ["other-deploy"])
             assert isinstance(caught.value.__cause__ or caught.value.__context__, LockTimeoutError)
 

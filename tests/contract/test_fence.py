@@ -104,7 +104,7 @@ async def test_holders_of_one_token_write_side_by_side(world: World, name: str, 
         await world.call(work.commit)
         await world.call(fence, work, name, 1)
         async with session(world, engine, second) as other:
-            await asyncio.wait_for(second.call(fence, other, name, 1), 5)
+            await asyncio.wait_for(second.call(fence, other, name, 1), 20)
             await add(second, other, ledger, 10)
             await second.call(other.commit)
         await add(world, work, ledger, 1)

@@ -62,7 +62,7 @@ async def test_an_entry_that_fails_says_what_sqlalchemy_says(
     engine, other = world.engine(), world.other()
     async with connection(world, engine) as work, connection(world, engine, other) as older:
         await other.call(fence, older, name, 1)
-        await run(world, work, "SET LOCAL statement_timeout = 100")
+        await run(world, work, "SET LOCAL statement_timeout = 300")
         with pytest.raises(DBAPIError) as caught:
             await world.call(fence, work, name, 2, after_reads=True)
         assert sqlstate(caught.value.orig) == "57014"

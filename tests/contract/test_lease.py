@@ -24,7 +24,7 @@ from pgfence.keys import LockKey
 from pgfence.lease import AsyncLease, Lease
 from support.leases import lapse, lease, rival, row
 from support.transactions import connection, session
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     import psycopg
@@ -69,7 +69,7 @@ async def test_acquire_without_waiting_names_the_holder_at_once(
     start = time.monotonic()
     with pytest.raises(LockTimeoutError, match="rival") as caught:
         await world.call(lease(world, world.engine(), name).acquire, timeout=0)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < FAR
     (seen,) = caught.value.holders
     assert (seen.name, seen.kind, seen.owner, seen.host, seen.pid) == (name, "lease", "rival", "elsewhere", 7)
     assert (seen.purpose, seen.token, seen.expires_at) == ("to win", 1, row(admin, name).expires_at)
@@ -234,8 +234,8 @@ async def test_min_hold_keeps_others_out_after_an_early_release(
     began = row(admin, name).acquired_at
     await world.call(held.release)
     assert rival(admin, name) is None
-    await eventually(lambda: rival(admin, name) == 2, deadline=3)
-    assert 0.6 <= (row(admin, name).acquired_at - began).total_seconds() < 2
+    await eventually(lambda: rival(admin, name) == 2)
+    assert (row(admin, name).acquired_at - began).total_seconds() >= 0.6
 
 
 async def test_lock_delay_counts_after_an_expiry_and_not_after_a_release(
@@ -248,23 +248,22 @@ async def test_lock_delay_counts_after_an_expiry_and_not_after_a_release(
     began = row(admin, name).acquired_at
     assert held.token == 2
     held.abandon()
-    await eventually(lambda: rival(admin, name) == 3, deadline=4)
-    assert 1.2 <= (row(admin, name).acquired_at - began).total_seconds() < 3
+    await eventually(lambda: rival(admin, name) == 3)
+    assert (row(admin, name).acquired_at - began).total_seconds() >= 1.2
 
 
 async def test_max_hold_ends_it_however_alive_the_holder_is(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C083: renewed until then, and not longer: reason "overdue", also for whoever leaves the block."""
-    one = lease(world, world.engine(), name, ttl=0.4, max_hold=0.9)
+    one = lease(world, world.engine(), name, ttl=2, max_hold=2.5)
     with pytest.raises(LockLostError, match="max_hold") as caught:
         async with world.enter(one.hold()) as held:
-            began = time.monotonic()
-            await eventually(lambda: held.lost, deadline=3)
+            await eventually(lambda: held.lost)
     assert (caught.value.reason, caught.value.token, held.loss_reason) == ("overdue", 1, "overdue")
-    assert 0.6 < time.monotonic() - began < 2.5
     found = row(admin, name)
-    assert found.expires_at == found.hold_until
+    assert found.renewed_at > found.acquired_at
+    assert found.expires_at == found.hold_until == found.acquired_at + timedelta(seconds=2.5)
 
 
 async def test_abandon_stops_the_heartbeat_and_gives_nothing_back(
@@ -276,7 +275,7 @@ async def test_abandon_stops_the_heartbeat_and_gives_nothing_back(
     assert held.state == "released"
     assert rival(admin, name) is None
     assert row(admin, name).released_at is None
-    await eventually(lambda: rival(admin, name) == 2, deadline=2)
+    await eventually(lambda: rival(admin, name) == 2)
 
 
 async def test_renew_by_hand_moves_the_expiry(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
@@ -306,7 +305,7 @@ async def test_a_lease_that_is_not_renewed_ends_before_the_server_gives_it_away(
     with pytest.raises(LockLostError) as caught:
         await world.call(held.release)
     assert caught.value.reason == "expired"
-    await eventually(lambda: rival(admin, name) == 2, deadline=2)
+    await eventually(lambda: rival(admin, name) == 2)
 
 
 # ---------------------------------------------------------------- hand-over and checkpoints

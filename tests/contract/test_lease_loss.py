@@ -31,13 +31,11 @@ async def test_a_loss_ends_the_block_with_its_reason(world: World, name: str, ad
         async with world.enter(one.hold()) as held:
             lapse(admin, name)
             assert rival(admin, name) == 2
-            start = time.monotonic()
             try:
-                await eventually(lambda: held.lost and not world.is_async, deadline=8)
+                await eventually(lambda: held.lost and not world.is_async)
             finally:
                 body_ended = True
     assert body_ended
-    assert time.monotonic() - start < 4
     assert (caught.value.reason, caught.value.token, caught.value.names) == ("superseded", 1, (name,))
 
 

@@ -11,11 +11,12 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
+from pgfence._runtime import lease_domain
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError
 from support.leases import lapse, lease, rival, row
 from support.locking import background
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,20 +57,19 @@ async def passed(seconds: float) -> None:
     await eventually(lambda: time.monotonic() > end, deadline=seconds + 5)
 
 
-async def test_a_release_wakes_who_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Told by NOTIFY: long before the next look at the row, and the TTL plays no part."""
-    one = lease(world, world.engine(), name, ttl=60)
-    pauses = []
-    for _ in range(4):
-        assert rival(admin, name, 60)
-        async with background(world.other().call(one.acquire, timeout=20)) as waiting:
+async def test_a_release_wakes_who_waits(
+    world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by NOTIFY: the next look at the row would come later than the end of the wait, and so would the end of the TTL."""
+    monkeypatch.setattr(lease_domain, "LONGEST_SLEEP", 60)
+    one = lease(world, world.engine(), name, ttl=120)
+    for _ in range(2):
+        assert rival(admin, name, 120)
+        async with background(world.other().call(one.acquire, timeout=50)) as waiting:
             await eventually(lambda: not waiting.done() and listening(admin))
-            start = time.monotonic()
             let_go(admin, name)
             held = await waiting
-            pauses.append(time.monotonic() - start)
         await world.call(held.release)
-    assert min(pauses) < 0.5, pauses
 
 
 def listening(admin: psycopg.Connection[Any]) -> bool:
@@ -81,9 +81,9 @@ async def test_an_expiry_wakes_who_waits(world: World, name: str, admin: psycopg
     """C085: nobody tells of it; the waiter has it at the latest a moment after the holder's expiry."""
     one = lease(world, world.engine(), name)
     rival(admin, name, 0.6)
-    over = time.monotonic() + 0.6
-    held = await world.call(one.acquire, timeout=10)
-    assert -0.1 < time.monotonic() - over < 1.5
+    over = row(admin, name).expires_at
+    held = await world.call(one.acquire, timeout=20)
+    assert row(admin, name).acquired_at >= over
     assert held.token == 2
     await world.call(held.release)
 
@@ -122,7 +122,7 @@ async def test_a_wait_ends_at_its_timeout(world: World, name: str, admin: psycop
     start = time.monotonic()
     with pytest.raises(LockTimeoutError, match="rival"):
         await world.call(one.acquire, **({"timeout": 0.4} if given else {}))
-    assert 0.39 < time.monotonic() - start < 2
+    assert 0.39 < time.monotonic() - start < FAR
     let_go(admin, name)
     async with world.enter(one.hold(timeout=5)) as held:
         assert held.token == 2
@@ -218,9 +218,7 @@ async def test_a_grant_whose_answer_is_lost_blocks_nobody(
                 await waiting
             other.commit()
     await eventually(lambda: row(admin, name).token == 2)
-    start = time.monotonic()
     await eventually(lambda: rival(admin, name) == 3, deadline=10)
-    assert time.monotonic() - start < 10
 
 
 async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
@@ -249,7 +247,7 @@ async def test_a_cancelled_wait_leaves_nothing_behind(
         other.commit()
         await eventually(lambda: not waits_for_row(admin))
     proxy.heal()
-    await eventually(lambda: rival(admin, name) is not None, deadline=8)
+    await eventually(lambda: rival(admin, name) is not None)
 
 
 async def cancelled(one: Any, moment: Callable[[], bool]) -> None:

@@ -176,7 +176,7 @@ async def test_autocommit_is_refused_before_anything_is_asked(world: World, name
 async def test_hold_does_not_release_at_the_end_of_its_block(world: World, name: str, advisory_rows: Any) -> None:
     """C013: the block shows what the lock is for; the lock goes on until the transaction ends, without any warning."""
     async with session(world, world.engine()) as work:
-        async with world.enter(lock(work, name).hold(timeout=1)):
+        async with world.enter(lock(work, name).hold(timeout=20)):
             assert len(advisory_rows()) == 1
         assert len(advisory_rows()) == 1
         await world.call(work.commit)

@@ -14,7 +14,9 @@ from pgfence.config import configure
 from pgfence.errors import DeadlockError, LockTimeoutError, PgfenceError
 from pgfence.keys import LockKey
 from pgfence.transaction import _request
+from support.locking import limited
 from support.transactions import connection, lock, run, session, statements, value
+from support.waiting import FAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +52,7 @@ async def test_a_timeout_leaves_the_transaction_usable(world: World, name: str, 
         began = time.monotonic()
         with pytest.raises(LockTimeoutError):
             await world.call(lock(work, *wanted).acquire, timeout=0.2)
-        assert 0.2 <= time.monotonic() - began < 2
+        assert 0.2 <= time.monotonic() - began < FAR
         await run(world, work, f"INSERT INTO {journal} VALUES (2)")
         await world.call(work.commit)
         assert await value(world, work, f"SELECT count(*) FROM {journal}") == 2
@@ -84,13 +86,14 @@ async def test_the_timeout_holds_for_all_names_together(world: World, advisory_r
         await world.call(lock(one, first).acquire)
         await world.call(lock(two, second).acquire)
         began = time.monotonic()
-        waiting = asyncio.create_task(waiter.call(lock(work, first, second).acquire, timeout=1))
+        waiting = asyncio.create_task(waiter.call(lock(work, first, second).acquire, timeout=2))
         await waits(advisory_rows, eventually)
-        await eventually(lambda: time.monotonic() - began > 0.5)
+        await eventually(lambda: time.monotonic() - began > 1.5)
         await world.call(one.rollback)
+        freed = time.monotonic()
         with pytest.raises(LockTimeoutError) as caught:
             await waiting
-        assert 1 <= time.monotonic() - began < 1.4
+        assert began + 2 <= time.monotonic() < freed + 2, "the wait for the second name had a time limit of its own"
         assert [holder.key for holder in caught.value.holders] == [second]
 
 
@@ -158,10 +161,10 @@ HOSTILE = {"statement_timeout": "300ms", "lock_timeout": "200ms"}
 
 @pytest.mark.parametrize("names", [1, 2])
 async def test_the_limit_asked_for_rules_over_the_sites_own(
-    world: World, name: str, role: Any, names: int, advisory_rows: Any, eventually: Any
+    world: World, name: str, names: int, advisory_rows: Any, eventually: Any
 ) -> None:
-    """C039: under a role's short limits a wait goes on to its own deadline, and they hold for the user again afterwards."""
-    engine = world.engine(dsn=role(HOSTILE))
+    """C039: under short limits of the site a wait goes on to its own deadline, and they hold for the user again afterwards."""
+    engine = limited(world, HOSTILE)
     wanted = [f"{name}:{n}" for n in range(names)]
     waiter = world.other()
     async with connection(world, world.engine()) as holder, connection(world, engine, waiter) as work:
@@ -179,9 +182,9 @@ async def test_the_limit_asked_for_rules_over_the_sites_own(
 
 
 @pytest.mark.parametrize("names", [1, 2])
-async def test_a_timeout_longer_than_the_sites_own_is_kept(world: World, name: str, role: Any, names: int) -> None:
+async def test_a_timeout_longer_than_the_sites_own_is_kept(world: World, name: str, names: int) -> None:
     """C039: never free, the wait ends with our timeout at our deadline, and the site's limits are in force again."""
-    engine = world.engine(dsn=role(HOSTILE))
+    engine = limited(world, HOSTILE)
     wanted = [f"{name}:{n}" for n in range(names)]
     async with connection(world, world.engine()) as holder, connection(world, engine) as work:
         await world.call(lock(holder, *wanted).acquire)
@@ -189,17 +192,17 @@ async def test_a_timeout_longer_than_the_sites_own_is_kept(world: World, name: s
         began = time.monotonic()
         with pytest.raises(LockTimeoutError):
             await world.call(lock(work, *wanted).acquire, timeout=0.7)
-        assert 0.7 <= time.monotonic() - began < 2
+        assert 0.7 <= time.monotonic() - began < FAR
         assert [await value(world, work, f"SHOW {setting}") for setting in HOSTILE] == list(HOSTILE.values())
         with pytest.raises(DBAPIError, match="statement timeout"):
             await run(world, work, "SELECT pg_sleep(10)")
 
 
 async def test_a_wait_for_ever_has_no_limit_of_anybody(
-    world: World, name: str, role: Any, advisory_rows: Any, eventually: Any
+    world: World, name: str, advisory_rows: Any, eventually: Any
 ) -> None:
     """C039: `math.inf` outlasts the site's limits."""
-    engine, waiter = world.engine(dsn=role(HOSTILE)), world.other()
+    engine, waiter = limited(world, HOSTILE), world.other()
     async with connection(world, world.engine()) as holder, connection(world, engine, waiter) as work:
         await world.call(lock(holder, name).acquire)
         waiting = asyncio.create_task(waiter.call(lock(work, name).acquire, timeout=float("inf")))

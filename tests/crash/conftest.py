@@ -36,7 +36,7 @@ def private_server(_shared_server: OwnServer) -> Iterator[OwnServer]:
     if _shared_server._process is None:
         _shared_server.start()
     with psycopg.connect(_shared_server.dsn, autocommit=True) as connection:
-        _eventually(lambda: not connection.execute(_ROWS).fetchall(), deadline=2)
+        _eventually(lambda: not connection.execute(_ROWS).fetchall())
 
 
 @pytest.fixture

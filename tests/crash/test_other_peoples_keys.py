@@ -36,8 +36,8 @@ async def test_pairs_and_whole_numbers_never_meet(
     whole, pair = LockKey.raw(2**32 + 2), LockKey.pair(1, 2)
     engine = world.engine()
     async with (
-        world.enter(lock(world, engine, whole).hold(timeout=1)),
-        world.enter(lock(world, engine, pair).hold(timeout=1)),
+        world.enter(lock(world, engine, whole).hold(timeout=20)),
+        world.enter(lock(world, engine, pair).hold(timeout=20)),
     ):
         assert sorted((row.classid, row.objid, row.objsubid) for row in advisory_rows()) == [(1, 2, 1), (1, 2, 2)]
         assert not is_free(admin, whole)
@@ -45,7 +45,7 @@ async def test_pairs_and_whole_numbers_never_meet(
     for held, other in ((whole, pair), (pair, whole)):
         with elsewhere(dsn, held):
             assert await world.call(lock(world, engine, held).try_acquire) is None
-            async with world.enter(lock(world, engine, other).hold(timeout=1)):
+            async with world.enter(lock(world, engine, other).hold(timeout=20)):
                 pass
 
 
@@ -66,9 +66,9 @@ async def test_each_database_has_its_own_lock(
     """C029: the same name in two databases of one server: both granted, and looking shows each only its own holder."""
     here = lock(world, labelled(world, f"here {name}"), name)
     there = lock(world, labelled(world, f"there {name}", dsn=second_database), name)
-    async with world.enter(here.hold(timeout=1)):
+    async with world.enter(here.hold(timeout=20)):
         assert not await world.call(there.is_held)
-        async with world.enter(there.hold(timeout=1)):
+        async with world.enter(there.hold(timeout=20)):
             assert [h.application_name[:5] for h in await world.call(here.holders)] == ["here "]
             assert [h.application_name[:5] for h in await world.call(there.holders)] == ["there"]
         assert not is_free(admin, name)

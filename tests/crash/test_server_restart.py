@@ -11,7 +11,7 @@ import pytest
 
 from pgfence.errors import LockLostError, UnreachableError
 from support.locking import background, is_free, labelled, lock, run, sessions, waits
-from support.waiting import eventually
+from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
     from support.servers import OwnServer
@@ -40,11 +40,11 @@ async def test_a_crash_tells_holder_and_waiter_and_the_engine_lives_on(
             await eventually(waits(admin, name))
         began = time.monotonic()
         await asyncio.to_thread(private_server.stop, "immediate")
-        await eventually(lambda: held.lost and told, deadline=2)
+        await eventually(lambda: held.lost and told)
         assert (held.state, held.loss_reason, told) == ("lost", "killed", ["lost"])
         with pytest.raises(UnreachableError, match=r"(?s)no session|session ended") as caught:
             await waiting
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < FAR
         assert caught.value.retryable
     for call in (lambda: world.call(one.try_acquire), lambda: world.call(one.holders)):
         with pytest.raises(UnreachableError) as caught:

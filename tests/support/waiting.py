@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _PAUSE = 0.01
+# Seconds. The machine may be busy with other things, so no call is judged by how fast it is: a test that compares a duration with this
+# tells a call that ends by itself from one that hangs, or that waits for one of the defaults of 30 s.
+FAR = 20
 
 
-def eventually(condition: Callable[[], Any], deadline: float = 5, *, pause: float = _PAUSE) -> Any:
+def eventually(condition: Callable[[], Any], deadline: float = FAR, *, pause: float = _PAUSE) -> Any:
     """Ask until the answer is true, and return it. In a coroutine this has to be awaited.
 
     Args:
@@ -31,7 +34,7 @@ def eventually(condition: Callable[[], Any], deadline: float = 5, *, pause: floa
     return _async(condition, deadline, pause)
 
 
-def blocking(condition: Callable[[], Any], deadline: float = 5, pause: float = _PAUSE) -> Any:
+def blocking(condition: Callable[[], Any], deadline: float = FAR, pause: float = _PAUSE) -> Any:
     """As `eventually`, for helpers that coroutines call too: it never has to be awaited and lets nothing else run."""
     end = time.monotonic() + deadline
     while not (result := condition()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -229,22 +228,20 @@ def test_a_circle_over_two_engines_is_seen() -> None:
 
 
 def test_looking_for_circles_stays_cheap_in_a_crowd() -> None:
-    """A thousand contenders, each with a hold of its own, join one line in well under a second in all."""
+    """A thousand contenders, each with a hold of its own, join one line."""
     lines = Lines()
     stand(lines, A)
-    start = time.perf_counter()
     for number in range(1000):
         owner = Contender("task")
         owner.holds.append(stand(lines, LockKey.raw(1000 + number), owner=owner))  # type: ignore[arg-type]
         owner.waits = stand(lines, A, owner=owner)
         assert not closes_circle(owner.waits)
-    assert time.perf_counter() - start < 5
 
 
 def test_a_chain_of_waits_is_walked_once() -> None:
     """Many ways through the same contenders do not multiply: each place is passed once."""
     lines = Lines()
-    layers = [[Contender("task") for _ in range(2)] for _ in range(24)]
+    layers = [[Contender("task") for _ in range(2)] for _ in range(64)]  # 2**64 ways
     keys = [(LockKey.raw(2 * n), LockKey.raw(2 * n + 1)) for n in range(len(layers))]
     for layer, pair in zip(layers, keys, strict=True):
         for owner, key in zip(layer, pair, strict=True):
@@ -254,6 +251,4 @@ def test_a_chain_of_waits_is_walked_once() -> None:
             owner.waits = stand(lines, *pair, owner=owner)
     goal = Contender("task")
     goal.holds.append(stand(lines, LockKey.raw(-1), owner=goal))  # type: ignore[arg-type]
-    start = time.perf_counter()
     assert not closes_circle(stand(lines, *keys[-1], owner=goal))
-    assert time.perf_counter() - start < 1
