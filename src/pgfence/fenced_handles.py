@@ -134,8 +134,9 @@ class FencedHeld(_Tokened, Held):
             TransactionStateError: it is in autocommit, or something was read before.
             LockLostError, LockNotHeldError: it is not held any more, as far as this process knows.
             SchemaError: the tables are missing, or not open to this role.
+            ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
         """
-        enter(session, _tokens(self, resources))
+        enter(session, _tokens(self, resources), issued=self._hold.place)
 
     @overload
     def begin(self, factory: sessionmaker[S], *resources: str) -> AbstractContextManager[S, None]: ...
@@ -154,7 +155,7 @@ class FencedHeld(_Tokened, Held):
         Raises:
             PgfenceError: on entering, as `fence`; inside, when a statement meets a fence.
         """
-        return begin_fenced(factory, _tokens(self, resources))
+        return begin_fenced(factory, _tokens(self, resources), self._hold.place)
 
 
 class HeldLease(_Leased, FencedHeld):
@@ -186,10 +187,11 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             StaleFencingTokenError: another token counts by now.
             LockLostError, LockNotHeldError: it is not held any more.
-            TypeError, ValueError: it is no JSON.
+            TypeError: it is no JSON.
+            ValueError: it is no JSON; or the session is configured for another schema or prefix.
         """
         self.check()
-        save_checkpoint(session, self._hold.stored, self.token, json_text(data, "a checkpoint"))
+        save_checkpoint(session, self._hold.stored, self.token, json_text(data, "a checkpoint"), self._hold.place)
 
     def hand_over(self) -> LeaseRef:
         """Renew once, and return what another process needs to adopt it. This handle is released; the row waits for a TTL.
@@ -218,8 +220,8 @@ class AsyncFencedHeld(_Tokened, AsyncHeld):
 
         Arguments and errors are those of the sync twin.
         """
-        tokens = _tokens(self, resources)
-        await _inside(session).run_sync(lambda work: enter(work, tokens))
+        tokens, issued = _tokens(self, resources), self._hold.place
+        await _inside(session).run_sync(lambda work: enter(work, tokens, issued=issued))
 
     @overload
     def begin(self, factory: async_sessionmaker[AS], *resources: str) -> AbstractAsyncContextManager[AS, None]: ...
@@ -230,7 +232,7 @@ class AsyncFencedHeld(_Tokened, AsyncHeld):
 
         Promises, arguments and errors are those of the sync twin.
         """
-        return begin_fenced_async(factory, _tokens(self, resources))
+        return begin_fenced_async(factory, _tokens(self, resources), self._hold.place)
 
 
 class AsyncHeldLease(_Leased, AsyncFencedHeld):
@@ -246,7 +248,8 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
         """Save what the next holder can go on from; arguments and errors are those of the sync twin."""
         self.check()
         name, token, text = self._hold.stored, self.token, json_text(data, "a checkpoint")
-        await _inside(session).run_sync(lambda work: save_checkpoint(work, name, token, text))
+        issued = self._grant.place
+        await _inside(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
 
     async def hand_over(self) -> LeaseRef:
         """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +198,7 @@ def test_a_session_remembers_no_more_settings_the_more_gates_it_has_entered(one:
     gates = [f"{one.name}:{number}" for number in range(2_000)]
     for few in (gates[:1_000], gates[1_000:]):
         one.call("enter_gates_v1", few, [1] * len(few))
-    names = "SELECT count(current_setting('pgfence.f' || left(md5('pgfence_' || g), {}), true)) FROM unnest(%s::text[]) AS g"
+    names = "SELECT count(current_setting('pgfence.f' || left(md5('pgfence_gate'::regclass::oid::text || ' ' || g), {}), true)) FROM unnest(%s::text[]) AS g"
     assert one.one(names.format(32), gates).count == 0
     values = (
         "SELECT count(value) > 0 AS some, COALESCE(max(value), '') AS most FROM generate_series(0, 255) AS n,"
@@ -209,9 +209,10 @@ def test_a_session_remembers_no_more_settings_the_more_gates_it_has_entered(one:
 
 def test_claims_that_share_a_setting_are_told_apart(one: Caller, other: Caller) -> None:
     """Of three gates with one setting each is checked by its own token, again after a savepoint has taken the last one back."""
-    first = forged(one.name, 1)[:24]
-    alike = (f"{one.name}:{n}" for n in itertools.count())
-    names = [one.name, *itertools.islice((name for name in alike if forged(name, 1)[:24] == first), 2)]
+    gate = one.one("SELECT 'pgfence_gate'::regclass::oid AS oid").oid
+    alike = [one.name, *(f"{one.name}:{n}" for n in range(2_000))]
+    numbers = [hashlib.md5(f"{gate} {name}".encode(), usedforsecurity=False).hexdigest()[:2] for name in alike]
+    names = [name for name, number in zip(alike, numbers, strict=True) if number == numbers[0]][:3]
     with one.connection.transaction():
         for name, token in zip(names[:2], (1, 2), strict=True):
             one.call("enter_gate_v1", name, token)

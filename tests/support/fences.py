@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -45,5 +44,5 @@ def rows(admin: psycopg.Connection[Any], table: str) -> list[Any]:
 
 def forged(resource: str, token: object, *, stays: bool = False) -> str:
     """Return SQL that claims a token as a transaction inside the gate does, without entering it."""
-    mark = hashlib.md5(f"pgfence_{resource}".encode(), usedforsecurity=False).hexdigest()
-    return f"set_config('pgfence.f{mark[:2]}', '{mark} {token},', {'false' if stays else 'true'})"
+    mark = f"md5('public.pgfence_gate'::regclass::oid::text || ' {resource}')"
+    return f"set_config('pgfence.f' || left({mark}, 2), {mark} || ' {token},', {'false' if stays else 'true'})"

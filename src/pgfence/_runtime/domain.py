@@ -152,7 +152,7 @@ class Domain(ABC, Generic[S]):
         """Record a grant."""
         hold = Hold(request.names, request.sql, ticket, session)
         if isinstance(request.sql, TokenSql):
-            hold.token, hold.stored = session.token, request.sql.name
+            hold.token, hold.stored, hold.place = session.token, request.sql.name, request.sql.place
         with MUTEX:
             ticket.owner.waits = None
             ticket.owner.holds.append(hold)

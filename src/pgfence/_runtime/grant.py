@@ -60,7 +60,6 @@ class Grant(BaseHold):
         "next_beat",
         "noun",
         "nudge",
-        "place",
         "progressed",
         "slot",
         "ttl",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from pgfence._runtime.localqueue import Contender, Ticket
     from pgfence._sql.advisory import LockSql
+    from pgfence._sql.storage import Place
     from pgfence.config import Config
     from pgfence.errors import LossReason
     from pgfence.grants import State
@@ -43,6 +44,7 @@ class BaseHold:
         "names",
         "owner",
         "pid",
+        "place",
         "reason",
         "released",
         "stored",
@@ -52,6 +54,8 @@ class BaseHold:
     )
 
     noun = "lock"
+    place: Place
+    """The tables that the token comes from. Not set where there is no token."""
 
     def __init__(self, names: tuple[str, ...], ticket: Ticket) -> None:
         self.names = names

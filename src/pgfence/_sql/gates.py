@@ -33,17 +33,20 @@ class Gates(Record):
 
     __slots__ = ()
 
-    @property
-    def tokens(self) -> Mapping[str, int]:
-        """The tokens by resource, as it stands in the tables."""
-        return self._keys
+    def token(self, place: Place, resource: str) -> int | None:
+        """Return the token that entered the gate of a resource, as its name is stored in the tables; None: not entered."""
+        token: int | None = self._keys.get((place, resource))
+        return token
 
-    def send(self, connection: Connection, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]) -> None:
+    def send(
+        self, connection: Connection, place: Place, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]
+    ) -> None:
         """Send a statement of ours that enters gates, and note them."""
         first = self.first
         send_quick(connection, text, values)
         self.first = first
-        self._keys.update(tokens)
+        for resource, token in tokens.items():
+            self._keys[place, resource] = token
 
 
 def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[str, int], wait: float) -> None:
@@ -51,9 +54,9 @@ def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[st
     style = style_of(connection.dialect)
     if len(tokens) == 1:
         (one,) = tokens.items()
-        gates.send(connection, _enter_one(place, style), (*one, wait), tokens)
+        gates.send(connection, place, _enter_one(place, style), (*one, wait), tokens)
     else:
-        gates.send(connection, _enter(place, style), (list(tokens), list(tokens.values()), wait), tokens)
+        gates.send(connection, place, _enter(place, style), (list(tokens), list(tokens.values()), wait), tokens)
 
 
 def save_checkpoint(
@@ -61,7 +64,7 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint behind its gate, which is entered if it was not."""
     text = _save(place, style_of(connection.dialect))
-    gates.send(connection, text, (resource, token, data), {resource: token})
+    gates.send(connection, place, text, (resource, token, data), {resource: token})
 
 
 @cache

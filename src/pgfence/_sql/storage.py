@@ -69,6 +69,11 @@ class Place:
         name = quoted(self.prefix + what)
         return name if self.schema is None else f"{quoted(self.schema)}.{name}"
 
+    def contradicts(self, other: Place) -> bool:
+        """Return whether these are certainly two sets of tables. One without a schema may be any that the search path finds."""
+        schemas = {self.schema, other.schema} - {None}
+        return self.prefix != other.prefix or len(schemas) > 1
+
     @property
     def channel(self) -> str:
         """Where releases are told of (LISTEN, NOTIFY)."""

@@ -19,7 +19,7 @@ from pgfence.errors import PgfenceError, StaleFencingTokenError, StandbyError, T
 from pgfence.keys import shown, stored
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterable
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from sqlalchemy.orm import Session, scoped_session
@@ -88,6 +88,7 @@ def enter(
     *,
     after_reads: bool = False,
     named: bool = False,
+    issued: Place | None = None,
 ) -> None:
     """Enter the gates of resources, which stay locked until the transaction ends. What was entered before costs nothing.
 
@@ -96,8 +97,10 @@ def enter(
         tokens: by resource, as it stands in the tables.
         after_reads: also where something was sent before.
         named: the resources are as callers name them; the configured namespace is added.
+        issued: the tables that the tokens come from, if that is known.
 
     Raises:
+        ValueError: the tokens come from another installation than the one that this transaction writes under.
         StaleFencingTokenError: a token is not the newest. The transaction cannot commit any more.
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`.
         TransactionStateError: autocommit; or something was sent in this transaction already.
@@ -107,28 +110,34 @@ def enter(
     if named:
         namespace = config_of(connection).namespace
         tokens = {stored(name, namespace, "a resource"): token for name, token in tokens.items()}
-    _enter(connection, tokens, fresh=fresh, unseen=after_reads or not known)
+    _enter(connection, tokens, issued, fresh=fresh, unseen=after_reads or not known)
 
 
-def _enter_new(work: Session | Connection, tokens: Mapping[str, int]) -> None:
+def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Place | None) -> None:
     """Enter gates in a transaction that was opened for that. If anything was sent in it, then by hooks at the begin."""
     if isinstance(work, Connection):
-        _enter(work, tokens, fresh=False, unseen=True)
+        _enter(work, tokens, issued, fresh=False, unseen=True)
     else:
-        _enter(work.connection(bind_arguments={"clause": _WRITE}), tokens, fresh=True, unseen=True)
+        _enter(work.connection(bind_arguments={"clause": _WRITE}), tokens, issued, fresh=True, unseen=True)
 
 
-def _enter(connection: Connection, tokens: Mapping[str, int], *, fresh: bool, unseen: bool) -> None:
+def _enter(
+    connection: Connection, tokens: Mapping[str, int], issued: Place | None, *, fresh: bool, unseen: bool
+) -> None:
     """Enter gates that were not entered yet.
 
     Args:
         connection: of the transaction.
         tokens: by resource, as it stands in the tables.
+        issued: the tables that the tokens come from, if that is known.
         fresh: nothing was sent in this transaction, except by hooks at its begin.
         unseen: it may also be entered late, since the caller says so, or since nobody knows what was sent.
     """
+    place = place_of(connection)
+    if issued is not None:
+        _expect_same(place, issued, tokens)
     record, first = _record(connection, tokens, fresh=fresh)
-    missing = {name: token for name, token in tokens.items() if record.tokens.get(name) != token}
+    missing = {name: token for name, token in tokens.items() if record.token(place, name) != token}
     if not missing:
         return
     if not (first or unseen or record.first):
@@ -137,14 +146,22 @@ def _enter(connection: Connection, tokens: Mapping[str, int], *, fresh: bool, un
             " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
             " lease.begin(...); or pass after_reads=True if nothing was read yet that a write will rest on"
         )
-    place, wait = place_of(connection), config_of(connection).default_timeout
     try:
-        gates.enter(connection, place, record, missing, wait)
+        gates.enter(connection, place, record, missing, config_of(connection).default_timeout)
     except DBAPIError as error:
         if told := _meaning(error, place):
             raise told from error
         raise
     record.first = record.first or first
+
+
+def _expect_same(place: Place, issued: Place, names: Iterable[str]) -> None:
+    if place.contradicts(issued):
+        raise ValueError(
+            f"the token for {_told(names)} was issued by {issued.name('lease')}, and this transaction enters gates in"
+            f" {place.name('gate')}: another installation counts its own tokens. Use a sessionmaker or an engine with the same"
+            " schema and prefix; or, if that gate is meant, fenced(session, resource, token)"
+        )
 
 
 def _meaning(error: DBAPIError, place: Place) -> PgfenceError | None:
@@ -155,7 +172,13 @@ def _meaning(error: DBAPIError, place: Place) -> PgfenceError | None:
     return translated(error, place)
 
 
-def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str, token: int, data: str | None) -> None:
+def save_checkpoint(
+    work: Session | scoped_session[Any] | Connection,
+    name: str,
+    token: int,
+    data: str | None,
+    issued: Place | None = None,
+) -> None:
     """Write what the next holder can go on from, in the caller's transaction; it enters the gate if that was not done.
 
     Args:
@@ -163,14 +186,18 @@ def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str,
         name: of the lease, as it stands in the tables.
         token: of the lease.
         data: JSON.
+        issued: the tables of the lease, if that is known.
 
     Raises:
+        ValueError: this transaction writes under another installation.
         StaleFencingTokenError: a newer holder has taken over. The transaction cannot commit any more.
         TransactionStateError: autocommit.
     """
     connection, fresh, _ = _transaction(work)
-    record, _ = _record(connection, {name: token}, fresh=fresh)
     place = place_of(connection)
+    if issued is not None:
+        _expect_same(place, issued, (name,))
+    record, _ = _record(connection, {name: token}, fresh=fresh)
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
     except DBAPIError as error:
@@ -179,19 +206,16 @@ def save_checkpoint(work: Session | scoped_session[Any] | Connection, name: str,
         raise
 
 
-def entered(work: Session | scoped_session[Any] | Connection) -> Mapping[str, int]:
-    """Return the gates that the present transaction has entered: tokens by resource, as it stands in the tables.
+def entered(connection: Connection, resource: str) -> int | None:
+    """Return the token with which the present transaction has entered the gate of a resource; None: it has not.
 
     A ROLLBACK TO SAVEPOINT takes back what was entered since.
+
+    Args:
+        connection: of the transaction.
+        resource: its name as it is stored in the tables.
     """
-    if isinstance(work, Connection):
-        connection = work
-    else:
-        session = _session(work)
-        if not session.in_transaction():
-            return {}
-        connection = session.connection(bind_arguments={"clause": _WRITE})
-    return dict(gates.Gates.of(connection).tokens)
+    return gates.Gates.of(connection).token(place_of(connection), resource)
 
 
 def poison(work: Session | scoped_session[Any] | Connection, error: StaleFencingTokenError) -> None:
@@ -250,46 +274,53 @@ def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -
     return record, fresh or state.idle
 
 
-def _told(tokens: Mapping[str, int]) -> str:
-    return ", ".join(repr(shown(name)) for name in tokens)
+def _told(names: Iterable[str]) -> str:
+    return ", ".join(repr(shown(name)) for name in names)
 
 
-def begin_fenced(factory: Any, tokens: Mapping[str, int]) -> AbstractContextManager[Any, None]:
+def begin_fenced(
+    factory: Any, tokens: Mapping[str, int], issued: Place | None = None
+) -> AbstractContextManager[Any, None]:
     """Open a transaction, enter the gates, yield the Session or Connection, and commit.
 
     Args:
         factory: a sessionmaker or an Engine.
         tokens: by resource, as it stands in the tables.
+        issued: the tables that the tokens come from, if that is known.
 
     Raises:
         TypeError: it is neither.
+        ValueError: it writes under another installation.
         StaleFencingTokenError: a token is not the newest; from the block, or at its end.
     """
     takes: tuple[type[Any], ...] = (Engine, *kinds(ORM, "sessionmaker"))
     if not isinstance(factory, takes):
         raise _misfit(factory, "a sessionmaker or an Engine")
 
-    return _Fenced(factory, tokens)
+    return _Fenced(factory, tokens, issued)
 
 
 class _Fenced(Block[Any]):
     """A transaction that enters its gates; without a generator of its own, which would cost as much as the entry."""
 
-    def __init__(self, factory: Any, tokens: Mapping[str, int]) -> None:
+    def __init__(self, factory: Any, tokens: Mapping[str, int], issued: Place | None) -> None:
         super().__init__(factory.begin())
         self._tokens = tokens
+        self._issued = issued
 
     def __enter__(self) -> Any:
         work = super().__enter__()
         try:
-            _enter_new(work, self._tokens)
+            _enter_new(work, self._tokens, self._issued)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return work
 
 
-def begin_fenced_async(factory: Any, tokens: Mapping[str, int]) -> AbstractAsyncContextManager[Any, None]:
+def begin_fenced_async(
+    factory: Any, tokens: Mapping[str, int], issued: Place | None = None
+) -> AbstractAsyncContextManager[Any, None]:
     """Open a transaction, enter the gates, yield the AsyncSession or AsyncConnection, and commit; see `begin_fenced`."""
     if not isinstance(factory, kinds(ASYNCIO, "async_sessionmaker", "AsyncEngine")):
         raise _misfit(factory, "an async_sessionmaker or an AsyncEngine")
@@ -297,7 +328,7 @@ def begin_fenced_async(factory: Any, tokens: Mapping[str, int]) -> AbstractAsync
     @asynccontextmanager
     async def block() -> AsyncIterator[Any]:
         async with factory.begin() as work:
-            await work.run_sync(_enter_new, tokens)
+            await work.run_sync(_enter_new, tokens, issued)
             yield work
 
     return AsyncBlock(block())

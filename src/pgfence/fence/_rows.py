@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 from sqlalchemy import inspect as mapped
 
 from pgfence._runtime import aio, sync
+from pgfence._sql.storage import place_of
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, StaleFencingTokenError
 from pgfence.fence._entering import entered, poison
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine.default import DefaultExecutionContext
     from sqlalchemy.orm import Mapper
+
+    from pgfence._sql.storage import Place
 
 ATTRIBUTE = "fence_token"
 MODEL = "pgfence_fence"
@@ -111,9 +114,9 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
         LockLostError: in mode "row": what this task or thread held under that name is lost.
     """
     name = stored(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
-    token = entered(connection).get(name)
+    token = entered(connection, name)
     if token is None and cls.__fence__ == "row":
-        token = _held_here(name)
+        token = _held_here(name, place_of(connection))
     if token is None:
         raise FenceRequiredError(
             f"{cls.__name__} is fenced by {shown(name)!r}, and this transaction brought no token for it: write inside"
@@ -123,10 +126,10 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
     return token
 
 
-def _held_here(name: str) -> int | None:
+def _held_here(name: str, place: Place) -> int | None:
     owner = aio.contender_here() or sync.contender()
     for hold in reversed(owner.holds):
-        if hold.stored == name and hold.token is not None:
+        if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
             hold.check()
             return hold.token
     return None

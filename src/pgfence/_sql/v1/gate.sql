@@ -1,4 +1,7 @@
 -- The fence. A transaction enters the gate of its resource first, before its first read, and keeps it locked until it ends.
+--
+-- What a transaction has claimed is noted in settings of its session, under a mark of the resource and the oid of the table of
+-- gates: a database may have several installations, whose tokens all count from 1.
 
 -- Enters a gate. A token that is not the newest is refused with SQLSTATE PF001 and a JSON detail. A newer holder waits until
 -- the older transactions inside have ended, for p_wait seconds at most, or the session's own lock_timeout if it has one: then
@@ -10,7 +13,7 @@ DECLARE
     claim text;
     own text;
     entered boolean;
-    mark text := pg_catalog.md5('@prefix@' || p_resource);
+    mark text := pg_catalog.md5('@gate_text@'::pg_catalog.regclass::oid::text || ' ' || p_resource);
     setting text := 'pgfence.f' || pg_catalog.left(mark, 2);
     claims text := pg_catalog.current_setting(setting, true);
 BEGIN
@@ -114,7 +117,7 @@ END $$;
 CREATE FUNCTION @check_gate_v1@(p_resource text, p_table text) RETURNS void
 LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 DECLARE
-    mark text := pg_catalog.md5('@prefix@' || p_resource);
+    mark text := pg_catalog.md5('@gate_text@'::pg_catalog.regclass::oid::text || ' ' || p_resource);
     claimed bigint := NULLIF(pg_catalog.split_part(pg_catalog.split_part(
         pg_catalog.current_setting('pgfence.f' || pg_catalog.left(mark, 2), true), mark || ' ', 2), ',', 1), '')::bigint;
 BEGIN
@@ -134,7 +137,7 @@ END $$;
 -- is let pass at once: to call the check takes as long as the check.
 CREATE FUNCTION @fence_table_v1@() RETURNS trigger LANGUAGE plpgsql SET enable_seqscan = off AS $$
 DECLARE
-    mark text := pg_catalog.md5('@prefix@' || TG_ARGV[0]);
+    mark text := pg_catalog.md5('@gate_text@'::pg_catalog.regclass::oid::text || ' ' || TG_ARGV[0]);
 BEGIN
     PERFORM 1 FROM @gate@ AS t WHERE t.resource = TG_ARGV[0] AND t.token = NULLIF(pg_catalog.split_part(pg_catalog.split_part(
         pg_catalog.current_setting('pgfence.f' || pg_catalog.left(mark, 2), true), mark || ' ', 2), ',', 1), '')::bigint FOR SHARE;
