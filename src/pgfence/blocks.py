@@ -36,31 +36,37 @@ def no_engine(what: str, returned: object, *, twin: str, asynchronous: bool) -> 
 
 
 class Hold(AbstractContextManager[None, None]):
-    """Acquire on entering, and do nothing on leaving."""
+    """Acquire on entering, and check on leaving that what was acquired is still held. The caller's exception wins."""
 
-    def __init__(self, acquire: Callable[[], None]) -> None:
+    def __init__(self, acquire: Callable[[], Callable[[], None]]) -> None:
         self._acquire = acquire
+        self._checks: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
-        self._acquire()
+        self._checks.append(self._acquire())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        pass
+        check = self._checks.pop()
+        if error is None:
+            check()
 
 
 class AsyncHold(AbstractAsyncContextManager[None, None]):
-    """Acquire on entering, and do nothing on leaving."""
+    """Acquire on entering, and check on leaving that what was acquired is still held. The caller's exception wins."""
 
-    def __init__(self, acquire: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, acquire: Callable[[], Awaitable[Callable[[], Awaitable[None]]]]) -> None:
         self._acquire = acquire
+        self._checks: list[Callable[[], Awaitable[None]]] = []
 
     async def __aenter__(self) -> None:
-        await self._acquire()
+        self._checks.append(await self._acquire())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        pass
+        check = self._checks.pop()
+        if error is None:
+            await check()
 
 
 class Block(AbstractContextManager[T, None]):

@@ -265,6 +265,22 @@ async def test_a_session_on_a_connection_of_a_test_may_have_had_statements(
         assert (await world.call(outer.execute, entered, {"name": name})).scalar() is None
 
 
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_leaving_fenced_raises_if_its_transaction_ended(world: World, name: str, end: str) -> None:
+    """The rest of the block was not fenced; what the block itself raises wins."""
+    async with session(world, world.engine()) as work:
+        with pytest.raises(TransactionStateError, match="ended inside the block"):
+            async with world.enter(fenced(work, name, 1)):
+                await world.call(getattr(work, end))
+        with pytest.raises(ZeroDivisionError):
+            async with world.enter(fenced(work, name, 1)):
+                await world.call(getattr(work, end))
+                raise ZeroDivisionError
+        async with world.enter(fenced(work, name, 1)):
+            await run(world, work, "SELECT 1")
+        await world.call(work.commit)
+
+
 async def test_autocommit_is_refused(world: World, name: str) -> None:
     """A gate that is left with the statement that entered it protects nothing."""
     engine = world.engine(isolation_level="AUTOCOMMIT")

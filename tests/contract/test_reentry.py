@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import pgfence
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
-from support import leases, locking
+from support import leases, locking, transactions
+from support.waiting import eventually
 
 if TYPE_CHECKING:
+    import psycopg
+
     from support.worlds import World
 
 pytestmark = pytest.mark.usefixtures("tables")
@@ -52,7 +54,7 @@ async def test_a_try_on_what_is_held_here_is_busy(world: World, noun: Any, name:
         assert caught.value.held_here == (name,)
         assert [holder.name for holder in caught.value.holders] == [name]
         with pytest.raises(SelfDeadlockError, match="already"):
-            await world.call(one.acquire, timeout=math.inf)
+            await world.call(one.acquire, timeout=20)
         assert await world.call(skipping) is None
         assert ran == []
         held.check()
@@ -74,3 +76,62 @@ async def test_a_skipping_function_that_meets_itself_is_skipped(world: World, na
     skipping = advisory(world, world.engine(), name).wrap(busy="skip")(world.pick(sync, asynchronous))
     assert await world.call(skipping) == "outer"
     assert ran == [None]
+
+
+@both
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_transaction_waits_for_no_lock_of_its_own_task(world: World, name: str, *, shared: bool) -> None:
+    """It would wait for its own session: SelfDeadlockError at once, and the transaction goes on as it was."""
+    engine, elsewhere = world.engine(), world.engine()
+    async with world.enter(advisory(world, engine, name).hold()), transactions.session(world, elsewhere) as work:
+        mine = transactions.lock(work, "before", name, "other", shared=shared)
+        await transactions.run(world, work, "SET LOCAL lock_timeout = 4321")
+        with pytest.raises(SelfDeadlockError, match="AdvisoryLock.connect") as caught:
+            await world.call(mine.acquire, timeout=20)
+        assert name in caught.value.names
+        assert await world.call(mine.try_acquire) is False
+        with pytest.raises(LockTimeoutError):
+            await world.call(mine.acquire, timeout=0)
+        assert await transactions.value(world, work, "SHOW lock_timeout") == "4321ms"
+        await world.call(transactions.lock(work, "before", "other").acquire, timeout=0)
+
+
+@both
+async def test_a_transaction_on_the_connection_of_the_lock_is_granted(world: World, name: str) -> None:
+    """The session that holds the key is the one that asks, for a lock on a Connection and for connect()."""
+    engine = world.engine()
+    async with transactions.connection(world, engine) as work:
+        async with world.enter(locking.lock(world, work, name).hold()):
+            await world.call(transactions.lock(work, name).acquire, timeout=5)
+            await world.call(work.rollback)
+    async with world.enter(advisory(world, engine, name).connect()) as work:
+        await world.call(transactions.lock(work, name).acquire, timeout=5)
+
+
+@both
+async def test_a_transaction_waits_for_the_lock_of_another_task(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """The caller's own hold of that name in another database does not stand in the way, and another task will end."""
+    engine, other = world.engine(), world.other()
+    another_database = world.engine(dsn=dsn.rsplit("/", 1)[0] + "/postgres")
+    theirs = await other.call(advisory(world, engine, name).acquire)
+    async with (
+        world.enter(advisory(world, another_database, name).hold()),
+        transactions.connection(world, engine) as work,
+        locking.background(world.call(transactions.lock(work, name).acquire, timeout=20)) as task,
+    ):
+        await eventually(locking.waits(admin, name))
+        await other.call(theirs.release)
+        await task
+
+
+@both
+async def test_a_lock_waits_for_none_of_its_own_on_another_engine(world: World, name: str) -> None:
+    """Two engines of one database have two local queues; the server names the session that this very task has."""
+    one, two = world.engine(), world.engine()
+    async with world.enter(advisory(world, one, name).hold()) as held:
+        assert await world.call(advisory(world, two, name).try_acquire) is None
+        with pytest.raises(SelfDeadlockError, match="another connection"):
+            await world.call(advisory(world, two, name).acquire, timeout=20)
+        held.check()

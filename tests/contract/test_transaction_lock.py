@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from pgfence.config import configure
@@ -181,6 +182,58 @@ async def test_hold_does_not_release_at_the_end_of_its_block(world: World, name:
         assert len(advisory_rows()) == 1
         await world.call(work.commit)
         assert advisory_rows() == []
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback", "COMMIT", "savepoint"])
+async def test_leaving_hold_raises_if_its_transaction_ended(world: World, name: str, end: str) -> None:
+    """C013: the rest of the block ran without the lock, whether SQLAlchemy, plain SQL or a savepoint ended it."""
+    async with connection(world, world.engine()) as work:
+        savepoint = await world.call(work.begin_nested) if end == "savepoint" else None
+        with pytest.raises(TransactionStateError, match="ended inside the block"):
+            async with world.enter(lock(work, name).hold()):
+                if savepoint is not None:
+                    await world.call(savepoint.rollback)
+                elif end == "COMMIT":
+                    await run(world, work, end)
+                else:
+                    await world.call(getattr(work, end))
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_leaving_hold_raises_if_its_session_ended(world: World, name: str, end: str) -> None:
+    """C013: the same on a Session, also if it has begun another transaction and taken the lock again."""
+    async with session(world, world.engine()) as work:
+        with pytest.raises(TransactionStateError, match="ended inside the block"):
+            async with world.enter(lock(work, name).hold()):
+                await world.call(getattr(work, end))
+        with pytest.raises(TransactionStateError, match="ended inside the block"):
+            async with world.enter(lock(work, name).hold()):
+                await world.call(getattr(work, end))
+                await world.call(lock(work, name).acquire)
+
+
+async def test_leaving_hold_while_the_lock_is_held_is_quiet(world: World, name: str) -> None:
+    """A younger savepoint, an aborted transaction and a commit inside an outer transaction leave the lock as it is."""
+    async with connection(world, world.engine()) as work:
+        async with world.enter(lock(work, name).hold()):
+            savepoint = await world.call(work.begin_nested)
+            await world.call(savepoint.rollback)
+            joined = factory(world, work, join_transaction_mode="create_savepoint")()
+            await run(world, joined, "SELECT 1")
+            await world.call(joined.commit)
+            await world.call(joined.close)
+        async with world.enter(lock(work, name).hold()):
+            with pytest.raises(DBAPIError):
+                await run(world, work, "SELECT 1 / 0")
+
+
+async def test_what_the_block_raises_wins_over_its_ended_transaction(world: World, name: str) -> None:
+    """The caller's exception leaves the block as it is."""
+    async with session(world, world.engine()) as work:
+        with pytest.raises(ZeroDivisionError):
+            async with world.enter(lock(work, name).hold()):
+                await world.call(work.rollback)
+                raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])

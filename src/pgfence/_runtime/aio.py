@@ -17,6 +17,7 @@ from pgfence._runtime.aio_sessions import AsyncSession, keep, on_loop
 from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
+from pgfence._runtime.own_holds import on_these_keys
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
@@ -193,6 +194,8 @@ class AsyncDomain(Domain[AsyncSession]):
         self.keeper.room_for(len(request.keys))
 
     async def _wait(self, session: AsyncSession, request: Request) -> bool:
+        if own := on_these_keys(request.owner, request.keys):
+            self.expect_others(session, request, own, await self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
         while (step := plan.next(clock())) is not None:
             if step.polls:

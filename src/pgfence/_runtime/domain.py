@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
 from pgfence._runtime.opening import lost_connection
+from pgfence._runtime.own_holds import self_deadlock
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
 from pgfence._runtime.sessions import GoneError, Session
@@ -139,6 +140,17 @@ class Domain(ABC, Generic[S]):
         if ticket.owner.waits is ticket:
             ticket.owner.waits = None
         ticket.lines.leave(ticket)
+
+    def expect_others(
+        self, session: Session, request: Request, own: Sequence[Hold[Any]], found: Sequence[Holder]
+    ) -> None:
+        """Before a wait in the server: raise if the holder is this contender itself, through another engine.
+
+        Raises:
+            SelfDeadlockError: it is.
+        """
+        if error := self_deadlock(request.owner, request.names, own, found, session.facts.started):
+            raise error
 
     # ------------------------------------------------------------ holds
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, through, unreachable
+from pgfence._runtime.own_holds import on_these_keys
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
@@ -179,6 +180,8 @@ class SyncDomain(Domain[SyncSession]):
         self.keeper.room_for(len(request.keys))
 
     def _wait(self, session: SyncSession, request: Request) -> bool:
+        if own := on_these_keys(request.owner, request.keys):
+            self.expect_others(session, request, own, self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
         while (step := plan.next(clock())) is not None:
             if step.polls:

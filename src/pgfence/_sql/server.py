@@ -66,7 +66,8 @@ _FACTS = (
     " + pg_catalog.current_setting('max_prepared_transactions')::bigint),"
     " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks),"
     " (SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks WHERE probe.got AND locktype = 'advisory'"
-    " AND pid = pg_catalog.pg_backend_pid()), {settings} FROM probe"
+    " AND pid = pg_catalog.pg_backend_pid()), EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::text,"
+    " {settings} FROM probe"
 )
 # What was set before is read from the view's own snapshot, so the filter may set in passing.
 _SETTINGS = (
@@ -88,6 +89,7 @@ _SET_UP = _FACTS.format(
 SET_UP: dict[Style, str] = {"format": _SET_UP.format("%s"), "numeric": _SET_UP.format("$1")}
 
 BACKEND_PID = "SELECT pg_catalog.pg_backend_pid()"
+STARTED = "SELECT EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::text"
 LOCK_TABLE_USE = "SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks"
 
 
@@ -103,6 +105,8 @@ class Facts:
     lock_limit: int
     locks_used: int
     locks_seen: int
+    started: str
+    """When the server was started: with a process id it tells a session from those of other servers."""
     settings: dict[str, str]
     """What was in force before we set anything, in the units of pg_settings."""
     set_up: bool
@@ -115,8 +119,9 @@ class Facts:
 
     @classmethod
     def of(cls, row: Sequence[Any], *, set_up: bool) -> Facts:
-        pid, standby, version, number, deadlock_ms, limit, used, seen, settings = row
-        return cls(pid, standby, version, number, deadlock_ms / 1000, limit, used, seen, json.loads(settings), set_up)
+        pid, standby, version, number, deadlock_ms, limit, used, seen, started, settings = row
+        deadlock, found = deadlock_ms / 1000, json.loads(settings)
+        return cls(pid, standby, version, number, deadlock, limit, used, seen, started, found, set_up)
 
 
 def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Facts:
@@ -167,6 +172,12 @@ def backend_pid(connection: Connection) -> int:
     """Return the process id of the server process that answers."""
     pid: int = connection.exec_driver_sql(BACKEND_PID).scalar_one()
     return pid
+
+
+def started(connection: Connection) -> str:
+    """Return when the server was started, as in `Facts`."""
+    moment: str = connection.exec_driver_sql(STARTED).scalar_one()
+    return moment
 
 
 def style_of(dialect: Dialect) -> Style:

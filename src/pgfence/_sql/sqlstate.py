@@ -10,6 +10,8 @@ DEADLOCK_DETECTED = "40P01"
 READ_ONLY = "25006"
 """A write on a standby, or where transactions are read-only."""
 
+IN_FAILED_TRANSACTION = "25P02"
+"""The transaction is aborted: it takes nothing but a rollback."""
 NO_RIGHT = "42501"
 OUT_OF_MEMORY = "53200"
 """The shared lock table is full."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Connection, CursorResult
+    from sqlalchemy.engine import RootTransaction
 
     from pgfence._sql.advisory import Style
     from pgfence.keys import LockKey
@@ -221,3 +222,22 @@ def driver_state(connection: Connection) -> DriverState:
         case _:
             pipeline, idle = driver.pgconn.pipeline_status != 0, driver.pgconn.transaction_status == 0
     return DriverState(adapted.autocommit, pipeline, idle)
+
+
+class Stay(NamedTuple):
+    """A transaction that must not end before a block does."""
+
+    connection: Connection
+    root: RootTransaction | None
+
+    @classmethod
+    def of(cls, connection: Connection) -> Stay:
+        """Return the present transaction of a connection."""
+        return cls(connection, connection.get_transaction())
+
+    def ended(self) -> bool:
+        """Return whether it has ended, as far as SQLAlchemy and the driver know. No round trip."""
+        connection, root = self
+        if connection.closed or connection.invalidated or root is None or connection.get_transaction() is not root:
+            return True
+        return not root.is_active or driver_state(connection).idle

@@ -113,6 +113,26 @@ def enter(
     _enter(connection, tokens, issued, fresh=fresh, unseen=after_reads or not known)
 
 
+def enter_for_block(work: Session | Connection, tokens: Mapping[str, int], *, after_reads: bool = False) -> sql.Stay:
+    """As `enter_named`, and return the transaction that must outlive the block."""
+    enter(work, tokens, after_reads=after_reads, named=True)
+    return sql.Stay.of(work if isinstance(work, Connection) else work.connection(bind_arguments={"clause": _WRITE}))
+
+
+def expect_entered(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
+    """Raise if the transaction of a block has ended inside it.
+
+    Raises:
+        TransactionStateError: it has.
+    """
+    if stay.ended():
+        raise TransactionStateError(
+            f"the transaction that had entered the gate of {_told(tokens)} ended inside the block of fenced(): what the block"
+            " did after that was not fenced. Commit or roll back after the block, or use lease.begin(...), which commits at"
+            " its end"
+        )
+
+
 def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Place | None) -> None:
     """Enter gates in a transaction that was opened for that. If anything was sent in it, then by hooks at the begin."""
     if isinstance(work, Connection):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from pgfence.blocks import AsyncHold, Hold, kinds
-from pgfence.fence._entering import ASYNCIO, enter_named, is_async, tokens_of
+from pgfence.blocks import AsyncHold, Hold
+from pgfence.fence._entering import enter_for_block, enter_named, expect_entered, is_async, tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from typing import TypeAlias
 
@@ -101,15 +102,32 @@ def fenced(session: Any, resource: Any, token: Any = None, *, after_reads: bool 
 
     Raises:
         StaleFencingTokenError: on entering: the token is not the newest.
-        TransactionStateError: on entering: something was sent in this transaction already; or it is in autocommit.
+        TransactionStateError: on entering: something was sent in this transaction already; or it is in autocommit. On
+            leaving: the transaction has ended inside the block. Not if the block itself raised.
         TypeError, ValueError: as `fence`.
     """
     asynchronous, tokens = is_async(session), tokens_of(resource, token)
     if asynchronous:
-        return AsyncHold(lambda: _one(session).run_sync(enter_named, tokens, after_reads=after_reads))
-    return Hold(lambda: enter_named(session, tokens, after_reads=after_reads))
+        return AsyncHold(partial(_enter_async, session, tokens, after_reads=after_reads))
+    return Hold(partial(_enter, session, tokens, after_reads=after_reads))
+
+
+def _enter(session: Any, tokens: Mapping[str, int], *, after_reads: bool) -> Callable[[], None]:
+    work = _one(session)
+    return partial(expect_entered, enter_for_block(work, tokens, after_reads=after_reads), tokens)
+
+
+async def _enter_async(
+    session: Any, tokens: Mapping[str, int], *, after_reads: bool
+) -> Callable[[], Coroutine[Any, Any, None]]:
+    stay = await _one(session).run_sync(enter_for_block, tokens, after_reads=after_reads)
+
+    async def check() -> None:
+        expect_entered(stay, tokens)
+
+    return check
 
 
 def _one(work: Any) -> Any:
-    """Return the AsyncSession or AsyncConnection itself: an async_scoped_session has no `run_sync`."""
-    return work.registry() if isinstance(work, kinds(ASYNCIO, "async_scoped_session")) else work
+    """Return the session that a scoped one stands for: an async_scoped_session has no `run_sync`."""
+    return getattr(work, "registry", lambda: work)()

@@ -11,7 +11,7 @@ from pgfence.keys import resolve
 from pgfence.transaction._request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from sqlalchemy.ext.asyncio import (
         AsyncConnection,
@@ -97,6 +97,7 @@ class AsyncTransactionLock(Request):
 
         Raises:
             LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
+            SelfDeadlockError: this task holds one of the names as an AdvisoryLock on another connection.
             DeadlockError: PostgreSQL found a circle of waits, and has aborted the transaction.
             TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
                 is held shared. Nothing was asked for or taken, and the transaction is as it was before.
@@ -110,15 +111,28 @@ class AsyncTransactionLock(Request):
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
 
-        The block shows what the lock is for, no more. A block that ends together with its transaction is `begin`.
+        The block shows what the lock is for. A block that ends together with its transaction is `begin`.
 
         Args:
             timeout: as in `acquire`.
 
         Raises:
             PgfenceError: on entering, as `acquire`.
+            TransactionStateError: on leaving, if the transaction has ended inside the block, or was rolled back to a
+                savepoint older than the lock. Not if the block itself raised.
         """
-        return AsyncHold(lambda: self.acquire(timeout=timeout))
+        return AsyncHold(lambda: self._enter(timeout))
+
+    async def _enter(self, timeout: Seconds | None) -> Callable[[], Awaitable[None]]:
+        work = self._work()
+        stay = await work.run_sync(self._stay, timeout, aio.contender())
+
+        async def check() -> None:
+            if stay.ended():  # then there may be nothing left to run on
+                raise self._ended()
+            await work.run_sync(self._expect_held, stay)
+
+        return check
 
     async def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import Connection, table, update
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
+from pgfence._runtime.own_holds import on_another_connection
 from pgfence._runtime.state import emit, named
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
 from pgfence._sql.savepoints import Record
-from pgfence._sql.sqlstate import DEADLOCK_DETECTED, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, IN_FAILED_TRANSACTION, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
 from pgfence.config import Config, config_of
 from pgfence.errors import (
     CapacityError,
@@ -178,16 +179,41 @@ class Request:
         if not call.keys:
             return
         limit = _default(call.config, owner) if asked is None else asked
-        if not self._take(work, call, Deadline.after(limit, began)):
+        if not self._take(work, call, Deadline.after(limit, began), owner):
             raise self._timed_out(call, limit, owner)
         if (waited := clock() - began) > WARN_AFTER:
             log.warning("waited %.0f s for %s; it is held by this transaction now", waited, named(self._labels()))
 
-    def _take(self, work: Session | Connection, call: Call, deadline: Deadline) -> bool:
+    def _stay(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
+        """Acquire for a block, and return the transaction that must outlive it."""
+        self._acquire(work, timeout, owner)
+        return sql.Stay.of(self._connection(work))
+
+    def _expect_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
+        """Raise unless the transaction of a block still holds the lock. No round trip unless a savepoint may have taken it.
+
+        Raises:
+            TransactionStateError: it does not.
+        """
+        if stay.ended() or not self._holds(stay.connection):
+            raise self._ended()
+
+    def _holds(self, connection: Connection) -> bool:
+        record = Record.of(connection)
+        try:
+            return all(
+                record.shared(key) is not None or activity.mine(connection, (key,))
+                for key in self._keys(config_of(connection))
+            )
+        except DBAPIError as error:
+            # An aborted transaction keeps its locks until it is rolled back. One that is lost has none.
+            return sqlstate(error) == IN_FAILED_TRANSACTION
+
+    def _take(self, work: Session | Connection, call: Call, deadline: Deadline, owner: Contender | None = None) -> bool:
         if len(call.keys) > MANY_KEYS:
             self._refuse_full_table(call)
         try:
-            granted = self._granted(call, deadline)
+            granted = self._granted(call, deadline, owner)
         except DBAPIError as error:
             if (known := self._known(error)) is None:
                 raise
@@ -201,7 +227,7 @@ class Request:
             emit(call.config, "acquired", self._labels())
         return True
 
-    def _granted(self, call: Call, deadline: Deadline) -> bool:
+    def _granted(self, call: Call, deadline: Deadline, owner: Contender | None) -> bool:
         """Ask, and wait if there is time. What was refused leaves nothing behind."""
         connection, keys = call.connection, call.keys
         guarded = len(keys) > 1 and not call.first
@@ -216,12 +242,17 @@ class Request:
                 sql.keep(connection)
             return True
         left = deadline.left(clock())
-        if guarded and (answer.taken < 0 or not left):
+        own = None
+        if answer.taken >= 0 and left and owner is not None:
+            own = on_another_connection(owner, connection, self._labels(), keys)
+        if guarded and (answer.taken < 0 or own is not None or not left):
             sql.give_back(connection)
         elif not guarded and answer.taken > 0:
             sql.begin_anew(connection)
         if answer.taken < 0:
             raise self._refused(answer)
+        if own is not None:
+            raise own
         if not left:
             return False
         if not guarded:
@@ -279,6 +310,13 @@ class Request:
             "under REPEATABLE READ and SERIALIZABLE this transaction reads from a snapshot that is older than the lock, so it"
             " would not see what the last holder wrote. Use READ COMMITTED for it, as with"
             " connection.execution_options(isolation_level='READ COMMITTED'); stale_snapshot_ok=True if that is no harm"
+        )
+
+    def _ended(self) -> TransactionStateError:
+        return TransactionStateError(
+            f"the transaction that held the lock on {named(self._labels())} ended inside the block of hold(), or was rolled back"
+            " to a savepoint older than the lock: what the block did after that was not protected. Commit or roll back"
+            f" after the block, or use {type(self).__name__}.begin(), which commits at its end"
         )
 
     def _timed_out(self, call: Call, limit: float, owner: Contender) -> LockTimeoutError:

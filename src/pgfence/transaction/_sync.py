@@ -13,7 +13,7 @@ from pgfence.keys import resolve
 from pgfence.transaction._request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -94,6 +94,7 @@ class TransactionLock(Request):
 
         Raises:
             LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
+            SelfDeadlockError: this thread holds one of the names as an AdvisoryLock on another connection.
             DeadlockError: PostgreSQL found a circle of waits, and has aborted the transaction.
             TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
                 is held shared. Nothing was asked for or taken, and the transaction is as it was before.
@@ -107,15 +108,22 @@ class TransactionLock(Request):
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
 
-        The block shows what the lock is for, no more. A block that ends together with its transaction is `begin`.
+        The block shows what the lock is for. A block that ends together with its transaction is `begin`.
 
         Args:
             timeout: as in `acquire`.
 
         Raises:
             PgfenceError: on entering, as `acquire`.
+            TransactionStateError: on leaving, if the transaction has ended inside the block, or was rolled back to a
+                savepoint older than the lock. Not if the block itself raised.
         """
-        return Hold(lambda: self.acquire(timeout=timeout))
+        return Hold(lambda: self._enter(timeout))
+
+    def _enter(self, timeout: Seconds | None) -> Callable[[], None]:
+        work = self._work()
+        stay = self._stay(work, timeout, sync.contender())
+        return lambda: self._expect_held(work, stay)
 
     def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.

@@ -1,0 +1,74 @@
+"""Waits for what the caller itself holds on another connection.
+
+The lines of `localqueue` show them only where both locks are taken through one engine. The server shows all of them: a
+session that holds the key, and is one of the contender's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.state import Hold, named
+from pgfence._sql import activity, server
+from pgfence.errors import SelfDeadlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+
+    from pgfence._runtime.localqueue import Contender
+    from pgfence.grants import Holder
+    from pgfence.keys import LockKey
+
+
+def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
+    """Return the session locks of a contender on any of these keys, in whatever database."""
+    wanted = set(keys)
+    return [
+        hold
+        for hold in tuple(owner.holds)
+        if isinstance(hold, Hold) and not wanted.isdisjoint(hold.keys) and hold.state == "held"
+    ]
+
+
+def self_deadlock(
+    owner: Contender, names: tuple[str, ...], holds: Sequence[Hold[Any]], found: Sequence[Holder], started: str
+) -> SelfDeadlockError | None:
+    """Return the error of a wait for a lock that the contender holds itself; None: others hold it.
+
+    Args:
+        owner: who is about to wait.
+        names: what it waits for.
+        holds: its own session locks on those keys.
+        found: the holders of those keys in the database where it waits.
+        started: when that server was started. A process id alone is no proof: another server may have one like it.
+    """
+    there = {(holder.key, holder.backend_pid) for holder in found}
+    own = tuple(
+        name
+        for hold in holds
+        if hold.session.facts.started == started and any((key, hold.session.pid) in there for key in hold.keys)
+        for name in hold.names
+    )
+    if not own:
+        return None
+    return SelfDeadlockError(
+        f"waiting for {named(names)} would never end: this {owner.kind} holds {named(own)} itself, as an AdvisoryLock on another"
+        " connection. Pass the handle on, or work on the lock's own connection (AdvisoryLock.connect())",
+        names=names,
+    )
+
+
+def on_another_connection(
+    owner: Contender, connection: Connection, names: tuple[str, ...], keys: Sequence[LockKey]
+) -> SelfDeadlockError | None:
+    """Return the error of a wait on this connection for a lock that the contender holds itself on another one.
+
+    No round trip unless it holds a session lock on one of the keys, then two.
+    """
+    here = connection.connection.dbapi_connection
+    holds = [hold for hold in on_these_keys(owner, keys) if hold.session.dbapi_connection is not here]
+    if not holds:
+        return None
+    return self_deadlock(owner, names, holds, activity.holders(connection, keys), server.started(connection))
