@@ -62,7 +62,7 @@ SQL_STARTS = (
     "WITH ",
     "CREATE ",
     "BEGIN",
-    "LISTEN",
+    "LISTEN ",
     "SHOW ",
 )
 SQL_ROOMS = ("_sql", "demo")

@@ -14,8 +14,11 @@ import pytest
 
 import pgfence.cli
 from support.commandline import Cli, first_line
+from support.zones import write_zone
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import psycopg
 
 pytestmark = pytest.mark.usefixtures("tables")
@@ -105,6 +108,24 @@ def test_a_slot_that_is_done_is_named_in_the_report(cli: Cli, name: str) -> None
     done = cli.run("--json", "--once-per", YEARLY, name, "--", "true")
     report = json.loads(done.stderr)
     assert (done.returncode, report["outcome"], report["slot"]) == (75, "done", ran.stdout.strip())
+
+
+@pytest.mark.parametrize("options", [("-q",), ("--on-busy", "ok"), ("--json", "-q", "-E", "9")])
+def test_a_host_with_old_zone_rules_does_not_run_the_day_twice(
+    cli: Cli, name: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """65 on the host that differs from the server, whoever comes first; the hosts that agree run the job once."""
+    old, new, change = tmp_path / "old", tmp_path / "new", datetime(2026, 1, 1, tzinfo=UTC)
+    for folder, ahead in ((old, timedelta(hours=-5)), (new, timedelta(hours=-6))):
+        write_zone(folder, "America/Mexico_City", ahead, change, ahead)
+    words = ("--once-per", "day", "--tz", "America/Mexico_City", *options, name, "--", "echo", "ran")
+    for folder in (old, new, old):
+        done = cli.run(*words, PYTHONTZPATH=str(folder))
+        assert (done.returncode, done.stdout) == ((65, "") if folder is old else (0, "ran\n"))
+        if folder is old:
+            said = json.loads(done.stderr)["message"] if "--json" in options else done.stderr
+            assert "UTC-5:00:00 by this host's rules and UTC-6:00:00 by the server's" in said
+            assert "pip install -U tzdata" in said
 
 
 def test_while_the_first_still_runs_the_others_are_busy(cli: Cli, name: str) -> None:

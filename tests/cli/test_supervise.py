@@ -133,13 +133,24 @@ def test_the_command_has_our_standard_streams_and_its_environment() -> None:
     assert err.startswith(b"oops\n")
 
 
-def test_the_command_inherits_no_other_descriptor() -> None:
-    """Nothing of ours, such as a lock's connection, is open in the command."""
+def test_the_command_inherits_what_was_open_at_our_start() -> None:
+    """What the caller passes is open in the command; nothing of ours, such as the pipes of the guard, is."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("needs /proc")
     with supervised("sh", "-c", "ls /proc/$$/fd") as (process, _):
+        passed = process.args[5]
         out, _err = process.communicate(timeout=20)
-    assert out.split() == [b"0", b"1", b"2"]
+    assert set(out.decode().split()) == {"0", "1", "2", passed}
+
+
+def test_sockets_of_systemd_are_for_the_command() -> None:
+    """The command finds its own number in LISTEN_PID, as sd_listen_fds(3) asks; one for another process stays as it is."""
+    for number, own in (("$$", True), ("1", False)):
+        prefix = ("sh", "-c", f'LISTEN_PID={number} LISTEN_FDS=1 exec "$@"', "sh")
+        with supervised("sh", "-c", "echo $LISTEN_FDS $LISTEN_PID $$", prefix=prefix) as (process, _):
+            out, _err = process.communicate(timeout=20)
+        fds, listener, pid = out.decode().split()
+        assert (fds, listener) == ("1", pid if own else "1")
 
 
 @pytest.mark.parametrize("last", ["INT", "TERM"])
@@ -253,15 +264,27 @@ def test_told_to_end_we_wait_for_the_rest_of_the_group() -> None:
     assert b"code=143" in err
 
 
-def test_told_to_end_the_wait_for_the_rest_is_bounded_and_kills_nobody() -> None:
-    """A program that outlives SIGTERM holds us for the grace at most, and lives on: it was not lost, only slow."""
+def test_told_to_end_the_rest_is_killed_after_the_grace() -> None:
+    """A program that outlives SIGTERM and the shell that started it would work on without the lock."""
     program = " ".join(f'"{word}"' for word in python(DEAF))
     with supervised("sh", "-c", f"{program}; true", grace=0.3) as (process, _):
         pid = int(line(process).split()[1])
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143
-        assert alive(pid)
-        os.kill(pid, signal.SIGKILL)
+        assert not alive(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a reaper other than PID 1")
+def test_a_lost_lock_ends_what_has_left_the_group() -> None:
+    """Daemons that the command has started end too, with its environment or without; they and nobody else."""
+    daemon = " ".join(f'"{word}"' for word in python(DEAF))
+    both = f"(setsid {daemon} &); (setsid env -i setsid {daemon} &)"
+    with supervised("sh", "-c", f"{both}; cat", grace=0.3) as (process, lose):
+        pids = [int(line(process).split()[1]) for _ in range(2)]
+        lose()
+        _out, err = process.communicate(timeout=20)
+        assert [alive(pid) for pid in pids] == [False, False]
+    assert b"stopped=True" in err
 
 
 def test_a_normal_end_does_not_wait_for_a_background_process() -> None:

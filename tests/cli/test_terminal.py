@@ -1,4 +1,4 @@
-"""Under a terminal: keys reach the command once, job control works, pipelines keep their terminal."""
+"""At a terminal: signals reach the command once, job control works as with flock(1), and a lost lock ends everything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,20 +26,34 @@ pytestmark = pytest.mark.skipif(
 )
 
 SUPERVISED = """
-import os, sys
+import os, sys, threading
 from pgfence.cli.supervise import Supervisor
 
-with Supervisor(grace=5) as supervisor:
-    sys.exit(supervisor.run(sys.argv[1:], os.environ, on_loss=lambda: True).code)
+def watch(supervisor):
+    with open(sys.argv[1]):
+        supervisor.lose()
+
+with Supervisor(grace=0.3) as supervisor:
+    threading.Thread(target=watch, args=(supervisor,), daemon=True).start()
+    print(f"[us {os.getpid()}]", flush=True)
+    code = supervisor.run(sys.argv[2:], os.environ, on_loss=lambda: True).code
+sys.exit(code)
+"""
+
+# Prints its number and works until a signal ends it.
+WORK = """
+import os, sys, time
+os.write(1, f"[work {os.getpid()}]\\n".encode())
+while True:
+    time.sleep(60)
 """
 
 COUNTER = """
 import os, signal, sys
 def tell(signum, frame):
     os.write(1, f"[{signal.Signals(signum).name}]\\n".encode())
-signal.signal(signal.SIGINT, tell)
-signal.signal(signal.SIGCONT, tell)
-signal.signal(signal.SIGWINCH, tell)
+for name in ("INT", "CONT", "WINCH", "USR1"):
+    signal.signal(getattr(signal, f"SIG{name}"), tell)
 os.write(1, b"[ready]\\n")
 for line in sys.stdin:
     os.write(1, f"[got {line.strip()}]\\n".encode())
@@ -50,9 +67,22 @@ class Shell:
     def __init__(self, master: int, folder: Path) -> None:
         self._master = master
         self._seen = ""
-        for name, code in (("supervised", SUPERVISED), ("counter", COUNTER)):
+        for name, code in (("supervised", SUPERVISED), ("counter", COUNTER), ("work", WORK)):
             (folder / f"{name}.py").write_text(code)
-        self.command = f"{sys.executable} {folder}/supervised.py {sys.executable} -S {folder}/counter.py"
+        self._loss = folder / "loss"
+        os.mkfifo(self._loss)
+        self.supervised = f"{sys.executable} {folder}/supervised.py {self._loss}"
+        self.work = f"{sys.executable} -S {folder}/work.py"
+        self.command = f"{self.supervised} {sys.executable} -S {folder}/counter.py"
+
+    def lose(self) -> None:
+        """Take the lock away."""
+        os.close(os.open(self._loss, os.O_WRONLY))
+
+    def number(self, what: str) -> int:
+        """Wait for a process to say its number, and return it."""
+        self.expect(f"[{what} ")
+        return int(self.expect("]"))
 
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
@@ -65,6 +95,15 @@ class Shell:
                 self.expect("[prompt] ")
                 return
         raise AssertionError("the shell does not answer")
+
+    def stopped(self) -> None:
+        """Wait until the shell has seen its job stop."""
+        for _ in range(20):
+            self.type("jobs -s\n")
+            if "Stopped" in self.expect("[prompt] "):
+                return
+            time.sleep(0.05)
+        raise AssertionError("the job does not stop")
 
     def expect(self, text: str) -> str:
         """Wait for a text on the screen; return what stood before it."""
@@ -145,3 +184,84 @@ def test_sigterm_is_passed_on_under_a_terminal(tmp_path: Path) -> None:
         shell.prompted()
         shell.type("kill -TERM $(jobs -p); fg; echo code=$?\n")
         shell.expect("code=143")
+
+
+def test_a_job_that_began_in_the_background_comes_to_the_foreground(tmp_path: Path) -> None:
+    """Reading the terminal stops the job; after `fg` the command reads, and Ctrl-C reaches it once."""
+    with terminal(tmp_path) as shell:
+        shell.type(f"{shell.command} &\n")
+        shell.expect("[ready]")
+        shell.prompted()
+        shell.stopped()
+        shell.type("fg\n")
+        shell.expect("[SIGCONT]")
+        shell.type("\x03")
+        shell.expect("[SIGINT]")
+        shell.type("on\n")
+        assert "SIG" not in shell.expect("[got on]")
+        shell.type("\x1a")
+        shell.expect("Stopped")
+        shell.prompted()
+        shell.type("bg\n")
+        shell.expect("[SIGCONT]")
+        shell.prompted()
+        shell.stopped()
+        shell.type("fg\n")
+        shell.expect("[SIGCONT]")
+        shell.type("\x04")
+        shell.expect("[over]")
+
+
+@pytest.mark.parametrize("how", ["-USR1 %1", "-INT %1", "-USR1 {us}", "-INT {us}"])
+def test_a_signal_reaches_the_command_once(tmp_path: Path, how: str) -> None:
+    """Whether it is sent to the whole job, as shells do, or to `pgfence run` alone."""
+    with terminal(tmp_path) as shell:
+        shell.type(f"(trap '' USR1 INT; exec sleep 60) | {shell.command} &\n")
+        us = shell.number("us")
+        shell.expect("[ready]")
+        shell.prompted()
+        shell.type(f"kill {how.format(us=us)}\n")
+        shell.expect("[SIG")
+        shell.type(f"kill -CONT {us}\n")
+        assert "[SIG" not in shell.expect("[SIGCONT]")
+
+
+WAYS = {name: getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "TERM", "KILL")}
+
+
+@pytest.mark.parametrize(("way", "place"), [*((way, "") for way in (*WAYS, "loss")), ("TERM", "&"), ("loss", "&")])
+def test_what_a_shell_started_ends_with_it(tmp_path: Path, way: str, place: str) -> None:
+    """The program that a script has started does not work on without the lock, whatever ends the script."""
+    with terminal(tmp_path) as shell:
+        # A background program of sh ignores INT and QUIT. It is an orphan once its subshell has ended.
+        shell.type(f"{shell.supervised} sh -c '({shell.work} &); {shell.work}; echo goes on' {place}\n")
+        us = shell.number("us")
+        works = [shell.number("work"), shell.number("work")]
+        if way == "loss":
+            shell.lose()
+        else:
+            os.kill(us, WAYS[way])
+        for pid in works:
+            eventually(lambda pid=pid: not psutil.pid_exists(pid))
+
+
+def test_a_lost_lock_ends_what_has_left_the_session(tmp_path: Path) -> None:
+    """A daemon that the command has started works without the lock as well, so it ends too."""
+    with terminal(tmp_path) as shell:
+        shell.type(f"{shell.supervised} sh -c '(setsid env -i {shell.work} </dev/tty &); exec cat'\n")
+        pid = shell.number("work")
+        shell.lose()
+        eventually(lambda: not psutil.pid_exists(pid))
+
+
+def test_ctrl_c_ends_a_loop_of_the_shell(tmp_path: Path) -> None:
+    """A shell sees by what ended `pgfence run` that Ctrl-C was meant for its loop too."""
+    program = "from pgfence.cli import main; main()"
+    run = f"{sys.executable} -c '{program}' run --dsn postgresql://127.0.0.1:1/x --on-unreachable run"
+    with terminal(tmp_path) as shell:
+        shell.type(f"for i in first second; do {run} x -- {shell.work}; done; echo code=$?\n")
+        shell.number("work")
+        shell.type("\x03")
+        assert "[work" not in shell.expect("[prompt] ")
+        shell.type("echo code=$?\n")
+        shell.expect("code=130")

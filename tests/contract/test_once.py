@@ -19,8 +19,9 @@ from sqlalchemy import NullPool, create_engine
 
 import pgfence
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, SchemaError, UnreachableError
-from pgfence.once import SlotClockError
+from pgfence.once import SlotClockError, SlotZoneError
 from support.waiting import eventually
+from support.zones import write_zone, zones_of_host
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -285,6 +286,30 @@ async def test_a_slot_done_by_a_clock_that_was_ahead_is_told_and_can_be_repaired
     await world.call(once(world, name, engine).wrap()(counted(world, calls)))
     assert calls == [(this_year(), False)]
     assert admin.execute(error.repair).rowcount == 0
+
+
+async def test_a_host_with_other_zone_rules_than_the_server_runs_nothing(
+    world: World, name: str, tmp_path: Path, admin: psycopg.Connection[Any]
+) -> None:
+    """Rules that differ now, at the slot alone, or for a zone unknown to the server: an error, even where busy is skipped."""
+    engine, calls = world.engine(), []
+    hour, year = timedelta(hours=1), this_year()
+    write_zone(tmp_path, "Asia/Tokyo", 8 * hour, year, 8 * hour)
+    write_zone(tmp_path, "Asia/Dubai", 3 * hour, year + timedelta(days=1), 4 * hour)
+    write_zone(tmp_path, "Mars/Base", 4 * hour, year, 4 * hour)
+    rules = {"Asia/Tokyo": (8 * hour, 9 * hour), "Asia/Dubai": (3 * hour, 4 * hour), "Mars/Base": (4 * hour, None)}
+    with zones_of_host(tmp_path):
+        for zone, here_and_there in rules.items():
+            job = once(world, name, engine, tz=zone)
+            for ask in (job.acquire, job.try_acquire, job.wrap()(counted(world, calls))):
+                with pytest.raises(SlotZoneError, match=f"time zone '{zone}'.*pdate the") as told:
+                    await world.call(ask)
+                error = told.value
+                assert (error.names, error.zone, error.retryable) == ((name,), zone, False)
+                assert (error.here, error.there) == here_and_there
+    assert (calls, row_of(admin, name)) == ([], None)
+    await world.call(once(world, name, engine, tz="Asia/Dubai").wrap()(counted(world, calls)))
+    assert [slot for slot, _ in calls] == [year - 4 * hour]
 
 
 @pytest.mark.parametrize("odd", ["it's", 'a "b" \\', "two  spaces", "tab\tand\nline", "\u00a0\U0001f512 %s :x"])

@@ -39,7 +39,7 @@ CALLS = (
     "evict_lease_v1(%(name)s, 'me', '', NULL)",
     "forget_lease_v1(%(name)s, %(new)s)",
     "lock_with_token_v1(pg_backend_pid(), 1, %(name)s, 0)",
-    "acquire_slot_v1(%(name)s || 's', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL)",
+    "acquire_slot_v2(%(name)s || 's', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 'UTC', 0)",
     "finish_slot_v1(%(name)s || 's', %(id)s, 1, now(), true)",
     "claim_key_v1('s', %(name)s, NULL, 60, 0)",
     "finish_key_v1('s', %(name)s, 'done', '1')",
@@ -97,8 +97,15 @@ def test_no_function_reads_a_table_from_end_to_end_though_it_is_tiny(
 
 def test_every_function_is_called() -> None:
     """But those that only refuse, or only call others."""
-    others = {"enter_gates", "refuse", "refuse_wait", "fence_row", "fence_table", "fence_truncate", "check_key"}
-    names = {text.split(" ", 3)[2].partition("_v1")[0] for text in function_texts(Place(prefix=""))}
-    assert {name.rpartition(".")[2].strip('"') for name in names} == others | {
-        call.partition("_v1")[0] for call in CALLS
+    others = {
+        "enter_gates",
+        "refuse",
+        "refuse_wait",
+        "fence_row",
+        "fence_table",
+        "fence_truncate",
+        "check_key",
+        "zone_offset",
     }
+    names = {name.partition("_v")[0] for name in function_texts(Place(prefix=""))}
+    assert names == others | {call.partition("_v")[0] for call in CALLS}

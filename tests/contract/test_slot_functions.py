@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("tables")
 NOW = datetime.now(UTC)
 SLOT = NOW.replace(minute=0, second=0, microsecond=0)
 NEXT = SLOT + timedelta(hours=2)
-GRANT = "SELECT outcome, token, attempt FROM pgfence_acquire_slot_v1(%s, %s, %s, %s, %s, NULL, %s, 'here', 1, '', NULL)"
+GRANT = "SELECT outcome, token, attempt FROM pgfence_acquire_slot_v2(%s, %s, %s, %s, %s, NULL, %s, 'here', 1, '', NULL, %s, %s)"
 
 
 class Caller:
@@ -37,9 +37,16 @@ class Caller:
         self.lease = str(uuid4())
         self.token = 0
 
-    def acquire(self, slot: datetime = SLOT, until: datetime | None = NEXT, ttl: float = 60) -> tuple[str, int]:
+    def acquire(
+        self,
+        slot: datetime = SLOT,
+        until: datetime | None = NEXT,
+        ttl: float = 60,
+        *,
+        rules: tuple[str | None, int | None] = (None, None),
+    ) -> tuple[str, int]:
         """Return the outcome and the number of the attempt."""
-        row = self.connection.execute(GRANT, [self.name, slot, until, self.lease, ttl, "me"]).fetchone()
+        row = self.connection.execute(GRANT, [self.name, slot, until, self.lease, ttl, "me", *rules]).fetchone()
         assert row is not None
         self.token = row[1]
         return row[0], row[2]
@@ -145,6 +152,25 @@ def test_work_that_was_finished_in_time_counts_also_if_the_word_came_late(one: C
 def test_the_server_s_clock_has_the_last_word(one: Caller, slot: timedelta, until: timedelta) -> None:
     """C086: worked out too early or too late, the slot is not granted: another one counts."""
     assert one.acquire(NOW + slot, NOW + until)[0] == "moved"
+
+
+def test_a_slot_by_other_zone_rules_is_not_granted(one: Caller, admin: psycopg.Connection[Any]) -> None:
+    """The server compares the difference to UTC at the slot, not now; a host that agrees gets it, and no trace is left before."""
+    slot = datetime(2026, 6, 30, 22, tzinfo=UTC)  # midnight in Vienna, in summer
+    for rules in (("Europe/Vienna", 3600), ("Mars/Base", 0), ("Europe/Vienna", None)):
+        assert one.acquire(slot, None, rules=rules)[0] == "zone"
+    assert row_of(admin, one.name) is None
+    assert one.acquire(slot, None, rules=("Europe/Vienna", 7200)) == ("granted", 1)
+
+
+def test_the_server_s_zone_database_is_asked(dsn: str) -> None:
+    """Zones whose names are abbreviations too have their summer time; an unknown one is NULL; the session keeps its zone."""
+    with psycopg.connect(dsn, autocommit=True, options="-c TimeZone=Asia/Kolkata") as connection:
+        july, january = datetime(2026, 7, 1, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC)
+        asked = [(july, "MET"), (january, "MET"), (july, "America/St_Johns"), (july, "Mars/Base"), (july, "UTC")]
+        ask = "SELECT pgfence_zone_offset_v1(%s, %s), current_setting('TimeZone')"
+        found = [connection.execute(ask, one).fetchone() for one in asked]
+    assert found == [(offset, "Asia/Kolkata") for offset in (7200, 3600, -9000, None, 0)]
 
 
 def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:

@@ -25,6 +25,8 @@ _ACQUIRE = (
     "integer",
     "text",
     "text",
+    "text",
+    "integer",
 )
 
 
@@ -34,13 +36,18 @@ class SlotSql:
 
     Attributes:
         read: name. One row: the server's clock, the newest slot done, the newest tried; None where there is none.
+        read_zone: zone, name. One row: the same, and how many seconds local time is ahead of UTC there; None for an unknown zone.
+        offset: instant, zone. One row: how many seconds local time was ahead of UTC then; None for an unknown zone.
         home: the quoted name of the table of slots. One row: the schema in which it is.
         acquire: name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
-            as JSON or None. One row: the outcome ("granted", "busy", "done", "moved"), then as the `acquire` of a lease, and
-            how many attempts the slot has seen.
+            as JSON or None, zone or None, how many seconds local time is ahead of UTC at the slot or None. One row: the outcome
+            ("granted", "busy", "done", "moved", "zone"), then as the `acquire` of a lease, and how many attempts the slot
+            has seen.
     """
 
     read: str
+    read_zone: str
+    offset: str
     home: str
     acquire: str
 
@@ -78,9 +85,15 @@ def slot_sql(place: Place, style: Style) -> SlotSql:
             "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"
             f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 1)} AS text)"
         ),
+        read_zone=(
+            f"SELECT one.at, s.done, s.tried, {name_of(place, 'zone_offset_v1', style)}(one.at, CAST({mark(style, 1)} AS text))"
+            " FROM (SELECT pg_catalog.clock_timestamp() AS at OFFSET 0) AS one"
+            f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 2)} AS text)"
+        ),
+        offset=f"SELECT {call(place, style, 'zone_offset_v1', ('timestamptz', 'text'))}",
         home=(
             "SELECT n.nspname FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
             f" WHERE c.oid = pg_catalog.to_regclass(CAST({mark(style, 1)} AS text))"
         ),
-        acquire=f"SELECT r.* FROM {call(place, style, 'acquire_slot_v1', _ACQUIRE)} AS r",
+        acquire=f"SELECT r.* FROM {call(place, style, 'acquire_slot_v2', _ACQUIRE)} AS r",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 from enum import StrEnum
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
@@ -19,6 +20,7 @@ from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
 from pgfence.cli.report import Speaker
 from pgfence.cli.run import OnLost, OnUnreachable, Options, Pooler
 from pgfence.cli.run import run as run_guarded
+from pgfence.cli.supervise import has_terminal
 from pgfence.keys import LockKey
 
 app = typer.Typer(
@@ -110,7 +112,7 @@ def run(
     on_unreachable: Annotated[
         OnUnreachable, typer.Option(help="No server: fail, skip the command, or run it [b]without the lock[/b].")
     ] = OnUnreachable.FAIL,
-    grace: Annotated[float, typer.Option(metavar="SECONDS", help="Between SIGTERM and SIGKILL after a loss.")] = 10.0,
+    grace: Annotated[float, typer.Option(metavar="SECONDS", help="Between SIGTERM and SIGKILL.")] = 10.0,
     as_json: Json = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what happens.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say that it is busy.")] = False,
@@ -157,6 +159,10 @@ def _perform(options: Options, speaker: Speaker, *, as_json: bool) -> NoReturn:
         speaker.write(report.as_json())
     elif report.message:
         (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
+    if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
+        # By this a shell knows that Ctrl-C was meant for its loop or script too. Its $? is the same.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     raise Finish(report.exit_code)
 
 

@@ -11,8 +11,8 @@ class Code(IntEnum):
     OK = 0
     MISUSE = 64
     """The command line, a name or the database URL cannot be used."""
-    CLOCK = 65
-    """A slot is done that has not begun: the server's clock was set back since, and a person has to decide."""
+    TIME = 65
+    """A slot is done that has not begun, because the server's clock was set back; or host and server differ on a time zone."""
     NOBODY = 67
     """Nobody has that name: there was nothing to evict."""
     UNAVAILABLE = 69

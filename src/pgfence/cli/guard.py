@@ -1,51 +1,167 @@
 """The guard of one command: ends it when the `pgfence run` that started it is gone.
 
-The server frees the lock of a `pgfence run` that was killed with SIGKILL at once, and nothing in that process can then
-stop the command, which would run on unprotected. So a second, small process sleeps on a pipe whose other end only
-`pgfence run` holds. End of file there means that it died: whatever it had started gets SIGTERM, and SIGKILL after the grace.
+If `pgfence run` is killed with SIGKILL, the server frees the lock at once, and nothing in that process can stop the command
+any more. So a second, small process sleeps on a pipe whose other end only `pgfence run` holds. End of file there means that
+`pgfence run` died: the command and what it started get SIGTERM, and SIGKILL after the grace.
 
-It is run as a program of its own (`python -I -S guard.py GRACE`), in a session of its own, and imports nothing of
-pgfence: so it costs little, no key of the terminal reaches it, and a `pkill -f "pgfence run"` passes it by.
-`pgfence run` dismisses it with SIGKILL.
+At a terminal the guard has a second task. It is in the process group of the shell's job, as `pgfence run` and the command are,
+and reports which signals reach it. A signal that reaches the guard was sent to the group, so the command has it already.
+
+It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence: this keeps its start short, and
+`pkill -f "pgfence run"` does not match it. `pgfence run` dismisses it with SIGKILL.
+
+Finding and ending what a command started is here too, because `pgfence run` does the same when a lock is lost.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+FORWARDED = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+    signal.SIGWINCH,
+)
+READY = b"\0"
 PAUSE = 0.05
+# How long to go on after SIGKILL: a process in an uninterruptible system call may not end at all.
+PATIENCE = 10.0
 
 
-def end(target: int, grace: float) -> None:
-    """Send SIGTERM to `target`, and SIGKILL if something of it is still there after `grace` seconds.
+class Process(NamedTuple):
+    """A line of the process table. `started` counts ticks since boot and is 0 where only ps(1) can be asked."""
+
+    parent: int
+    group: int
+    started: int
+    running: bool
+
+
+def processes() -> dict[int, Process]:
+    """Return all processes by their number."""
+    if not os.path.exists("/proc/self/stat"):  # noqa: PTH110 - pathlib would double the guard's start
+        return _from_ps()
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdecimal():
+            with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:  # noqa: PTH123
+                # The program's name before the last parenthesis may contain anything.
+                fields = file.read().rpartition(b") ")[2].split()
+                running = fields[0] not in {b"Z", b"X"}
+                found[int(name)] = Process(int(fields[1]), int(fields[2]), int(fields[19]), running)
+    return found
+
+
+def _from_ps() -> dict[int, Process]:
+    with subprocess.Popen(
+        ["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as asked:
+        assert asked.stdout is not None
+        lines = [line.split() for line in asked.stdout]
+    table = {
+        int(pid): Process(int(parent), int(group), 0, not state.startswith("Z")) for pid, parent, group, state in lines
+    }
+    table.pop(asked.pid, None)
+    return table
+
+
+def below(roots: Iterable[int], table: dict[int, Process]) -> set[int]:
+    """Return those of `roots` that exist, and all their descendants."""
+    found: set[int] = set()
+    more = table.keys() & set(roots)
+    while more:
+        found |= more
+        more = {pid for pid, process in table.items() if process.parent in more} - found
+    return found
+
+
+class Ending:
+    """Ends processes: SIGTERM to each as it is found, SIGKILL to those that are left after the grace.
 
     Args:
-        target: a process, or as a negative number a process group.
-        grace: seconds.
+        find: returns the processes that should end and still run. It is asked repeatedly, because they may start others.
+        grace: seconds; `math.inf` for no SIGKILL.
+        told: processes that have their SIGTERM already.
     """
-    deadline = time.monotonic() + grace
-    try:
-        os.kill(target, signal.SIGTERM)
-        os.kill(target, signal.SIGCONT)
-        while time.monotonic() < deadline:
-            os.kill(target, 0)
-            time.sleep(PAUSE)
-        os.kill(target, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
+
+    def __init__(self, find: Callable[[], set[int]], grace: float, told: Iterable[int] = ()) -> None:
+        self._find = find
+        self._told = set(told)
+        self._beyond: set[int] = set()
+        self._deadline = time.monotonic() + grace
+
+    def step(self) -> bool:
+        """Signal those that are due and return whether to call again."""
+        late = time.monotonic() - self._deadline
+        found = self._find() - self._beyond
+        for pid in found if late >= 0 else found - self._told:
+            self._send(pid, signal.SIGKILL if late >= 0 else signal.SIGTERM)
+        self._told |= found
+        return bool(found - self._beyond) and late < PATIENCE
+
+    def _send(self, pid: int, signum: int) -> None:
+        try:
+            os.kill(pid, signum)
+            os.kill(pid, signal.SIGCONT)  # a stopped process does not handle SIGTERM
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            self._beyond.add(pid)
+
+
+class _Left:
+    """What a command and its dead `pgfence run` have left."""
+
+    def __init__(self, command: int) -> None:
+        self._command = command
+        self._known = {command}
+
+    def find(self) -> set[int]:
+        table = processes()
+        us = table[os.getpid()]
+        heirs = {
+            pid
+            for pid, process in table.items()
+            if process.group == self._command
+            # At a terminal the group is the job's, to which other programs of a pipeline belong. An orphan of the
+            # command has come to the same parent as this guard, and is younger.
+            or (process.group == us.group and process.parent == us.parent and process.started > us.started)
+        }
+        self._known = below(self._known | heirs, table) - {os.getpid()}
+        return {pid for pid in self._known if table[pid].running}
 
 
 def main() -> None:
-    """Read one line that says whom to end, then wait for the end of the input."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    target = sys.stdin.readline()
-    sys.stdin.read()
-    if target:
-        end(int(target), float(sys.argv[1]))
+    """Report signals, read whom to end, then wait for the end of the input."""
+    os.set_blocking(1, False)
+    signal.set_wakeup_fd(1, warn_on_full_buffer=False)
+    for signum in FORWARDED:
+        signal.signal(signum, lambda _signum, _frame: None)
+    command = 0
+    os.write(1, READY)
+    while words := os.read(0, 64).split():
+        # Numbers are whom to end. A question mark asks for all reports so far: this byte comes after them.
+        command = next((int(word) for word in words if word.isdigit()), command)
+        if b"?" in words:
+            os.write(1, READY)
+    if command:
+        ending = Ending(_Left(command).find, float(sys.argv[1]))
+        while ending.step():
+            time.sleep(PAUSE)
 
 
 if __name__ == "__main__":

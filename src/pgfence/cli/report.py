@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pgfence.grants import Holder
 
 Outcome: TypeAlias = Literal[
-    "ran", "busy", "done", "clock", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"
+    "ran", "busy", "done", "clock", "zone", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"
 ]
 
 

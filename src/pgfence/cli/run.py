@@ -14,7 +14,7 @@ from pgfence.cli.report import Report, as_data, described
 from pgfence.cli.server import engine_from, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
-from pgfence.once import Once, SlotClockError, SlotOverError
+from pgfence.once import Once, SlotClockError, SlotOverError, SlotZoneError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
         except PgfenceError as error:
             if isinstance(error, CapacityError):
                 return report.end("unavailable", Code.UNAVAILABLE, str(error))
+            if isinstance(error, SlotZoneError):
+                return report.end("zone", Code.TIME, str(error))
             return report.end("refused", Code.REFUSED, str(error))
         environment = {**environ, NAME_VARIABLE: options.name, **variables(held)}
         return _Guarded(options, speaker, report, held).run(supervisor, environment)
@@ -163,7 +165,7 @@ def _busy(options: Options, report: Report, error: LockTimeoutError) -> Report:
     if isinstance(error, SlotOverError):
         report.slot = error.slot.isoformat()
     if isinstance(error, SlotClockError):
-        return report.end("clock", Code.CLOCK, str(error))
+        return report.end("clock", Code.TIME, str(error))
     if isinstance(error, SlotOverError):
         return report.end("done", options.busy_code, str(error))
     after = f" after {options.wait:g} s" if options.wait > 0 else ""

@@ -1,40 +1,47 @@
 """Run one command for as long as we may: signals, terminal, loss of the lock, end of the command.
 
-What is promised:
+Guarantees:
 
-- the command inherits stdin, stdout, stderr and nothing else of ours; its exit status comes back as shells count it;
-- without a terminal it leads a process group of its own, and HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that reach
-  us go to that whole group. A signal that was ignored when we started (nohup) stays ignored for both;
-- in the foreground of a terminal it stays in our group, as under time(1) or flock(1): the terminal itself tells every
-  process of the job about Ctrl-C, Ctrl-Z and a new window size, so we do not pass those on a second time, and job
-  control and pipelines work. Then only the command itself is signalled by us, not what it started;
-- when told of a loss, and the caller says stop: SIGTERM (and CONT, for it may be stopped), SIGKILL after the grace;
-- once the command was told to end, by a signal or for a loss, we also wait for the rest of its group: a shell dies of
-  SIGTERM at once while the program it started still cleans up. At most for the grace; after a loss SIGKILL then ends it;
-- killed with SIGKILL ourselves, we leave a guard behind that does the same to the group (see `guard`);
+- the command gets the descriptors that were open and inheritable at our start, and none that we opened; its exit status
+  comes back as shells count it;
+- HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that reach us reach the command and what it started in its process group,
+  once. A signal that was ignored at our start (nohup) stays ignored for both;
+- without a terminal the command leads a process group of its own, to which signals are passed on;
+- with a terminal it stays in our group, as under time(1) or flock(1), so that the shell's job control, pipelines and
+  scripts work as without us. What the terminal or a shell sends to the group has reached the command already, and only what
+  was sent to us alone is passed on; the guard, which is in the group too, tells which it was;
+- at a loss, if the caller says stop, SIGTERM (and CONT, for it may be stopped) goes to the command and to everything it
+  started, SIGKILL after the grace. On Linux we are the reaper of its orphans, so those that left its group or session are
+  found too;
+- once a signal told the command to end and it has ended, what it left behind is ended in the same way: all of it after HUP
+  and TERM, its process group after INT and QUIT;
+- killed with SIGKILL ourselves, we leave a guard behind that ends the command and what it started (see `guard`);
 - as PID 1 of a container we reap the orphans that come to us, and signals work though PID 1 has no default actions.
 
-What is not promised: that processes which the command leaves behind on a normal end, or which left its group by setsid,
-are stopped or waited for; that a command of another user (sudo) can be signalled at all; protection in the first
-millisecond, before the guard has been told whom to end.
+Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for. A command of another
+user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
+nor by the guard. The guard protects from the moment at which it is told whom to end, some microseconds after the start.
 
 Nothing here polls while the command runs: signals, the end of the command and a loss all arrive as bytes in one pipe.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pgfence.cli import guard
+from pgfence.cli.guard import FORWARDED, PAUSE, Ending, below, processes
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -42,10 +49,12 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH)
-BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGCONT, signal.SIGWINCH)
-PAUSE = 0.05
+LONGEST_PAUSE = 0.5
 LONGEST_SLEEP = 3600.0
+# A signal to the group reaches us and the guard within microseconds, but a busy machine may run one of us later.
+SAME_SIGNAL = 0.5
+ANSWER = 5.0
+PR_SET_CHILD_SUBREAPER = 36
 
 
 class Interrupted(BaseException):
@@ -71,38 +80,90 @@ class Ended:
     stopped: bool
 
 
-def in_foreground() -> bool:
-    """Return whether there is a terminal whose keys reach this process."""
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal, in front of which it is or may come."""
     try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
         return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+    return True
+
+
+def inherited() -> tuple[int, ...]:
+    """Return the descriptors beyond stderr that this process would pass on by exec: at its start those of its caller."""
+    found = []
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        with suppress(OSError):
+            found = [int(name) for name in os.listdir(folder)]  # noqa: PTH208
+            break
+    kept = []
+    for descriptor in found:
+        with suppress(OSError):
+            if descriptor > 2 and os.get_inheritable(descriptor):
+                kept.append(descriptor)
+    return tuple(kept)
+
+
+def _adopt_orphans(*, wanted: bool) -> None:
+    """Become the reaper of our descendants' orphans, or stop being it. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
+
+
+def _children() -> frozenset[int]:
+    """Return the processes that this one has started."""
+    lists = list(Path("/proc/self/task").glob("*/children"))
+    if not lists:  # no Linux, or one without this option: slower
+        return frozenset(pid for pid, process in processes().items() if process.parent == os.getpid())
+    found: set[int] = set()
+    for file in lists:
+        with suppress(OSError):  # the thread has ended
+            found.update(map(int, file.read_text(encoding="ascii").split()))
+    return frozenset(found)
 
 
 class _Guard:
-    """Our end of the guard's pipe."""
+    """Our end of the guard's pipes."""
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, *, in_our_group: bool) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__, repr(grace)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            bufsize=0,
+            start_new_session=not in_our_group,
             cwd="/",
         )
+        self._heard: dict[int, float] = {}
+        # Before it is ready a Ctrl-C would end it.
+        self._read_reports()
 
-    def watch(self, target: int) -> None:
+    def watch(self, command: int) -> None:
+        self._write(b"%d\n" % command)
+
+    def heard(self, signum: int) -> bool:
+        """Return whether a signal that has just reached us has reached the guard too."""
+        if self._write(b"?\n"):
+            self._read_reports()
+        return clock() - self._heard.get(signum, -SAME_SIGNAL) < SAME_SIGNAL
+
+    def _write(self, line: bytes) -> bool:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.write(b"%d\n" % target)
-            self.process.stdin.flush()
+            self.process.stdin.write(line)
+            return True
+        return False
+
+    def _read_reports(self) -> None:
+        assert self.process.stdout is not None
+        pipe = self.process.stdout.fileno()
+        until = clock() + ANSWER
+        while select.select([pipe], [], [], max(0.0, until - clock()))[0]:
+            reports = os.read(pipe, 4096)
+            self._heard.update(dict.fromkeys(reports, clock()))
+            if not reports or guard.READY in reports:
+                return
 
     def dismiss(self) -> None:
         self.process.kill()
@@ -113,43 +174,73 @@ class _Guard:
 class _Job:
     """The command, and what it started."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool) -> None:
-        self.process = subprocess.Popen(command, env=env, process_group=0 if own_group else None)
-        self.target = -self.process.pid if own_group else self.process.pid
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool, descriptors: Sequence[int]
+    ) -> None:
+        command, env = _with_sockets(command, env)
+        self._strangers = _children()
+        self._own_group = own_group
+        self.process = subprocess.Popen(command, env=env, process_group=0 if own_group else None, pass_fds=descriptors)
 
     @property
     def ended(self) -> bool:
         return self.process.returncode is not None
 
+    @property
+    def group(self) -> int:
+        return self.process.pid if self._own_group else os.getpgrp()
+
     def send(self, signum: int) -> None:
-        """Send a signal to all of it, as far as that is permitted."""
-        if self.target < 0 or not self.ended:
+        """Send a signal to the command and to what it started in its group, as far as that is permitted."""
+        for target in (-self.group,) if self._own_group else self.in_group():
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.target, signum)
+                os.kill(target, signum)
 
-    def gone(self) -> bool:
-        """Return whether nothing of it is left that we could know of."""
-        if not self.ended or self.target > 0:
-            return self.ended
-        try:
-            os.kill(self.target, 0)
-        except OSError as error:
-            return isinstance(error, ProcessLookupError)
-        return False
+    def in_group(self) -> set[int]:
+        """Return what still runs of it in its process group."""
+        table = processes()
+        return {pid for pid in self._all(table) if table[pid].group == self.group}
 
+    def everything(self) -> set[int]:
+        """Return what still runs of it, wherever it has gone."""
+        return self._all(processes())
 
-def _reap(ours: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Notice who of ours has ended; as PID 1 also collect the orphans of the whole container."""
-    if os.getpid() == 1:
+    def _all(self, table: dict[int, guard.Process]) -> set[int]:
+        us = os.getpid()
+        # Orphans have come to us; other children, such as the guard, were there before the command.
+        roots = {pid for pid, process in table.items() if process.parent == us} - self._strangers
+        if self._own_group:
+            roots |= {pid for pid, process in table.items() if process.group == self.group}
+        return {pid for pid in below(roots, table) if table[pid].running}
+
+    def reap(self, guarding: subprocess.Popen[bytes]) -> None:
+        """Notice what has ended; also collect the orphans that came to us."""
         with suppress(ChildProcessError):
             while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                known = [process for process in ours if process.pid == child.si_pid]
+                known = [process for process in (self.process, guarding) if process.pid == child.si_pid]
                 if known:
                     known[0].poll()
+                elif child.si_pid in self._strangers:
+                    break  # whoever started it waits for it
                 else:
                     os.waitpid(child.si_pid, 0)
-    for process in ours:
-        process.poll()
+        self.process.poll()
+        guarding.poll()
+
+
+_EXEC_WITH_OUR_NUMBER = (
+    "import os, signal, sys; signal.signal(signal.SIGPIPE, signal.SIG_DFL); signal.signal(signal.SIGXFSZ, signal.SIG_DFL);"
+    " os.environ['LISTEN_PID'] = str(os.getpid()); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+
+
+def _with_sockets(command: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
+    """Return a command that takes the sockets which systemd has opened for this process: it looks for its own number."""
+    if env.get("LISTEN_PID") != str(os.getpid()) or shutil.which(command[0], path=env.get("PATH")) is None:
+        return command, env
+    # A second check by the inode of a process, which systemd makes where it is set.
+    kept = {name: value for name, value in env.items() if name != "LISTEN_PIDFDID"}
+    return [sys.executable, "-I", "-S", "-c", _EXEC_WITH_OUR_NUMBER, *command], kept
 
 
 class Supervisor:
@@ -159,12 +250,12 @@ class Supervisor:
 
     Args:
         grace: seconds between SIGTERM and SIGKILL; `math.inf` for no SIGKILL.
-        own_group: whether a command leads a group of its own; None asks whether a terminal is at the front of us.
     """
 
-    def __init__(self, *, grace: float, own_group: bool | None = None) -> None:
+    def __init__(self, *, grace: float) -> None:
         self._grace = grace
-        self._own_group = not in_foreground() if own_group is None else own_group
+        self._own_group = not has_terminal()
+        self._descriptors = inherited()
         self._raising = False
         self._lost = False
         self._lock = threading.Lock()
@@ -226,56 +317,58 @@ class Supervisor:
             Interrupted: a signal asked to stop before the command was started.
             OSError: the command could not be started; nothing runs.
         """
-        for signum in self._drain():
-            if signum in STOPPING:
-                raise Interrupted(signum)
-        guarding = _Guard(self._grace)
+        guarding = _Guard(self._grace, in_our_group=not self._own_group)
         try:
-            job = _Job(command, env, own_group=self._own_group)
+            for signum in self._drain():
+                if signum in STOPPING:
+                    raise Interrupted(signum)
+            _adopt_orphans(wanted=True)
+            job = _Job(command, env, own_group=self._own_group, descriptors=self._descriptors)
         except BaseException:
             guarding.dismiss()
+            _adopt_orphans(wanted=False)
             raise
-        guarding.watch(job.target)
+        guarding.watch(job.process.pid)
         stopped = self._until_over(job, guarding, on_loss)
         # Any exception above leaves the guard in place: its pipe ends with us, and it ends the command.
         guarding.dismiss()
+        _adopt_orphans(wanted=False)
         status: int = job.process.returncode
         return Ended(128 - status, -status, stopped) if status < 0 else Ended(status, None, stopped)
 
     def _until_over(self, job: _Job, guarding: _Guard, on_loss: Callable[[], bool]) -> bool:
-        told = stopped = asked = False
-        patience = math.inf
+        told: set[int] = set()
+        ending: Ending | None = None
+        asked = stopped = False
+        pause = PAUSE
         while True:
             if self._lost and not asked:
                 asked = True
-                if on_loss():
-                    stopped = True
-                    job.send(signal.SIGTERM)
-                    job.send(signal.SIGCONT)
-                    patience = clock() + self._grace
-            _reap((job.process, guarding.process))
-            if job.ended:
-                if job.gone() or not (told or stopped):
+                if stopped := on_loss():
+                    ending = Ending(job.everything, self._grace)
+            job.reap(guarding.process)
+            if job.ended and ending is None:
+                if not told:
                     return stopped
-                patience = min(patience, clock() + self._grace)
-            if clock() >= patience:
-                if stopped:
-                    job.send(signal.SIGKILL)
-                if job.ended:
-                    return stopped
-                patience = math.inf
-            for signum in self._wait(patience, brisk=job.ended):
-                told = told or signum in STOPPING
-                self._forward(job, signum)
+                ending = self._of_the_rest(job, told)
+            left = ending is not None and ending.step()
+            if job.ended and not left:
+                return stopped
+            for signum in self._wait(pause if left else LONGEST_SLEEP):
+                if signum in FORWARDED and (self._own_group or not guarding.heard(signum)):
+                    job.send(signum)
+                if signum in STOPPING:
+                    told.add(signum)
+            pause = min(pause * 1.2, LONGEST_PAUSE)
 
-    def _forward(self, job: _Job, signum: int) -> None:
-        if signum in FORWARDED and (job.target < 0 or signum not in BY_TERMINAL):
-            job.send(signum)
+    def _of_the_rest(self, job: _Job, told: set[int]) -> Ending:
+        """Return the ending of what a command has left behind that was told to end by a signal and did."""
+        everything = bool(told & {signal.SIGHUP, signal.SIGTERM})
+        find = job.everything if everything else job.in_group
+        return Ending(find, self._grace, job.in_group() if signal.SIGTERM in told else ())
 
-    def _wait(self, until: float, *, brisk: bool) -> bytes:
-        # Who is left in a group can only be asked: once the command itself has ended, and not for longer than the grace.
-        longest = PAUSE if brisk else LONGEST_SLEEP
-        select.select([self._reader], [], [], max(0.0, min(until - clock(), longest)))
+    def _wait(self, longest: float) -> bytes:
+        select.select([self._reader], [], [], longest)
         return self._drain()
 
     def _drain(self) -> bytes:

@@ -7,5 +7,6 @@ from pgfence.once._claim import SlotClockError, SlotOverError
 from pgfence.once._handles import AsyncSlot, Slot
 from pgfence.once._slots import CatchUp
 from pgfence.once._sync import Once
+from pgfence.once._zones import SlotZoneError
 
-__all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotClockError", "SlotOverError"]
+__all__ = ["AsyncOnce", "AsyncSlot", "CatchUp", "Once", "Slot", "SlotClockError", "SlotOverError", "SlotZoneError"]

@@ -9,7 +9,7 @@ from pgfence._runtime import aio
 from pgfence._runtime.claims import Refused, holder_of
 from pgfence._runtime.lease_aio import AsyncLeases
 from pgfence.lease._aio import domain_of, source_of
-from pgfence.once._claim import answer
+from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import AsyncSlot
 from pgfence.once._request import Slotted
 from pgfence.verbs import AsyncVerbs
@@ -113,8 +113,10 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         domain, claim = self._place()
         try:
             return await domain.acquire(claim, 0.0, AsyncSlot)
-        except Refused:
-            return None
+        except Refused as refused:
+            if isinstance(error := answer(refused), SlotOverError):
+                return None
+            raise error from None
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncSlot:
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
@@ -124,6 +126,8 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
 
         Raises:
             SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
+            SlotClockError: a `SlotOverError`; the slot that is done has not begun by the server's clock.
+            SlotZoneError: the server has other rules for `tz` than this host, or does not know it.
             LockTimeoutError: another process held it until the timeout; names the holder.
             UnreachableError: no answer; a grant nobody heard of is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.

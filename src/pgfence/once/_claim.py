@@ -12,6 +12,7 @@ from pgfence._runtime.state import named
 from pgfence._sql.slot import repair, slot_sql
 from pgfence.errors import LockTimeoutError
 from pgfence.once._slots import Ahead, Over, due
+from pgfence.once._zones import disagreement, utc_offset, zone_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,9 +86,14 @@ class SlotClaim(Claim):
     kind = "slot"
 
     def attempt(self, style: Style, lease_id: str) -> Steps:
-        sql = slot_sql(self.place, style)
+        sql, zone = slot_sql(self.place, style), zone_name(self.schedule)
         for _ in range(MOVES):
-            now, done, tried = yield sql.read, (self.stored,)
+            if zone is None:
+                now, done, tried = yield sql.read, (self.stored,)
+            else:
+                now, done, tried, there = yield sql.read_zone, (zone, self.stored)
+                if there != (here := utc_offset(self.schedule, now)):
+                    raise Refused from disagreement(self.names, zone, now, here, there)
             found = due(self.schedule, self.catch_up, now, done, tried)
             if isinstance(found, Ahead):
                 (schema,) = yield sql.home, (self.place.name("slot"),)
@@ -105,12 +111,20 @@ class SlotClaim(Claim):
                 owner, where, pid, backend_pid, purpose, since = holder
                 row = owner, where, pid, backend_pid, purpose, token, since, expires_at
                 return Busy(remaining, holder_of(self, row))
+            if outcome == "zone":
+                assert zone is not None
+                (there,) = yield sql.offset, (found.slot, zone)
+                raise Refused from disagreement(
+                    self.names, zone, found.slot, utc_offset(self.schedule, found.slot), there
+                )
         return Busy(0.0)
 
     def _arguments(self, found: Due, lease_id: str) -> tuple[object, ...]:
         terms, identity = self.terms, self.identity
         who = owner_of(identity), host(), os.getpid(), identity.purpose, identity.metadata
-        return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who
+        zone = zone_name(self.schedule)
+        rules = (None, None) if zone is None else (zone, utc_offset(self.schedule, found.slot))
+        return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who, *rules
 
     def _over(self, over: Over, now: datetime) -> SlotOverError:
         why = _WHY[over.why]

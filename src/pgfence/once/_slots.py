@@ -29,6 +29,11 @@ _ORIGIN = date(2001, 1, 1)  # a Monday, so that weeks begin where people expect 
 class Schedule(Protocol):
     """Slots in their order."""
 
+    @property
+    def zone(self) -> tzinfo:
+        """The zone by whose clocks they begin."""
+        ...
+
     def current(self, now: datetime) -> datetime:
         """Return the newest slot that has begun."""
         ...

@@ -9,7 +9,7 @@ from pgfence._runtime import sync
 from pgfence._runtime.claims import Refused, holder_of
 from pgfence._runtime.lease_sync import SyncLeases
 from pgfence.lease._sync import domain_of, source_of
-from pgfence.once._claim import answer
+from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import Slot
 from pgfence.once._request import Slotted
 from pgfence.verbs import Verbs
@@ -53,7 +53,7 @@ class Once(Slotted, Verbs[Slot]):
         at: the slot itself, as a datetime with a time zone or text in ISO 8601 (without a zone it is UTC), for callers that
             have one already. Such slots run in any order and beside each other, each once; their rows have the name
             `name@slot`, and stay.
-        tz: a name of the zone database.
+        tz: the name of a time zone. The server's time zone database decides: a host whose rules differ runs nothing.
         catch_up: what becomes of slots that nobody ran. "last": the newest one runs late; "all": each of them in its order,
             since the first that anybody ran; "none": a slot may be begun within its first minute.
         ttl: seconds after which a host that died half way is given up.
@@ -140,8 +140,10 @@ class Once(Slotted, Verbs[Slot]):
         domain, claim = self._place()
         try:
             return domain.acquire(claim, 0.0, Slot)
-        except Refused:
-            return None
+        except Refused as refused:
+            if isinstance(error := answer(refused), SlotOverError):
+                return None
+            raise error from None
 
     def acquire(self, *, timeout: Seconds | None = None) -> Slot:
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
@@ -151,6 +153,8 @@ class Once(Slotted, Verbs[Slot]):
 
         Raises:
             SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
+            SlotClockError: a `SlotOverError`; the slot that is done has not begun by the server's clock.
+            SlotZoneError: the server has other rules for `tz` than this host, or does not know it.
             LockTimeoutError: another process held it until the timeout; names the holder.
             UnreachableError: no answer; a grant nobody heard of is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.

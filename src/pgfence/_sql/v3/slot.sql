@@ -1,0 +1,71 @@
+-- Slots of a schedule, see v1: with a comparison of the client's time zones with the server's.
+
+-- Returns how many seconds local time was ahead of UTC in a zone, by this server's zone database; NULL if it has no such zone.
+-- Through the setting, because AT TIME ZONE takes 'MET' and its like for abbreviations, which have no summer time.
+CREATE FUNCTION @zone_offset_v1@(p_at timestamptz, p_zone text) RETURNS integer
+LANGUAGE plpgsql VOLATILE SET "TimeZone" = 'UTC' AS $$
+BEGIN
+    PERFORM pg_catalog.set_config('TimeZone', p_zone, true);
+    RETURN EXTRACT(EPOCH FROM p_at::timestamp - (p_at AT TIME ZONE 'UTC'));
+EXCEPTION WHEN invalid_parameter_value THEN
+    RETURN NULL;
+END $$;
+
+-- The client has computed p_slot from this server's clock, and with p_zone that local time was p_offset seconds ahead of UTC then.
+-- The slot counts from its beginning until p_until; where that is NULL, the clock plays no part.
+-- Returns "granted", "busy" (its lease is held, by the holder that is returned), "done", "moved" (another slot counts by now),
+-- or "zone" (this server's zone database says something else).
+CREATE FUNCTION @acquire_slot_v2@(
+    p_name text, p_slot timestamptz, p_until timestamptz, p_lease text, p_ttl double precision,
+    p_max_hold double precision, p_owner text, p_host text, p_pid integer, p_purpose text, p_metadata text,
+    p_zone text, p_offset integer
+) RETURNS TABLE (
+    outcome text, token bigint, expires_at timestamptz, remaining double precision, hold_remaining double precision,
+    checkpoint text, owner text, host text, pid integer, backend_pid integer, purpose text, since timestamptz,
+    attempt integer
+) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    s @slot@;
+    l record;
+    at timestamptz;
+BEGIN
+    -- What one host takes for a slot must be what all of them take for it.
+    IF p_zone IS NOT NULL AND @zone_offset_v1@(p_slot, p_zone) IS DISTINCT FROM p_offset THEN
+        RETURN QUERY SELECT 'zone', NULL::bigint, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
+            NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::timestamptz, NULL::integer;
+        RETURN;
+    END IF;
+    PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
+    SELECT t.* INTO s FROM @slot@ AS t WHERE t.name = p_name;
+    IF NOT FOUND THEN
+        INSERT INTO @slot@ AS t (name) VALUES (p_name) ON CONFLICT (name) DO NOTHING;
+    END IF;
+    IF s.done IS NULL OR s.done < p_slot THEN
+        SELECT t.* INTO STRICT s FROM @slot@ AS t WHERE t.name = p_name FOR NO KEY UPDATE;
+    END IF;
+    IF s.done >= p_slot THEN
+        RETURN QUERY SELECT 'done', s.token, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
+            NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, s.finished_at, s.attempt;
+        RETURN;
+    END IF;
+    -- Read with the row locked: the wait for it may have outlasted the slot, or the clock was set back.
+    at := pg_catalog.clock_timestamp();
+    IF p_until IS NOT NULL AND (at < p_slot OR at >= p_until) THEN
+        RETURN QUERY SELECT 'moved', s.token, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
+            NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::timestamptz, s.attempt;
+        RETURN;
+    END IF;
+    SELECT g.* INTO l FROM @acquire_lease_v1@(
+        p_name, p_lease, p_ttl, 0, 0, p_max_hold, p_owner, p_host, p_pid, p_purpose, p_metadata) AS g;
+    IF l.granted THEN
+        -- The same grant, asked for again after a lost answer, is one attempt.
+        IF s.token IS DISTINCT FROM l.token OR s.tried IS DISTINCT FROM p_slot THEN
+            s.attempt := CASE WHEN s.tried = p_slot THEN s.attempt + 1 ELSE 1 END;
+        END IF;
+        UPDATE @slot@ AS t SET tried = p_slot, attempt = s.attempt, token = l.token, started_at = l.since
+        WHERE t.name = p_name;
+    END IF;
+    RETURN QUERY SELECT CASE WHEN l.granted THEN 'granted' ELSE 'busy' END, l.token, l.expires_at, l.remaining,
+        l.hold_remaining, l.checkpoint, l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.since, s.attempt;
+END $$;
