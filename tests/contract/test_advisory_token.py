@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -25,6 +27,7 @@ from pgfence.errors import (
 from pgfence.fence import fence
 from pgfence.fenced_handles import AsyncFencedHeld, FencedHeld
 from pgfence.keys import LockKey, stored
+from support import leases
 from support.locking import background, elsewhere, is_free, lock, run, standing, terminate, waits
 from support.waiting import eventually
 
@@ -47,8 +50,8 @@ def row(admin: psycopg.Connection[Any], name: str, prefix: str = "pgfence_") -> 
 def hold_as_lease(admin: psycopg.Connection[Any], name: str, ttl: float = 60) -> int:
     """Take a lease of the name, as another process would."""
     found = admin.execute(
-        "SELECT granted, token FROM pgfence_acquire_lease_v1(%s, gen_random_uuid()::text, %s, 0, 0, NULL,"
-        " 'worker-7', 'host-1', 7, 'close', NULL)",
+        "SELECT granted, token FROM pgfence_acquire_lease_v2(%s, gen_random_uuid()::text, %s, 0, 0, NULL,"
+        " 'worker-7', 'host-1', 7, 'close', NULL, 'lease')",
         [name, ttl],
     ).fetchone()
     assert found is not None and found[0]
@@ -82,7 +85,7 @@ async def test_lock_and_token_cost_one_round_trip(world: World, name: str) -> No
     held = await world.call(one.acquire, timeout=5)
     assert held.token == 2
     await world.call(held.release)
-    assert ["lock_with_token_v1" in sent for sent in seen] == [True, False]
+    assert ["lock_with_token_v2" in sent for sent in seen] == [True, False]
     assert "pg_advisory_unlock" in seen[1]
 
 
@@ -171,19 +174,53 @@ async def test_a_lease_of_the_same_name_keeps_it_busy_and_its_token(
         await world.call(one.acquire, timeout=1.2)
     assert [(holder.kind, holder.token) for holder in caught.value.holders] == [("lease", token)]
     assert [holder.owner for holder in await world.call(one.holders)] == ["worker-7"]
-    assert sum("lock_with_token_v1" in sent for sent in seen) <= 7
+    assert sum("lock_with_token_v2" in sent for sent in seen) <= 7
     assert row(admin, name) == (token, True)
-    admin.execute("UPDATE pgfence_lease SET expires_at = 'epoch' WHERE name = %s", [name])
+    admin.execute("UPDATE pgfence_lease SET expires_at = 'epoch', free_at = 'epoch' WHERE name = %s", [name])
     async with world.enter(one.hold(timeout=5)) as held:
         assert held.token == token + 1
 
 
-async def test_a_lease_taken_after_it_gets_a_larger_token(
+async def test_a_lease_is_not_granted_beside_it(world: World, name: str) -> None:
+    """While the lock is held a lease of that name is held by another process, whom the error names; then it has the next token."""
+    engine = world.engine()
+    asked = leases.lease(world, world.engine(), name)
+    async with world.enter(lock(world, engine, name, token=True).hold()) as held:
+        assert await world.call(asked.try_acquire) is None
+        with pytest.raises(LockTimeoutError) as caught:
+            await world.call(asked.acquire, timeout=0.1)
+        seen = [caught.value.holders, await world.call(asked.holders)]
+        seen.append(await world.call(lock(world, engine, name, token=True).holders))
+        for (holder,) in seen:
+            assert (holder.kind, holder.token, holder.pid) == ("session lock", held.token, os.getpid())
+            assert (holder.host, holder.expires_at) == (socket.gethostname(), None)
+            assert holder.backend_pid == held._hold.session.pid
+    async with world.enter(asked.hold()) as lease:
+        assert lease.token == held.token + 1
+        assert await world.call(lock(world, engine, name, token=True).try_acquire) is None
+
+
+async def test_a_lease_is_free_when_the_session_of_the_lock_ends(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Locks and leases of one name count in one row: whichever came later has the larger token."""
-    async with world.enter(lock(world, world.engine(), name, token=True).hold()) as held:
-        assert hold_as_lease(admin, name) == held.token + 1
+    """A lease that is waited for is granted once the lock is released, and at once after its session has died."""
+    engine = world.engine()
+    asked = leases.lease(world, engine, name)
+    seen: list[str] = []
+    event.listen(getattr(engine, "sync_engine", engine), "before_cursor_execute", lambda *a: seen.append(a[2]))
+    for ending in ("released", "killed"):
+        held = await world.call(lock(world, world.engine(), name, token=True).acquire)
+        seen.clear()
+        async with background(world.other().call(asked.acquire, timeout=30)) as waiting:
+            await eventually(lambda: sum("acquire_lease" in sent for sent in seen) > 1)
+            assert not waiting.done()
+            if ending == "released":
+                await world.call(held.release)
+            else:
+                terminate(admin, held._hold.session.pid)
+            lease = await waiting
+        assert lease.token == held.token + 1
+        await world.call(lease.release)
 
 
 async def test_a_lost_lock_tells_its_token(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("tables")
 
-_ACQUIRE = "SELECT granted, token FROM pgfence_acquire_lease_v1(%s, %s, %s, 0, 30, NULL, 'worker-7', 'host-1', 7, 'close', NULL)"
+_ACQUIRE = "SELECT granted, token FROM pgfence_acquire_lease_v2(%s, %s, %s, 0, 30, NULL, 'worker-7', 'host-1', 7, 'close', NULL, 'lease')"
 LEASE = "11111111-2222-3333-4444-555555555555"
 
 

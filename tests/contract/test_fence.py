@@ -145,7 +145,7 @@ async def test_a_newer_holder_waits_for_older_writers_and_sees_what_they_wrote(
 async def test_a_token_above_the_leases_row_was_never_issued(world: World, name: str, admin: Any) -> None:
     """C080: a token from another resource, or from before a restore, is refused as such."""
     admin.execute(
-        "SELECT pgfence_acquire_lease_v1(%s, gen_random_uuid()::text, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL)",
+        "SELECT pgfence_acquire_lease_v2(%s, gen_random_uuid()::text, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
         (name,),
     )
     async with session(world, world.engine()) as work:

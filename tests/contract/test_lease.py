@@ -148,7 +148,7 @@ async def test_acquire_and_release_are_one_statement_each(world: World, name: st
     event.listen(sync_engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
     async with connection(world, engine):
         held = await world.call(lease(world, engine, name).acquire)
-        assert ["acquire_lease_v1" in text for text in seen] == [True]
+        assert ["acquire_lease_v2" in text for text in seen] == [True]
         await world.call(held.release)
     assert ["release_lease_v1" in text for text in seen] == [False, True]
 

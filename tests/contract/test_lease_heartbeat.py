@@ -44,7 +44,7 @@ class Bench:
         """Take a lease and have it renewed."""
         lease_id, started = uuid4(), clock()
         row = self.admin.execute(
-            "SELECT * FROM pgfence_acquire_lease_v1(%s, %s, %s, 0, 0, %s, NULL, NULL, NULL, '', NULL)",
+            "SELECT * FROM pgfence_acquire_lease_v2(%s, %s, %s, 0, 0, %s, NULL, NULL, NULL, '', NULL, 'lease')",
             (name, str(lease_id), ttl, max_hold),
         ).fetchone()
         assert row is not None and row[0]
@@ -161,7 +161,7 @@ async def test_an_evicted_holder_is_told_so(bench: Any, name: str, eventually: A
     """An operator's eviction is the reason that the holder hears."""
     here = bench()
     grant = here.take(name, 0.6)
-    here.admin.execute("SELECT * FROM pgfence_evict_lease_v1(%s, 'me', 'a test', NULL)", (name,))
+    here.admin.execute("SELECT * FROM pgfence_evict_lease_v2(%s, 'me', 'a test', NULL)", (name,))
     await eventually(lambda: grant.reason)
     assert grant.loss_reason == "evicted"
 
@@ -348,7 +348,7 @@ async def test_renewing_what_is_lost_or_released_says_so(bench: Any, name: str, 
     here = bench()
     grant = here.take(name, 60)
     other = here.take(f"{name}:other", 60)
-    here.admin.execute("SELECT * FROM pgfence_evict_lease_v1(%s, 'me', 'a test', NULL)", (name,))
+    here.admin.execute("SELECT * FROM pgfence_evict_lease_v2(%s, 'me', 'a test', NULL)", (name,))
     answers: list[Any] = []
     here.beat.renew(grant, None, answers.append)
     await eventually(lambda: answers)
@@ -432,7 +432,8 @@ async def test_a_grant_nobody_heard_of_is_ended_by_its_id(bench: Any, name: str,
     here = bench()
     lease_id = uuid4()
     here.admin.execute(
-        "SELECT pgfence_acquire_lease_v1(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL)", (name, str(lease_id))
+        "SELECT pgfence_acquire_lease_v2(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
+        (name, str(lease_id)),
     )
     here.beat.forget_later(PLACE, name, UUID(int=0), 30)
     here.beat.forget_later(PLACE, name, lease_id, 30)
@@ -452,7 +453,7 @@ async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
 
     def acquire() -> None:
         with psycopg.connect(dsn, autocommit=True) as late:
-            query = "SELECT granted FROM pgfence_acquire_lease_v1(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL)"
+            query = "SELECT granted FROM pgfence_acquire_lease_v2(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')"
             granted.append(late.execute(query, (name, str(lease_id))).fetchone())
 
     with psycopg.connect(dsn) as other:
@@ -485,7 +486,7 @@ async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
     await eventually(lambda: any(ending.answer is False for ending in here.beat._agenda.endings))
     here.admin.execute("UPDATE pgfence_lease SET released_at = now(), free_at = 'epoch' WHERE name = %s", (name,))
     row = here.admin.execute(
-        "SELECT granted FROM pgfence_acquire_lease_v1(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL)",
+        "SELECT granted FROM pgfence_acquire_lease_v2(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
         (name, str(lease_id)),
     ).fetchone()
     assert row == (True,)

@@ -89,7 +89,7 @@ async def test_functions_that_are_missing_are_named_too(
     engine = world.engine()
     configure(engine, schema=place.schema)
     await given(schema.create_all(engine))
-    admin.execute(f"DROP FUNCTION {place.name('acquire_lease_v1')}".encode())
+    admin.execute(f"DROP FUNCTION {place.name('acquire_lease_v2')}".encode())
     for call in (lease(world, engine, name).try_acquire, lease(world, engine, name).acquire):
         with pytest.raises(SchemaError, match="pgfence install"):
             await world.call(call)

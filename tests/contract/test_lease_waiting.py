@@ -99,7 +99,7 @@ async def test_who_waits_asks_once_a_second_and_a_hundred_ask_as_one(
     event.listen(
         getattr(engine, "sync_engine", engine),
         "before_cursor_execute",
-        lambda *args: seen.append(time.monotonic()) if "acquire_lease_v1" in args[2] else None,
+        lambda *args: seen.append(time.monotonic()) if "acquire_lease_v2" in args[2] else None,
     )
     count = 100 if world.is_async else 30
     async with AsyncExitStack() as stack:

@@ -183,7 +183,7 @@ async def test_a_lost_slot_is_not_done(world: World, name: str, admin: psycopg.C
     engine = world.engine()
     with pytest.raises(LockLostError) as told:
         async with world.enter(once(world, name, engine, ttl=1).hold()) as slot:
-            admin.execute("SELECT pgfence_evict_lease_v1(%s, 'me', 'test', NULL)", [name])
+            admin.execute("SELECT pgfence_evict_lease_v2(%s, 'me', 'test', NULL)", [name])
             await world.call(slot.wait_lost, 10)
     assert told.value.reason == "evicted"
     assert row_of(admin, name) == (None, this_year(), 1)

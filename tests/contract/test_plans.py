@@ -30,16 +30,21 @@ FILL = (
 )
 CALLS = (
     "acquire_lease_v1(%(name)s, %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL)",
+    "acquire_lease_v2(%(name)s || 'v', %(id)s, 60, 0, 0, NULL, 'me', 'here', 1, '', NULL, 'lease')",
     "enter_gate_v1(%(name)s, 1)",
     "check_gate_v1(%(name)s, 'accounts')",
     "save_checkpoint_v1(%(name)s, 1, '1')",
     "renew_leases_v1(ARRAY[%(name)s], ARRAY[%(id)s], ARRAY[1]::bigint[], ARRAY[60]::float8[])",
     "adopt_lease_v1(%(name)s, %(id)s, 1, %(new)s, NULL, 'there', 2)",
+    "adopt_lease_v2(%(name)s || 'v', %(id)s, 1, %(new)s, NULL, 'there', 2)",
     "release_lease_v1(%(name)s, %(new)s, 1)",
     "evict_lease_v1(%(name)s, 'me', '', NULL)",
+    "evict_lease_v2(%(name)s || 'v', 'me', '', NULL)",
     "forget_lease_v1(%(name)s, %(new)s)",
     "lock_with_token_v1(pg_backend_pid(), 1, %(name)s, 0)",
-    "acquire_slot_v2(%(name)s || 's', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 'UTC', 0)",
+    "lock_with_token_v2(pg_backend_pid(), 1, %(name)s || 'v', 0, 'here', 1)",
+    "acquire_slot_v1(%(name)s || 's', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL)",
+    "acquire_slot_v2(%(name)s || 't', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 'UTC', 0)",
     "finish_slot_v1(%(name)s || 's', %(id)s, 1, now(), true)",
     "claim_key_v1('s', %(name)s, NULL, 60, 0)",
     "finish_key_v1('s', %(name)s, 'done', '1')",
@@ -79,7 +84,7 @@ def scanned(session: psycopg.Connection[Any], place: Place, name: str) -> list[A
             session.execute(f"SELECT * FROM {place.prefix}{call}".encode(), values)
         session.execute(f"SELECT {place.prefix}enter_gate_v1('r', 1)".encode())
         session.execute(f"INSERT INTO {place.prefix}fenced VALUES (1)".encode())
-        session.execute("SELECT pg_advisory_unlock(1)")
+        session.execute("SELECT pg_advisory_unlock(1), pg_advisory_unlock(1)")
         session.execute("SET CONSTRAINTS ALL IMMEDIATE")
         return session.execute(SCANS, [place.prefix]).fetchall()
 
@@ -97,15 +102,7 @@ def test_no_function_reads_a_table_from_end_to_end_though_it_is_tiny(
 
 def test_every_function_is_called() -> None:
     """But those that only refuse, or only call others."""
-    others = {
-        "enter_gates",
-        "refuse",
-        "refuse_wait",
-        "fence_row",
-        "fence_table",
-        "fence_truncate",
-        "check_key",
-        "zone_offset",
-    }
-    names = {name.partition("_v")[0] for name in function_texts(Place(prefix=""))}
-    assert names == others | {call.partition("_v")[0] for call in CALLS}
+    gates = {"enter_gates", "refuse", "refuse_wait", "fence_row", "fence_table", "fence_truncate", "check_key"}
+    leases = {"timeline", "next_token", "add_lease", "rebase_lease", "session_holds", "zone_offset"}
+    others = {f"{name}_v1" for name in gates | leases}
+    assert set(function_texts(Place())) == others | {call.partition("(")[0] for call in CALLS}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 TABLES = {"lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"}
-TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL)"
+TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'lease')"
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def made(admin: psycopg.Connection[Any], place: Place) -> tuple[set[str], int]:
 
 def take(admin: psycopg.Connection[Any], place: Place, name: str) -> Any:
     """Acquire a lease with the plain function; return whether it was granted, and the token."""
-    function = sql.SQL(place.name("acquire_lease_v1").replace("%", "%%"))  # type: ignore[arg-type]
+    function = sql.SQL(place.name("acquire_lease_v2").replace("%", "%%"))  # type: ignore[arg-type]
     return admin.execute(sql.SQL(TAKE).format(function), [name]).fetchone()
 
 
@@ -342,13 +342,13 @@ async def test_a_role_with_the_listed_rights_only_can_use_everything(
             f"{place.name('renew_leases_v1')}(ARRAY['a'], ARRAY[{lease}], ARRAY[1], ARRAY[10.0])",
             f"{place.name('release_lease_v1')}('a', {lease}, 1)",
             f"{place.name('forget_lease_v1')}('a', {lease})",
-            f"{place.name('lock_with_token_v1')}(pg_backend_pid(), 1, 'b', 0)",
+            f"{place.name('lock_with_token_v2')}(pg_backend_pid(), 1, 'b', 0, 'h', 1)",
             "pg_advisory_unlock_all()",
         ):
             user.execute(f"SELECT {call}".encode())
         with pytest.raises(psycopg.errors.InsufficientPrivilege):
             user.execute(f"DELETE FROM {place.name('lease')}".encode())
-        evict = f"SELECT * FROM {place.name('evict_lease_v1')}('a', 'me', 'because', NULL)".encode()
+        evict = f"SELECT * FROM {place.name('evict_lease_v2')}('a', 'me', 'because', NULL)".encode()
         with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught:
             user.execute(evict)
         error = translated(caught.value, place)

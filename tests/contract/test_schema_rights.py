@@ -28,9 +28,9 @@ LEASES = {
 WRITERS = {"gate": ("SELECT", "INSERT", "UPDATE"), "lease": ("SELECT",)}
 
 LEASE_CALLS = (
-    f"SELECT * FROM {{acquire_lease_v1}}('new', {ID}, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL)",
+    f"SELECT * FROM {{acquire_lease_v2}}('new', {ID}, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'lease')",
     f"SELECT {{renew_leases_v1}}(ARRAY['new'], ARRAY[{ID}], ARRAY[1], ARRAY[10.0])",
-    f"SELECT * FROM {{adopt_lease_v1}}('new', {ID}, 1, {ID}, 'o', 'h', 1)",
+    f"SELECT * FROM {{adopt_lease_v2}}('new', {ID}, 1, {ID}, 'o', 'h', 1)",
     f"SELECT {{forget_lease_v1}}('new', {ID})",
     f"SELECT {{release_lease_v1}}('new', {ID}, 1)",
 )
@@ -39,7 +39,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     "leases": (LEASES, LEASE_CALLS),
     "tokens": (
         {"lease": ("SELECT", "INSERT", "UPDATE"), "gate": ("SELECT",)},
-        ("SELECT {lock_with_token_v1}(pg_backend_pid(), 1, 'new', 0)", "SELECT pg_advisory_unlock_all()"),
+        ("SELECT {lock_with_token_v2}(pg_backend_pid(), 1, 'new', 0, 'h', 1)", "SELECT pg_advisory_unlock_all()"),
     ),
     "once": (
         LEASES | {"slot": ("SELECT", "INSERT", "UPDATE")},
@@ -69,7 +69,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     ),
     "evict": (
         {"lease": ("SELECT", "UPDATE"), "gate": ("SELECT", "INSERT", "UPDATE"), "audit": ("INSERT",)},
-        ("SELECT * FROM {evict_lease_v1}('a', 'me', 'because', NULL)",),
+        ("SELECT * FROM {evict_lease_v2}('a', 'me', 'because', NULL)",),
     ),
 }
 

@@ -78,7 +78,7 @@ def test_a_lease_of_an_older_release_is_respected(
 ) -> None:
     """What a process of an older release holds is held after the upgrade too, and the next token is above it."""
     make(admin, tables.creation(place, version))
-    with Caller(dsn, name, f"{place.schema}.pgfence_") as older:
+    with Caller(dsn, name, f"{place.schema}.pgfence_", old=True) as older:
         assert older.acquire().granted
         engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
         configure(engine, schema=place.schema)
@@ -122,7 +122,7 @@ def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
         "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass AND mode = 'AccessExclusiveLock'"
     )
     with (
-        Caller(dsn, name, f"{place.schema}.pgfence_") as holder,
+        Caller(dsn, name, f"{place.schema}.pgfence_", old=True) as holder,
         psycopg.connect(dsn) as reader,
         ThreadPoolExecutor(1) as pool,
     ):

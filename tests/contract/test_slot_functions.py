@@ -176,7 +176,7 @@ def test_the_server_s_zone_database_is_asked(dsn: str) -> None:
 def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
     """Whoever was evicted cannot say that the slot is done; another one may try at once."""
     one.acquire()
-    admin.execute("SELECT pgfence_evict_lease_v1(%s, 'me', 'test', NULL)", [one.name])
+    admin.execute("SELECT pgfence_evict_lease_v2(%s, 'me', 'test', NULL)", [one.name])
     assert one.finish() == "evicted"
     assert other.acquire() == ("granted", 2)
 

@@ -69,7 +69,7 @@ async def test_a_waiter_gets_it_without_being_told(
     one = lease(world, engine, name)
     rival(admin, name)
     async with background(world.other().call(one.acquire, timeout=20)) as waiting:
-        await eventually(lambda: any("acquire_lease_v1" in text for text in asked))
+        await eventually(lambda: any("acquire_lease_v2" in text for text in asked))
         found = row(admin, name)
         admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, str(found.lease_id), found.token])
         held = await waiting

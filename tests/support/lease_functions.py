@@ -17,14 +17,16 @@ class Caller:
     """Somebody who calls them for one name, on a connection of its own.
 
     Attributes:
+        old: call the functions of version 1, as a process of an older release does.
         lease: the id that it uses if none is given.
         token: what its last acquire brought.
     """
 
-    def __init__(self, dsn: str, name: str, place: str = "pgfence_") -> None:
+    def __init__(self, dsn: str, name: str, place: str = "pgfence_", *, old: bool = False) -> None:
         self.connection = psycopg.connect(dsn, autocommit=True, row_factory=namedtuple_row)
         self.name = name
         self.place = place
+        self.old = old
         self.lease = str(uuid4())
         self.token = 0
 
@@ -71,8 +73,9 @@ class Caller:
         lease: str | None = None,
         owner: str = "me",
     ) -> Any:
+        function, kind = ("acquire_lease_v1", "") if self.old else ("acquire_lease_v2", ", 'lease'")
         found = self.one(
-            f"SELECT * FROM {self.place}acquire_lease_v1(%s, %s, %s, %s, %s, %s, %s, 'here', 7, 'a purpose', '[1]')",
+            f"SELECT * FROM {self.place}{function}(%s, %s, %s, %s, %s, %s, %s, 'here', 7, 'a purpose', '[1]'{kind})",
             *(self.name, lease or self.lease, ttl, min_hold, lock_delay, max_hold, owner),
         )
         if found.granted:
@@ -101,12 +104,12 @@ class Caller:
 
     def adopt(self, lease: str, token: int, new: str | None = None) -> Any:
         return self.one(
-            f"SELECT * FROM {self.place}adopt_lease_v1(%s, %s, %s, %s, NULL, 'there', 8)",
+            f"SELECT * FROM {self.place}adopt_lease_v{1 if self.old else 2}(%s, %s, %s, %s, NULL, 'there', 8)",
             *(self.name, lease, token, new or self.lease),
         )
 
     def evict(self, reason: str = "stuck") -> Any:
-        return self.call("evict_lease_v1", self.name, "an operator", reason, '{"ticket": 5}')
+        return self.call(f"evict_lease_v{1 if self.old else 2}", self.name, "an operator", reason, '{"ticket": 5}')
 
     def enter(self, token: int) -> None:
         self.enter_all({self.name: token})
@@ -115,6 +118,7 @@ class Caller:
         self.one(f"SELECT {self.place}enter_gates_v1(%s::text[], %s::bigint[])", list(tokens), list(tokens.values()))
 
     def lock(self, key: int, milliseconds: int = 0, *, backend: int | None = None) -> int | None:
-        found = self.call("lock_with_token_v1", backend or self.pid, key, self.name, milliseconds)
+        function, who = ("lock_with_token_v1", ()) if self.old else ("lock_with_token_v2", ("here", 7))
+        found = self.call(function, backend or self.pid, key, self.name, milliseconds, *who)
         token: int | None = found[0]
         return token

@@ -18,7 +18,9 @@ _TIMES = ", ".join(
     for at in ("acquired_at", "renewed_at", "expires_at", "free_at", "released_at", "min_until", "hold_until")
 )
 _LEFT = "extract(epoch FROM expires_at - clock_timestamp())::float8 AS left"
-_TAKE = "SELECT * FROM pgfence_acquire_lease_v1(%s, %s, %s, 0, 0, NULL, 'rival', 'elsewhere', 7, 'to win', NULL)"
+_TAKE = (
+    "SELECT * FROM pgfence_acquire_lease_v2(%s, %s, %s, 0, 0, NULL, 'rival', 'elsewhere', 7, 'to win', NULL, 'lease')"
+)
 
 
 def lease(world: World, engine: Any, name: str, *, ttl: Any = 30, **kwargs: Any) -> Any:

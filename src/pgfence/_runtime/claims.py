@@ -6,6 +6,7 @@ So the sync and the async shell drive the very same steps.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from abc import ABC, abstractmethod
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from pgfence._runtime import trust
+from pgfence._runtime.state import named
 from pgfence._sql.activity import lease_holder
 from pgfence._sql.lease import lease_sql
 from pgfence.keys import shown
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import Place
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
+
+log = logging.getLogger("pgfence.lease")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +131,33 @@ class LeaseClaim(Claim):
                 os.getpid(),
                 identity.purpose,
                 identity.metadata,
+                self.kind,
             ),
         )
-        granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder = row
+        granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back = row
+        warn_of_clock(self, set_back)
         if granted:
             return Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
-        owner, where, pid, backend_pid, purpose, since = holder
-        found = (owner, where, pid, backend_pid, purpose, token, since, expires_at)
-        return Busy(remaining, holder_of(self, found))
+        *who, since = holder
+        return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
 
 
 def holder_of(claim: Claim, row: Sequence[Any]) -> Holder:
-    """Return the holder that a row of `look` tells of."""
-    return replace(lease_holder(claim.names[0], row), kind=claim.kind)
+    """Return the holder that a row of `look` describes."""
+    return lease_holder(claim.names[0], row)
+
+
+def warn_of_clock(claim: Claim, set_back: float | None) -> None:
+    """Log that the server's clock was set back while the name was blocked, and what that means."""
+    if set_back is not None and set_back >= trust.NOTABLE_STEP:
+        log.warning(
+            "the clock of the database server was set back by %.0f s or more while the %s %s was held: its times were moved"
+            " back too, so that it is free at the latest one TTL from now if its holder is dead. Check the time service of that"
+            " server",
+            set_back,
+            claim.kind,
+            named(claim.names),
+        )
 
 
 def decoded(text: str | None) -> Any:
@@ -164,7 +183,8 @@ def adoption(style: Style, claim: Claim, reference: dict[str, Any], new: str) ->
 
 def adopted(claim: Claim, token: int, row: Sequence[Any]) -> tuple[Claim, Granted] | str:
     """Return what was adopted, with the terms it has in the table; or why it was not."""
-    outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose = row
+    outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
+    warn_of_clock(claim, set_back)
     if outcome != "ok":
         return str(outcome)
     found = replace(

@@ -27,6 +27,8 @@ MARGIN = 5.0
 FIRST_RETRY = 0.05
 LONGEST_STATEMENT = 30.0
 SHORTEST_PATIENCE = 0.5
+NOTABLE_STEP = 1.0
+"""Seconds by which the server's clock must have been set back to be logged: time services correct by less every day."""
 
 
 def interval(ttl: float) -> float:

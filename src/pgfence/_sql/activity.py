@@ -10,7 +10,7 @@ The texts stand apart from the functions that send them, so that a caller with a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pgfence._sql.moments import moment, number
@@ -106,22 +106,33 @@ def _holder(row: Sequence[Any], key: LockKey) -> Holder:
 
 def lease_holder(name: str, row: Sequence[Any]) -> Holder:
     """Return the holder that a row of `lease_sql(...).look` tells of; `name` as people know it."""
-    owner, host, pid, backend_pid, purpose, token, since, expires_at = row
+    kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at = row
     return Holder(
         name=name,
         key=None,
-        kind="lease",
+        kind=kind,
         mode="exclusive",
         owner=owner,
         host=host,
         pid=pid,
         backend_pid=backend_pid,
-        application_name=None,
+        application_name=application_name or None,
         purpose=purpose or "",
         token=token,
         since=since,
         expires_at=expires_at,
     )
+
+
+def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holder]:
+    """Return the holders of a key, with kind, token and client of the one that a row of `look` describes."""
+    known = {row.backend_pid: row for row in rows if row.kind == "session lock"}
+    return [
+        replace(one, kind=row.kind, token=row.token, host=row.host, pid=row.pid, since=row.since)
+        if (row := known.get(one.backend_pid)) is not None
+        else one
+        for one in sessions
+    ]
 
 
 def holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:

@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 _ROW = (
-    "SELECT l.released_at IS NULL, l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.token,"
+    "SELECT l.released_at IS NULL, CASE WHEN l.released_at IS NULL THEN COALESCE(NULLIF(l.kind, 'session lock'), 'lease')"
+    " ELSE l.kind END, l.owner, l.host, l.pid, l.backend_pid, NULL, l.purpose, l.token,"
     f" NULLIF({number('l.acquired_at')}, 0), NULLIF({number('l.expires_at')}, 0)"
     " FROM {lease} AS l WHERE l.name = {0}"
 )
-_EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v1}({0}, {1}, {2}, {3}) AS r"
+_EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v2}({0}, {1}, {2}, {3}) AS r"
 _AUDIT = (
     "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
     " VALUES ('evict', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
@@ -116,10 +117,11 @@ class Found:
 def look(connection: Connection, order: Order) -> Found:
     """Return who holds the name: the lease's last holder unless it was released, and sessions that hold its key."""
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
-    leases = [_lease(order, row)] if row is not None and row[0] else []
+    held = [] if row is None else [_lease(order, row)]
     # A prepared transaction has no session to end.
     sessions = [one for one in activity.holders(connection, (order.key,)) if one.backend_pid is not None]
-    return Found((*leases, *sessions), None if row is None else row.token)
+    leases = held if row is not None and row[0] else []
+    return Found((*leases, *activity.with_token(sessions, held)), None if row is None else row.token)
 
 
 def _lease(order: Order, row: Sequence[Any]) -> Holder:
@@ -170,7 +172,7 @@ def _attempt(connection: Connection, order: Order) -> Found:
     found = look(connection, order)
     if order.only is not None and not found.same_as(order.only):
         return found
-    pids = [holder.backend_pid for holder in found.holders if holder.kind == "advisory"]
+    pids = [holder.backend_pid for holder in found.holders if holder.kind in ("advisory", "session lock")]
     told = json.dumps({"token": found.token, "holders": [_as_data(holder) for holder in found.holders]})
     words = (order.name, order.actor, order.reason, told)
     newest = 0
@@ -242,7 +244,7 @@ def _as_data(holder: Holder) -> dict[str, Any]:
 def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
-    names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v1")}
+    names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v2")}
     if style == "format":
         names = {what: name.replace("%", "%%") for what, name in names.items()}
     marks = [f"${n}" if style == "numeric" else "%s" for n in range(1, len(args) + 1)]

@@ -37,6 +37,7 @@ _ACQUIRE = (
     "integer",
     "text",
     "text",
+    "text",
 )
 _RENEW = ("text[]", "text[]", "bigint[]", "double precision[]")
 _RELEASE = ("text", "text", "bigint")
@@ -51,20 +52,21 @@ class LeaseSql:
 
     Attributes:
         acquire: name, lease id, ttl, min_hold, lock_delay, max_hold or None, owner, host, pid, purpose, metadata as JSON or
-            None. One row: granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, owner, host, pid,
-            backend_pid, purpose, since. Not granted: it describes the holder, and `remaining` counts to the free time.
+            None, kind. One row: granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host,
+            pid, backend_pid, application_name, purpose, since, set_back. Not granted: it describes the holder, and `remaining`
+            counts to the free time. `set_back` is None, or the seconds by which the server's clock was set back.
         renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `answers`.
         release: name, lease id, token. One value: "released", or why it was none.
         finish: as release, of a slot: name, lease id, token, slot, whether it is done.
         forget: name, lease id. One value: whether it ended something.
         adopt: name, lease id, token, new lease id, owner or None, host, pid. One row: outcome, expires_at, remaining,
-            hold_remaining, ttl, checkpoint as JSON, purpose.
+            hold_remaining, ttl, checkpoint as JSON, purpose, set_back.
         release_late: name, and then as release; of the heartbeat, which must not wait for one row while others are to be
             renewed. NULL: somebody has the row locked at this moment.
         finish_late: likewise.
         forget_late: likewise.
-        look: name. One row while somebody holds it, else none: owner, host, pid, backend_pid, purpose, token, since,
-            expires_at.
+        look: name. One row while a lease or a session lock with a token is held, else none: kind, owner, host, pid,
+            backend_pid, application_name, purpose, token, since, expires_at.
         listen: without parameters.
         unlisten: without parameters.
     """
@@ -98,20 +100,27 @@ def lease_sql(place: Place, style: Style) -> LeaseSql:
         )
 
     lease = name_of(place, "lease", style)
+    session_holds = name_of(place, "session_holds_v1", style)
     return LeaseSql(
-        acquire=ask("acquire_lease_v1", _ACQUIRE, "r.*"),
+        acquire=ask("acquire_lease_v2", _ACQUIRE, "r.*"),
         renew=ask("renew_leases_v1", _RENEW, "r"),
         release=ask("release_lease_v1", _RELEASE, "r"),
         finish=ask("finish_slot_v1", _FINISH, "r"),
         forget=ask("forget_lease_v1", _FORGET, "r"),
-        adopt=ask("adopt_lease_v1", _ADOPT, "r.*"),
+        adopt=ask("adopt_lease_v2", _ADOPT, "r.*"),
         release_late=late("release_lease_v1", _RELEASE),
         finish_late=late("finish_slot_v1", _FINISH),
         forget_late=late("forget_lease_v1", _FORGET),
         look=(
-            "SELECT l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.token, l.acquired_at, l.expires_at"
-            f" FROM {lease} AS l WHERE l.name = CAST({mark(style, 1)} AS text) AND l.released_at IS NULL"
-            " AND l.expires_at > pg_catalog.clock_timestamp()"
+            "SELECT CASE WHEN l.live THEN COALESCE(NULLIF(l.kind, 'session lock'), 'lease') ELSE l.kind END, l.owner, l.host,"
+            " l.pid, l.backend_pid, CASE WHEN NOT l.live THEN (SELECT a.application_name FROM pg_catalog.pg_stat_activity AS a"
+            " WHERE a.pid = l.backend_pid) END, l.purpose, l.token, l.acquired_at,"
+            # No lease ends later than its TTL from now: the clock may have been set back since it was renewed.
+            " CASE WHEN l.live THEN LEAST(l.expires_at, l.now + pg_catalog.make_interval(secs => l.ttl)) END"
+            " FROM (SELECT t.*, n.now, t.released_at IS NULL AND t.expires_at > n.now AS live"
+            f" FROM {lease} AS t, (SELECT pg_catalog.clock_timestamp() AS now) AS n"
+            f" WHERE t.name = CAST({mark(style, 1)} AS text)) AS l"
+            f" WHERE l.live OR l.lock_key IS NOT NULL AND {session_holds}(l.backend_pid, l.lock_key)"
         ),
         listen=f"LISTEN {quoted(place.channel)}",
         unlisten=f"UNLISTEN {quoted(place.channel)}",

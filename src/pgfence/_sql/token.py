@@ -8,6 +8,8 @@ writes no line into the server's log.
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy.exc import DBAPIError
@@ -48,12 +50,12 @@ class TokenSql(LockSql):
         self.name = name
         """Under which its token stands in the table."""
         self.place = place
-        asked = call(place, style, "lock_with_token_v1", ("integer", "bigint", "text", "integer"))
+        asked = call(place, style, "lock_with_token_v2", ("integer", "bigint", "text", "integer", "text", "integer"))
         self.lock_text = f"SELECT {asked}"
 
     def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[Any, ...]:
         """Return the parameters of `lock_text`; 0 milliseconds do not wait."""
-        return backend_pid, self.keys[0].value, self.name, milliseconds
+        return backend_pid, self.keys[0].value, self.name, milliseconds, socket.gethostname(), os.getpid()
 
     def holders(self, connection: Connection) -> list[Holder]:
         """Return who holds the key, and who holds a lease of that name, which keeps the lock busy too. Two round trips."""
@@ -64,7 +66,9 @@ class TokenSql(LockSql):
             if (told := self.meaning(error)) is None:
                 raise
             raise told from error
-        return super().holders(connection) + [activity.lease_holder(shown(self.name), row) for row in leases]
+        found = [activity.lease_holder(shown(self.name), row) for row in leases]
+        sessions = activity.with_token(super().holders(connection), found)
+        return sessions + [one for one in found if one.kind != "session lock"]
 
     def meaning(self, error: BaseException) -> PgfenceError | None:
         """Return what an error says of our tables and functions; None if nothing."""

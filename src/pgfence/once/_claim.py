@@ -109,7 +109,7 @@ class SlotClaim(Claim):
                 return Granted(token, expires_at, remaining, hold_remaining, told, slot=found.slot, attempt=attempt)
             if outcome == "busy":
                 owner, where, pid, backend_pid, purpose, since = holder
-                row = owner, where, pid, backend_pid, purpose, token, since, expires_at
+                row = self.kind, owner, where, pid, backend_pid, None, purpose, token, since, expires_at
                 return Busy(remaining, holder_of(self, row))
             if outcome == "zone":
                 assert zone is not None
