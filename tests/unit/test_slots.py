@@ -284,6 +284,14 @@ def test_a_slot_that_a_clock_ran_ahead_of_time_is_an_anomaly(catch_up: CatchUp) 
     assert due(DAYS, catch_up, utc(2026, 5, 4, 5), TODAY, TODAY) == Over(TODAY, "done", TOMORROW)
 
 
+def test_in_the_hour_that_comes_twice_what_is_done_is_not_ahead() -> None:
+    """A driver that returns times in the session's zone shows 02:30 as done and 02:10 as now: the second one is later."""
+    minutes = Every(timedelta(minutes=30), UTC)
+    done, now = datetime(2026, 10, 25, 2, 30, tzinfo=VIENNA), datetime(2026, 10, 25, 2, 10, tzinfo=VIENNA, fold=1)
+    assert due(minutes, "last", now, done, done) == Due(utc(2026, 10, 25, 1), utc(2026, 10, 25, 1, 30))
+    assert due(minutes, "last", done, now, now) == Ahead(now.astimezone(UTC))
+
+
 @pytest.mark.parametrize("catch_up", ["none", "last", "all"])
 def test_a_slot_that_a_clock_began_ahead_of_time_keeps_nothing_from_running(catch_up: CatchUp) -> None:
     """What was begun ahead of time and never finished is forgotten: the slot that counts by the clock now is due."""

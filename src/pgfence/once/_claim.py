@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from datetime import UTC
 from typing import TYPE_CHECKING
 
 from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of
@@ -139,7 +140,7 @@ class SlotClaim(Claim):
         return error
 
     def _ahead(self, found: Ahead, now: datetime, place: Place) -> SlotClockError:
-        statement = repair(place, self.stored)
+        statement, now = repair(place, self.stored), now.astimezone(UTC)
         distance = str(found.slot - now).partition(".")[0]
         error = SlotClockError(
             f"the slot {found.slot.isoformat()} of {named(self.names)} is done, but by the server's clock"

@@ -170,6 +170,8 @@ def due(
     """
     if isinstance(schedule, datetime):
         return Due(schedule, None) if done is None or done < schedule else Over(schedule, "done", None)
+    # Two times of one zone are compared by what its clocks show, and those show an hour twice.
+    now, done, tried = now.astimezone(UTC), done and done.astimezone(UTC), tried and tried.astimezone(UTC)
     if done is not None and done > now:
         return Ahead(done)
     current = schedule.current(now)
