@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine, event, text
 
 import pgfence
-from pgfence import AdvisoryLock, monitoring, schema
+from pgfence import AdvisoryLock, AsyncOnce, Once, monitoring, schema
 from pgfence._runtime.domain import Homes
 from pgfence.config import configure
 from pgfence.errors import (
@@ -181,10 +182,15 @@ async def test_a_lease_of_the_same_name_keeps_it_busy_and_its_token(
         assert held.token == token + 1
 
 
-async def test_a_lease_is_not_granted_beside_it(world: World, name: str) -> None:
-    """While the lock is held a lease of that name is held by another process, whom the error names; then it has the next token."""
-    engine = world.engine()
-    asked = leases.lease(world, world.engine(), name)
+@pytest.mark.parametrize("kind", ["lease", "slot"])
+async def test_no_lease_or_slot_is_granted_beside_it(world: World, name: str, kind: str) -> None:
+    """While the lock is held, a lease or slot of that name is busy, and its holder is named; then it has the next token."""
+    engine, other = world.engine(), world.engine()
+    asked = (
+        leases.lease(world, other, name)
+        if kind == "lease"
+        else world.pick(Once, AsyncOnce)(other, name, every=timedelta(days=1))
+    )
     async with world.enter(lock(world, engine, name, token=True).hold()) as held:
         assert await world.call(asked.try_acquire) is None
         with pytest.raises(LockTimeoutError) as caught:

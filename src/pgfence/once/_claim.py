@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of
+from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of, warn_of_clock
 from pgfence._runtime.grant import log
 from pgfence._runtime.state import named
 from pgfence._sql.slot import repair, slot_sql
@@ -101,17 +101,17 @@ class SlotClaim(Claim):
                 raise Refused from self._ahead(found, now, replace(self.place, schema=schema))
             if isinstance(found, Over):
                 raise Refused from self._over(found, now)
-            outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, attempt = yield (
+            outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back, attempt = yield (
                 sql.acquire,
                 self._arguments(found, lease_id),
             )
+            warn_of_clock(self, set_back)
             if outcome == "granted":
                 told = decoded(checkpoint)
                 return Granted(token, expires_at, remaining, hold_remaining, told, slot=found.slot, attempt=attempt)
             if outcome == "busy":
-                owner, where, pid, backend_pid, purpose, since = holder
-                row = self.kind, owner, where, pid, backend_pid, None, purpose, token, since, expires_at
-                return Busy(remaining, holder_of(self, row))
+                *who, since = holder
+                return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
             if outcome == "zone":
                 assert zone is not None
                 (there,) = yield sql.offset, (found.slot, zone)

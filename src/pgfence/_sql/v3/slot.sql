@@ -21,8 +21,8 @@ CREATE FUNCTION @acquire_slot_v2@(
     p_zone text, p_offset integer
 ) RETURNS TABLE (
     outcome text, token bigint, expires_at timestamptz, remaining double precision, hold_remaining double precision,
-    checkpoint text, owner text, host text, pid integer, backend_pid integer, purpose text, since timestamptz,
-    attempt integer
+    checkpoint text, kind text, owner text, host text, pid integer, backend_pid integer, application_name text,
+    purpose text, since timestamptz, set_back double precision, attempt integer
 ) LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -33,7 +33,8 @@ BEGIN
     -- What one host takes for a slot must be what all of them take for it.
     IF p_zone IS NOT NULL AND @zone_offset_v1@(p_slot, p_zone) IS DISTINCT FROM p_offset THEN
         RETURN QUERY SELECT 'zone', NULL::bigint, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
-            NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::timestamptz, NULL::integer;
+            NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::text, NULL::timestamptz,
+            NULL::double precision, NULL::integer;
         RETURN;
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
@@ -46,18 +47,20 @@ BEGIN
     END IF;
     IF s.done >= p_slot THEN
         RETURN QUERY SELECT 'done', s.token, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
-            NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, s.finished_at, s.attempt;
+            NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::text, s.finished_at,
+            NULL::double precision, s.attempt;
         RETURN;
     END IF;
     -- Read with the row locked: the wait for it may have outlasted the slot, or the clock was set back.
     at := pg_catalog.clock_timestamp();
     IF p_until IS NOT NULL AND (at < p_slot OR at >= p_until) THEN
         RETURN QUERY SELECT 'moved', s.token, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
-            NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::timestamptz, s.attempt;
+            NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::text, NULL::timestamptz,
+            NULL::double precision, s.attempt;
         RETURN;
     END IF;
-    SELECT g.* INTO l FROM @acquire_lease_v1@(
-        p_name, p_lease, p_ttl, 0, 0, p_max_hold, p_owner, p_host, p_pid, p_purpose, p_metadata) AS g;
+    SELECT g.* INTO l FROM @acquire_lease_v2@(
+        p_name, p_lease, p_ttl, 0, 0, p_max_hold, p_owner, p_host, p_pid, p_purpose, p_metadata, 'slot') AS g;
     IF l.granted THEN
         -- The same grant, asked for again after a lost answer, is one attempt.
         IF s.token IS DISTINCT FROM l.token OR s.tried IS DISTINCT FROM p_slot THEN
@@ -67,5 +70,6 @@ BEGIN
         WHERE t.name = p_name;
     END IF;
     RETURN QUERY SELECT CASE WHEN l.granted THEN 'granted' ELSE 'busy' END, l.token, l.expires_at, l.remaining,
-        l.hold_remaining, l.checkpoint, l.owner, l.host, l.pid, l.backend_pid, l.purpose, l.since, s.attempt;
+        l.hold_remaining, l.checkpoint, l.kind, l.owner, l.host, l.pid, l.backend_pid, l.application_name, l.purpose, l.since,
+        l.set_back, s.attempt;
 END $$;
