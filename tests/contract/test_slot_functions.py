@@ -13,6 +13,8 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import schema
+from pgfence._sql.storage import Place
+from pgfence._sql.tables import creation
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -25,15 +27,18 @@ pytestmark = pytest.mark.usefixtures("tables")
 NOW = datetime.now(UTC)
 SLOT = NOW.replace(minute=0, second=0, microsecond=0)
 NEXT = SLOT + timedelta(hours=2)
-GRANT = "SELECT outcome, token, attempt FROM pgfence_acquire_slot_v2(%s, %s, %s, %s, %s, NULL, %s, 'here', 1, '', NULL, %s, %s)"
+FOREVER = datetime.max.replace(tzinfo=UTC)
+GRANT = "SELECT outcome, token, attempt, remaining, kind FROM {}acquire_slot_v2(%s, %s, %s, %s, %s, NULL, %s, 'here', 1, '', NULL, %s, %s)"
 
 
 class Caller:
     """Somebody who asks for one slot name, on a connection of its own."""
 
-    def __init__(self, dsn: str, name: str) -> None:
+    def __init__(self, dsn: str, name: str, place: str = "pgfence_") -> None:
         self.connection = psycopg.connect(dsn, autocommit=True)
         self.name = name
+        self.place = place
+        self.remaining = 0.0
         self.lease = str(uuid4())
         self.token = 0
 
@@ -46,15 +51,18 @@ class Caller:
         rules: tuple[str | None, int | None] = (None, None),
     ) -> tuple[str, int]:
         """Return the outcome and the number of the attempt."""
-        row = self.connection.execute(GRANT, [self.name, slot, until, self.lease, ttl, "me", *rules]).fetchone()
+        grant = GRANT.format(self.place).encode()
+        row = self.connection.execute(grant, [self.name, slot, until, self.lease, ttl, "me", *rules]).fetchone()
         assert row is not None
-        self.token = row[1]
+        self.token, self.remaining = row[1], row[3]
+        assert row[4] in (None, "slot")
         return row[0], row[2]
 
     def finish(self, slot: datetime = SLOT, *, done: bool = True) -> str:
         """Return what the server answers."""
         row = self.connection.execute(
-            "SELECT pgfence_finish_slot_v1(%s, %s, %s, %s, %s)", [self.name, self.lease, self.token, slot, done]
+            f"SELECT {self.place}finish_slot_v1(%s, %s, %s, %s, %s)".encode(),
+            [self.name, self.lease, self.token, slot, done],
         ).fetchone()
         assert row is not None
         return str(row[0])
@@ -171,6 +179,72 @@ def test_the_server_s_zone_database_is_asked(dsn: str) -> None:
         ask = "SELECT pgfence_zone_offset_v1(%s, %s), current_setting('TimeZone')"
         found = [connection.execute(ask, one).fetchone() for one in asked]
     assert found == [(offset, "Asia/Kolkata") for offset in (7200, 3600, -9000, None, 0)]
+
+
+class Clocked:
+    """Two callers at a server whose clock is set by the test.
+
+    Attributes:
+        one: asks for the slots of this test.
+        other: asks for them too.
+    """
+
+    def __init__(self, one: Caller, other: Caller) -> None:
+        self.one, self.other = one, other
+
+    def set(self, now: datetime) -> None:
+        """Set the server's clock."""
+        for caller in (self.one, self.other):
+            caller.connection.execute("SELECT set_config('slots.clock', %s, false)", [now.isoformat()])
+
+
+@pytest.fixture
+def clocked(dsn: str, name: str) -> Iterator[Clocked]:
+    """Tables and functions that read the clock from a setting."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        clock = "pg_catalog.current_setting('slots.clock')::timestamptz"
+        for text in creation(Place("slots_by_a_set_clock")):
+            connection.execute(
+                (text.replace("pg_catalog.clock_timestamp()", clock) if "FUNCTION" in text else text).encode()
+            )
+    one, other = (Caller(dsn, name, "slots_by_a_set_clock.pgfence_") for _ in range(2))
+    yield Clocked(one, other)
+    one.connection.close()
+    other.connection.close()
+
+
+def test_a_slot_held_by_a_clock_that_was_ahead_is_free_one_ttl_later(clocked: Clocked) -> None:
+    """Its holder died and the clock was set back by a month: the slot that counts now runs after one TTL, not in a month."""
+    month, day = timedelta(days=30), timedelta(days=1)
+    clocked.set(SLOT + month)
+    assert clocked.one.acquire(SLOT + month, SLOT + month + day) == ("granted", 1)
+    clocked.set(SLOT)
+    assert clocked.other.acquire(SLOT, SLOT + day)[0] == "busy"
+    assert clocked.other.remaining <= 60
+    clocked.set(SLOT + timedelta(seconds=61))
+    assert clocked.other.acquire(SLOT, SLOT + day) == ("granted", 1)
+    assert clocked.other.finish(SLOT) == "released"
+
+
+def test_a_slot_that_was_running_when_the_clock_was_set_back_is_done(clocked: Clocked) -> None:
+    """Its holder lives and finishes it: nothing else runs before it, and no slot is granted ahead of the clock."""
+    month, day = timedelta(days=30), timedelta(days=1)
+    clocked.set(SLOT + month)
+    assert clocked.one.acquire(SLOT + month, SLOT + month + day) == ("granted", 1)
+    clocked.set(SLOT)
+    for until in (SLOT + month + 2 * day, FOREVER):
+        assert clocked.other.acquire(SLOT + month + day, until)[0] == "moved"
+    assert clocked.one.finish(SLOT + month) == "released"
+    assert clocked.other.acquire(SLOT, SLOT + day)[0] == "done"
+
+
+def test_a_clock_that_jumps_ahead_does_not_take_a_finished_run_back(clocked: Clocked) -> None:
+    """By the new clock the lease has expired; nobody took over, so what its holder finished is done."""
+    clocked.set(SLOT)
+    assert clocked.one.acquire(SLOT, FOREVER) == ("granted", 1)
+    clocked.set(SLOT + timedelta(days=30))
+    assert clocked.one.finish(SLOT) == "released"
+    assert clocked.other.acquire(SLOT, FOREVER)[0] == "done"
 
 
 def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:

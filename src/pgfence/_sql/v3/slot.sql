@@ -32,9 +32,8 @@ DECLARE
 BEGIN
     -- What one host takes for a slot must be what all of them take for it.
     IF p_zone IS NOT NULL AND @zone_offset_v1@(p_slot, p_zone) IS DISTINCT FROM p_offset THEN
-        RETURN QUERY SELECT 'zone', NULL::bigint, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
-            NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::text, NULL::timestamptz,
-            NULL::double precision, NULL::integer;
+        outcome := 'zone';
+        RETURN NEXT;
         RETURN;
     END IF;
     PERFORM pg_catalog.set_config('lock_timeout', '2s', true);
@@ -46,17 +45,16 @@ BEGIN
         SELECT t.* INTO STRICT s FROM @slot@ AS t WHERE t.name = p_name FOR NO KEY UPDATE;
     END IF;
     IF s.done >= p_slot THEN
-        RETURN QUERY SELECT 'done', s.token, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
-            NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::text, s.finished_at,
-            NULL::double precision, s.attempt;
+        outcome := 'done';
+        token := s.token;
+        RETURN NEXT;
         RETURN;
     END IF;
     -- Read with the row locked: the wait for it may have outlasted the slot, or the clock was set back.
     at := pg_catalog.clock_timestamp();
     IF p_until IS NOT NULL AND (at < p_slot OR at >= p_until) THEN
-        RETURN QUERY SELECT 'moved', s.token, NULL::timestamptz, NULL::double precision, NULL::double precision, NULL::text,
-            NULL::text, NULL::text, NULL::text, NULL::integer, NULL::integer, NULL::text, NULL::text, NULL::timestamptz,
-            NULL::double precision, s.attempt;
+        outcome := 'moved';
+        RETURN NEXT;
         RETURN;
     END IF;
     SELECT g.* INTO l FROM @acquire_lease_v2@(
