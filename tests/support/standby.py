@@ -1,4 +1,4 @@
-"""A hot standby of a private server."""
+"""Copies of a private server: a hot standby of it, and what a restore of its backup gives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import psycopg
 
 from pgfence.embedded import _process
 from support.servers import OwnServer, own
+from support.waiting import blocking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 class Standby(OwnServer):
@@ -23,11 +25,42 @@ class Standby(OwnServer):
         with psycopg.connect(self.dsn, autocommit=True) as connection:
             connection.execute("SELECT pg_promote()")
 
+    def stop_following(self, primary: OwnServer) -> None:
+        """Let it have everything that the primary has committed, and nothing that it commits from now on."""
+        with (
+            psycopg.connect(primary.dsn, autocommit=True) as there,
+            psycopg.connect(self.dsn, autocommit=True) as connection,
+        ):
+            end = there.execute("SELECT pg_current_wal_lsn()").fetchone()
+            assert end is not None
+            replayed = "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn"
+            blocking(lambda: connection.execute(replayed, end).fetchone() == (True,), 30)
+            connection.execute("ALTER SYSTEM SET primary_conninfo = ''")
+            connection.execute("SELECT pg_reload_conf()")
+            blocking(lambda: connection.execute("SELECT FROM pg_stat_wal_receiver").fetchone() is None, 30)
+
 
 @contextmanager
 def standby(primary: OwnServer, **kwargs: Any) -> Iterator[Standby]:
     """Copy a private server, start the copy as its standby, and yield it."""
-    data = primary.folder / "standby"
+    data = _copied(primary, "standby")
+    # Not by its -R: that writes down every option of its own libpq, and the server may find an older one.
+    _configure(data, f"primary_conninfo = 'host={primary.folder} port={primary.port} user=postgres'", "standby.signal")
+    with own(Standby, data_dir=data, **kwargs) as server:
+        yield server
+
+
+@contextmanager
+def restored(primary: OwnServer, **kwargs: Any) -> Iterator[OwnServer]:
+    """Restore a private server to this moment from a backup, on a timeline of its own, and yield what was restored."""
+    data = _copied(primary, "restored")
+    _configure(data, "restore_command = 'false'", "recovery.signal")
+    with own(OwnServer, data_dir=data, **kwargs) as server:
+        yield server
+
+
+def _copied(primary: OwnServer, name: str) -> Path:
+    data = primary.folder / name
     words, options = _process.command(
         [
             primary.bindir / "pg_basebackup",
@@ -36,9 +69,10 @@ def standby(primary: OwnServer, **kwargs: Any) -> Iterator[Standby]:
         ]
     )
     subprocess.run(words, check=True, **options)
-    # Not by its -R: that writes down every option of its own libpq, and the server may find an older one.
+    return data
+
+
+def _configure(data: Path, line: str, signal: str) -> None:
     with (data / "postgresql.auto.conf").open("a", encoding="utf-8") as settings:
-        settings.write(f"primary_conninfo = 'host={primary.folder} port={primary.port} user=postgres'\n")
-    (data / "standby.signal").touch()
-    with own(Standby, data_dir=data, **kwargs) as server:
-        yield server
+        settings.write(f"{line}\n")
+    (data / signal).touch()

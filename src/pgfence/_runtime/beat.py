@@ -333,7 +333,7 @@ class Beat:
 
     def _answered(self, chore: Renewal, grant: Grant, answer: Answer) -> None:
         if answer.verdict == "lost" and answer.reason is not None:
-            grant.lose(answer.reason)
+            grant.rejected(answer.reason)
         with self._lock:
             wish = self._agenda.answered(chore, grant, answer, clock())
             self._look()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._runtime import trust
@@ -18,7 +19,6 @@ from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime
     from uuid import UUID
 
     from pgfence._runtime.chores import Family
@@ -31,6 +31,12 @@ log = logging.getLogger("pgfence.lease")
 
 CLOSE = 0.001
 """Seconds by which two of the server's numbers may differ and mean the same moment."""
+
+_BY_CLOCK: dict[LossReason, str] = {
+    "expired": "has let expire",
+    "overdue": "has ended, because its max_hold is over,",
+    "superseded": "has granted to another holder",
+}
 
 Heartbeat: TypeAlias = Literal["auto", "progress", "manual"]
 
@@ -61,6 +67,7 @@ class Grant(BaseHold):
         "noun",
         "nudge",
         "progressed",
+        "server_time",
         "slot",
         "ttl",
         "turn",
@@ -122,6 +129,8 @@ class Grant(BaseHold):
         """When to renew, on the clock of this process; never while `asked`."""
         self.ttl = claim.terms.ttl
         self.deadline = math.inf
+        self.server_time = datetime.min.replace(tzinfo=UTC)
+        """The server's clock as it was last read."""
         self._settle(started, told.remaining, told.expires_at)
         if told.hold_remaining is not None and told.hold_remaining <= told.remaining + CLOSE:
             self._cap()
@@ -152,6 +161,22 @@ class Grant(BaseHold):
         emit(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
         return True
 
+    def rejected(self, reason: LossReason) -> None:
+        """Lose it because the server rejected a renewal, and log if the clocks disagree on that. Not under the mutex."""
+        left = self.deadline - clock()
+        # An attempt is also superseded when an operator frees its key.
+        known = reason in _BY_CLOCK and (reason != "superseded" or self.family == "lease")
+        if left > 0 and self.reason is None and known:
+            log.warning(
+                "the server %s the %s %s with %.1f s of its time left by the clock of this host: the server's clock was set"
+                " forward, or this is a copy of the server without the last commits (a failover, a restore)",
+                _BY_CLOCK[reason],
+                self.noun,
+                named(self.names),
+                left,
+            )
+        self.lose(reason)
+
     def expire(self) -> bool:
         """Mark it lost if its time is over, and say whether it is lost. Not under the mutex."""
         if self.reason is None and (reason := self.loss_reason) is not None:
@@ -181,6 +206,15 @@ class Grant(BaseHold):
         self.unsure = True
 
     def _settle(self, started: float, remaining: float, expires_at: datetime) -> None:
+        before, self.server_time = self.server_time, expires_at - timedelta(seconds=remaining)
+        if (step := (before - self.server_time).total_seconds()) >= trust.NOTABLE_STEP:
+            log.warning(
+                "the clock of the database server was set back by %.0f s or more while the %s %s was held: it is renewed from"
+                " the new time on, and stays held. Check the time service of that server",
+                step,
+                self.noun,
+                named(self.names),
+            )
         self.deadline = trust.deadline(started, remaining, min(self.ttl, remaining))
         self.expires_at = expires_at
         self.next_beat = math.inf if self.heartbeat == "manual" else started + trust.interval(self.ttl)
