@@ -20,7 +20,7 @@ ROWS = (
     ("config",),
     ("_sql",),
     ("_runtime",),
-    ("handles", "wrapping", "altering"),
+    ("handles", "misuse", "wrapping", "altering"),
     ("schema", "fence", "evicting", "purging", "versions", "retrying", "idempotency"),
     ("fenced_handles",),
     ("verbs",),

@@ -42,6 +42,10 @@ class Hold(AbstractContextManager[None, None]):
         self._acquire = acquire
         self._checks: list[Callable[[], None]] = []
 
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
+        raise TypeError(_NO_DECORATOR)
+
     def __enter__(self) -> None:
         self._checks.append(self._acquire())
 
@@ -57,6 +61,10 @@ class AsyncHold(AbstractAsyncContextManager[None, None]):
     def __init__(self, acquire: Callable[[], Awaitable[Callable[[], Awaitable[None]]]]) -> None:
         self._acquire = acquire
         self._checks: list[Callable[[], Awaitable[None]]] = []
+
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
+        raise TypeError(_NO_DECORATOR)
 
     async def __aenter__(self) -> None:
         self._checks.append(await self._acquire())
@@ -119,6 +127,12 @@ def attach(error: BaseException, failure: BaseException, when: str) -> None:
     """Note on the caller's error that the clean-up failed too: the caller's error wins."""
     if failure is not error:
         error.add_note(f"{when}: {type(failure).__name__}: {failure}")
+
+
+def is_factory(given: object) -> bool:
+    """Say whether something makes sessions: a sessionmaker is callable, and so could pass for a function that returns an engine."""
+    makers = *kinds("sqlalchemy.orm", "sessionmaker"), *kinds("sqlalchemy.ext.asyncio", "async_sessionmaker")
+    return isinstance(given, makers)
 
 
 def kinds(module: str, *names: str) -> tuple[type[Any], ...]:

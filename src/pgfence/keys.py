@@ -26,7 +26,9 @@ SEPARATOR = "\x1f"
 
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{what} must be a str, not {type(value).__name__}: use str() where that is what you mean")
+        several = isinstance(value, (tuple, list, set, frozenset))
+        way = "give several one by one, as in *names" if several else "use str() where that is what you mean"
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}: {way}")
     for bad, called in (("\x00", "NUL"), (SEPARATOR, "U+001F")):
         if bad in value:
             raise ValueError(f"{what} must not contain {called}: {value!r}")

@@ -16,7 +16,9 @@ from typing_extensions import TypeVar
 
 from pgfence._runtime import aio, sync
 from pgfence.errors import LockTimeoutError, UnreachableError
+from pgfence.fenced_handles import HeldLease
 from pgfence.handles import AsyncHeld, Held
+from pgfence.misuse import Guided
 from pgfence.wrapping import Policy, called, choice, no_generator, templates
 
 if TYPE_CHECKING:
@@ -33,8 +35,18 @@ H = TypeVar("H", bound=Held, default=Held)
 AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
 
-class Verbs(ABC, Generic[H]):
+def _elsewhere(handle: str) -> dict[str, str]:
+    """Return what other libraries' locks have, and where it is here."""
+    on_handle = [name for name in dir(HeldLease) if not name.startswith("_")]
+    return {**dict.fromkeys(on_handle, f"it belongs to the handle, {handle}"), "locked": "use is_held()"}
+
+
+class Verbs(Guided, ABC, Generic[H]):
     """The sync verbs."""
+
+    _block = "`with lock.hold():`"
+    _decorator = "`@lock.wrap()`"
+    _absent = _elsewhere("`held = lock.acquire()` or `with lock.hold() as held:`")
 
     _names: Sequence[Name]
 
@@ -170,8 +182,12 @@ class _Holding(AbstractContextManager[H, None]):
         raise TypeError("hold() is no decorator: use wrap()")
 
 
-class AsyncVerbs(ABC, Generic[AH]):
+class AsyncVerbs(Guided, ABC, Generic[AH]):
     """The async verbs."""
+
+    _block = "`async with lock.hold():`"
+    _decorator = "`@lock.wrap()`"
+    _absent = _elsewhere("`held = await lock.acquire()` or `async with lock.hold() as held:`")
 
     _names: Sequence[Name]
 

@@ -11,7 +11,7 @@ from typing_extensions import deprecated
 
 from pgfence._runtime import aio
 from pgfence._runtime.process import PROCESS
-from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
+from pgfence.advisory._named import Named, expect_no_session, lock_engine, look
 from pgfence.blocks import AsyncBlock, no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import AsyncFencedHeld
@@ -81,8 +81,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         token: Literal[True],
     ) -> None: ...
     def __init__(self, engine: Any, *names: Name, namespace: str | None = None, token: bool = False) -> None:
-        if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
-            raise TypeError(THREE_WAYS.format("Async"))
+        expect_no_session(engine)
         if isinstance(engine, (Engine, Connection)):
             raise TypeError(
                 f"AsyncAdvisoryLock needs an AsyncEngine or an AsyncConnection, not {type(engine).__name__}: use AdvisoryLock"

@@ -8,6 +8,7 @@ from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.storage import place_of
 from pgfence._sql.token import TokenSql
+from pgfence.blocks import is_factory, kinds
 from pgfence.keys import resolve, stored
 
 if TYPE_CHECKING:
@@ -25,6 +26,17 @@ THREE_WAYS = (
     "a Session cannot keep a session lock: it gives its connection back at every commit. Use {0}TransactionLock for work in"
     " its transaction, connect() for work on the lock's own connection, or the engine for everything else"
 )
+
+
+def expect_no_session(engine: object) -> None:
+    """Raise for a Session, in whatever form.
+
+    Raises:
+        TypeError: it is a session, a scoped session or a factory of sessions, sync or async.
+    """
+    if hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_factory(engine):
+        theirs = kinds("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session", "async_sessionmaker")
+        raise TypeError(THREE_WAYS.format("Async" if isinstance(engine, theirs) else ""))
 
 
 class Named:

@@ -10,7 +10,7 @@ from typing_extensions import deprecated
 
 from pgfence._runtime import sync
 from pgfence._runtime.process import PROCESS
-from pgfence.advisory._named import THREE_WAYS, Named, lock_engine, look
+from pgfence.advisory._named import Named, expect_no_session, lock_engine, look
 from pgfence.blocks import Block, no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import FencedHeld
@@ -99,8 +99,7 @@ class AdvisoryLock(Named, Verbs[H]):
         if isinstance(engine, (Engine, Connection)):
             super().__init__(engine, names, namespace, token)
             return
-        if hasattr(engine, "get_bind") or hasattr(engine, "registry"):
-            raise TypeError(THREE_WAYS.format(""))
+        expect_no_session(engine)
         if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
             raise TypeError(
                 f"AdvisoryLock needs an Engine or a Connection, not {type(engine).__name__}: use AsyncAdvisoryLock"

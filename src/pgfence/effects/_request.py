@@ -14,6 +14,7 @@ from pgfence.idempotency._codec import Codec
 from pgfence.idempotency._fingerprint import fingerprint
 from pgfence.idempotency._functions import errors_of, life_of
 from pgfence.idempotency._keys import expect_key
+from pgfence.misuse import Guided
 from pgfence.timing import seconds
 from pgfence.wrapping import called
 
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Effects(Generic[T]):
+class Effects(Guided, Generic[T]):
     """The arguments of an effect."""
+
+    _block = _decorator = "run(fn), which calls fn(attempt)"
+    _absent = dict.fromkeys(("acquire", "complete", "hold", "step", "wrap"), f"use {_block}")
 
     def __init__(
         self,

@@ -64,6 +64,8 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
         if token is not None:
             raise TypeError("a mapping has its tokens already: fence(session, {resource: token})")
         found: dict[Any, Any] = dict(resource)
+    elif isinstance(resource, (tuple, list, set, frozenset)):
+        raise TypeError("several resources are a mapping, each with its token: fence(session, {resource: token})")
     else:
         found = {resource: token}
     if not found:

@@ -11,7 +11,7 @@ from pgfence._runtime import aio
 from pgfence._runtime.claims import holder_of
 from pgfence._runtime.lease_aio import AsyncLeases, leases_of
 from pgfence._sql.storage import place_of
-from pgfence.blocks import no_engine
+from pgfence.blocks import is_factory, no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import AsyncHeldLease
 from pgfence.lease._request import Leased, claim_of
@@ -152,7 +152,7 @@ def source_of(engine: Any, what: str, why: str = WHY) -> AsyncEngineSource:
     """
     if isinstance(engine, (Engine, Connection)):
         raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: use the sync twin")
-    if hasattr(engine, "get_bind") or hasattr(engine, "registry") or hasattr(engine, "sync_connection"):
+    if is_factory(engine) or any(hasattr(engine, what) for what in ("get_bind", "registry", "sync_connection")):
         raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: {why}")
     if not hasattr(engine, "sync_engine") and not callable(engine):
         raise TypeError(f"{what} needs an AsyncEngine, or a function that returns one, not {type(engine).__name__}")

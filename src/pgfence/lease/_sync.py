@@ -12,7 +12,7 @@ from pgfence._runtime import sync
 from pgfence._runtime.claims import holder_of
 from pgfence._runtime.lease_sync import SyncLeases, leases_of
 from pgfence._sql.storage import place_of
-from pgfence.blocks import no_engine
+from pgfence.blocks import is_factory, no_engine
 from pgfence.config import config_of
 from pgfence.fenced_handles import HeldLease
 from pgfence.lease._request import Leased, claim_of
@@ -167,7 +167,7 @@ def source_of(engine: Any, what: str, why: str = WHY) -> EngineSource:
     """
     if isinstance(engine, Engine):
         return engine
-    if hasattr(engine, "get_bind") or hasattr(engine, "registry") or hasattr(engine, "exec_driver_sql"):
+    if is_factory(engine) or any(hasattr(engine, what) for what in ("get_bind", "registry", "exec_driver_sql")):
         raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: {why}")
     if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
         raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: use the Async twin")

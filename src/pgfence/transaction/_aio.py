@@ -62,6 +62,9 @@ class AsyncTransactionLock(Request):
         ValueError: there is no name, or an unusable one.
     """
 
+    _block = "`async with lock.hold():`, or `async with AsyncTransactionLock.begin(...)`, which commits at its end"
+    _decorator = "`await lock.acquire()` inside the function: the lock belongs to one transaction"
+
     def __init__(
         self,
         session: AsyncSession | async_scoped_session[Any] | AsyncConnection,

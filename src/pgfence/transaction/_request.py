@@ -27,6 +27,7 @@ from pgfence.errors import (
     UnsupportedServerError,
 )
 from pgfence.keys import resolve
+from pgfence.misuse import Guided
 from pgfence.timing import NESTED_LIMIT, WARN_AFTER, Deadline, clock, milliseconds, seconds
 
 if TYPE_CHECKING:
@@ -61,8 +62,13 @@ class Call(NamedTuple):
     """The next statement of ours is certain to be the first of the server's transaction."""
 
 
-class Request:
+class Request(Guided):
     """What both twins know, and the work itself, on a sync Session or Connection."""
+
+    _absent = dict.fromkeys(
+        ("release", "locked", "wrap", "connect"),
+        "a transaction lock is released by COMMIT or ROLLBACK, and has acquire(), try_acquire(), hold() and is_held()",
+    )
 
     def __init__(
         self,

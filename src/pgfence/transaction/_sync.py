@@ -60,6 +60,9 @@ class TransactionLock(Request):
         ValueError: there is no name, or an unusable one.
     """
 
+    _block = "`with lock.hold():`, or `with TransactionLock.begin(...)`, which commits at its end"
+    _decorator = "`lock.acquire()` inside the function: the lock belongs to one transaction"
+
     def __init__(
         self,
         session: Session | scoped_session[Any] | Connection,

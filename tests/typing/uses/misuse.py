@@ -62,6 +62,43 @@ def the_lock_for_the_handle() -> None:
         pass
 
 
+async def locks_are_no_context_managers(session: Session, asynchronous: AsyncSession) -> None:
+    with AsyncAdvisoryLock(async_engine, "a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    async with AdvisoryLock(engine, "a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    async with AsyncAdvisoryLock(async_engine, "a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    with TransactionLock(session, "a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    with AsyncTransactionLock(asynchronous, "a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    with Lease(engine, "a", ttl=5):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    with Once(engine, "a", cron="0 7 * * *"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    with IdempotentEffect(engine, "k", scope="a"):  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+    async with AdvisoryLock(engine, "a").hold():  # type: ignore[attr-defined]  # pyright: ignore[reportGeneralTypeIssues]
+        pass
+
+
+def locks_are_no_decorators(session: Session) -> None:
+    AdvisoryLock(engine, "a")(pages)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
+    Lease(engine, "a", ttl=5)(pages)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
+    TransactionLock(session, "a")(pages)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
+    AdvisoryLock(engine, "a").wrap(pages)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    AsyncAdvisoryLock(async_engine, "a").wrap(pages)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    AdvisoryLock(engine, "a").hold()(pages)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
+    TransactionLock(session, "a").wrap()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
+def what_belongs_to_the_handle(session: Session) -> None:
+    AdvisoryLock(engine, "a").release()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    Lease(engine, "a", ttl=5).renew()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    TransactionLock(session, "a").release()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+
 def none_not_looked_at() -> None:
     AdvisoryLock(engine, "a").try_acquire().release()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -83,6 +120,16 @@ def wrong_names(engine_name: int) -> None:
 def wrong_arguments() -> None:
     AdvisoryLock(engine, "a").acquire(5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     AdvisoryLock(engine, "a").acquire(blocking=False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    AdvisoryLock(engine, "a").hold(blocking=False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    AdvisoryLock(engine, "a").acquire(blocking_timeout=5)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    AdvisoryLock(engine, ("a", "b"))  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    TransactionLock(Session(engine), ["a"])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Lease(engine, ("a", "b"), ttl=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    AdvisoryLock(SessionLocal, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    AsyncAdvisoryLock(AsyncSessionLocal, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType, reportCallIssue]
+    Lease(SessionLocal, "a", ttl=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Lease(Session(engine), "a", ttl=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    TransactionLock(engine, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     AdvisoryLock(engine, "a").hold(on_loss="raise")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     AdvisoryLock(engine, "a").wrap(busy="ignore")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     TransactionLock(SessionLocal, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

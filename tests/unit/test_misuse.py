@@ -1,0 +1,198 @@
+"""Locks used as those of other libraries, or given something else than they need: the right form is in the message."""
+
+from __future__ import annotations
+
+import asyncio
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+    create_async_engine,
+)
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+import pgfence
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ENGINE = create_engine("postgresql+psycopg://nowhere/")
+ASYNC_ENGINE = create_async_engine("postgresql+psycopg://nowhere/")
+
+HELD: dict[str, Callable[[], Any]] = {
+    "AdvisoryLock": lambda: pgfence.AdvisoryLock(ENGINE, "a"),
+    "AsyncAdvisoryLock": lambda: pgfence.AsyncAdvisoryLock(ASYNC_ENGINE, "a"),
+    "Lease": lambda: pgfence.Lease(ENGINE, "a", ttl=5),
+    "AsyncLease": lambda: pgfence.AsyncLease(ASYNC_ENGINE, "a", ttl=5),
+    "Once": lambda: pgfence.Once(ENGINE, "a", cron="0 7 * * *"),
+    "AsyncOnce": lambda: pgfence.AsyncOnce(ASYNC_ENGINE, "a", cron="0 7 * * *"),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "TransactionLock": lambda: pgfence.TransactionLock(Session(ENGINE), "a"),
+    "AsyncTransactionLock": lambda: pgfence.AsyncTransactionLock(AsyncSession(ASYNC_ENGINE), "a"),
+    "IdempotentEffect": lambda: pgfence.IdempotentEffect(ENGINE, "k", scope="a"),
+    "AsyncIdempotentEffect": lambda: pgfence.AsyncIdempotentEffect(ASYNC_ENGINE, "k", scope="a"),
+}
+ALL = HELD | OTHERS
+
+
+def block_of(kind: str) -> str:
+    """Return what the message must say about a block."""
+    if "Effect" in kind:
+        return r"use run\(fn\)"
+    return "use `async with lock.hold" if kind.startswith("Async") else "use `with lock.hold"
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_noun_is_not_a_context_manager(kind: str) -> None:
+    """C018: neither form of `with` enters it, whichever twin it is, and the message has the block that does."""
+    noun = ALL[kind]()
+
+    async def enter() -> None:
+        async with noun:
+            pytest.fail("it was entered")
+
+    with pytest.raises(TypeError, match=f"{kind} is not a context manager: {block_of(kind)}"), noun:
+        pytest.fail("it was entered")
+    with pytest.raises(TypeError, match=f"{kind} is not an async context manager: {block_of(kind)}"):
+        asyncio.run(enter())
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_noun_is_not_a_decorator(kind: str) -> None:
+    """C018: `@AdvisoryLock(...)` raises at the decoration."""
+    form = "@lock.wrap" if kind in HELD else r"lock.acquire\(\)` inside" if "Transaction" in kind else r"run\(fn\)"
+    with pytest.raises(TypeError, match=f"{kind} is not a function or decorator: use .*{form}"):
+
+        @ALL[kind]()
+        def work() -> None: ...
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_others_have_is_named_where_it_is(kind: str) -> None:
+    """`lock.release()` is the handle's here, and looks absent to hasattr()."""
+    noun = ALL[kind]()
+    missing = "acquire" if "Effect" in kind else "release"
+    where = "handle, .*hold" if kind in HELD else "COMMIT or ROLLBACK" if "Transaction" in kind else r"run\(fn\)"
+    with pytest.raises(AttributeError, match=f"'{kind}' object has no attribute '{missing}': .*{where}"):
+        getattr(noun, missing)
+    assert not hasattr(noun, missing)
+    with pytest.raises(AttributeError, match="attribute 'nothing'$"):
+        _ = noun.nothing
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if "Effect" not in kind])
+def test_arguments_of_the_verbs_go_by_name(kind: str) -> None:
+    """`acquire(5)` and `hold(blocking=False)` name the argument that does it."""
+    noun = ALL[kind]()
+    for verb in {"acquire", "try_acquire", "hold", "connect"} & set(dir(noun)):
+        for args, kwargs in (((5,), {}), ((), {"blocking": False}), ((), {"blocking_timeout": 5})):
+            got = "5" if args else next(f"{name}={value}" for name, value in kwargs.items())
+            with pytest.raises(TypeError, match=rf"{kind}\.{verb}\(\) does not take {got}: .*\(timeout=5\) waits"):
+                called = getattr(noun, verb)(*args, **kwargs)
+                asyncio.run(called)
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_wrap_needs_its_parentheses(kind: str) -> None:
+    """`@lock.wrap` raises at the decoration."""
+    with pytest.raises(TypeError, match=rf"{kind}\.wrap\(\) does not take <function .*with parentheses"):
+
+        @HELD[kind]().wrap
+        def work() -> None: ...
+
+
+def test_the_hold_of_a_transaction_lock_is_not_a_decorator() -> None:
+    """As one it would guard nothing on a coroutine function."""
+    for kind in ("TransactionLock", "AsyncTransactionLock"):
+        with pytest.raises(TypeError, match="no decorator"):
+            OTHERS[kind]().hold()(print)
+
+
+@pytest.mark.parametrize("several", [("a", "b"), ["a"], {"a"}], ids=type)
+def test_several_names_are_unpacked(several: Any) -> None:
+    """A tuple or list is not a name, and str() of it would be another one."""
+    for make in (
+        lambda: pgfence.AdvisoryLock(ENGINE, several),
+        lambda: pgfence.AsyncAdvisoryLock(ASYNC_ENGINE, several),
+        lambda: pgfence.TransactionLock(Session(ENGINE), several),
+        lambda: pgfence.AsyncTransactionLock(AsyncSession(ASYNC_ENGINE), several),
+        lambda: pgfence.TransactionLock.begin(ENGINE, several),
+    ):
+        with pytest.raises(TypeError, match=r"one by one, as in \*names"):
+            make()
+    for make in (lambda: pgfence.Lease(ENGINE, several, ttl=5), lambda: pgfence.Once(ENGINE, several, cron="@daily")):
+        with pytest.raises(TypeError, match="give a str"):
+            make()
+    with pytest.raises(TypeError, match="several resources are a mapping"):
+        pgfence.fence(Session(ENGINE), several, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "asynchronous"),
+    [
+        (Session(ENGINE), False),
+        (scoped_session(sessionmaker(ENGINE)), False),
+        (sessionmaker(ENGINE), False),
+        (AsyncSession(ASYNC_ENGINE), True),
+        (async_scoped_session(async_sessionmaker(ASYNC_ENGINE), scopefunc=lambda: None), True),
+        (async_sessionmaker(ASYNC_ENGINE), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_session_or_its_factory_is_no_engine(given: Any, asynchronous: bool) -> None:
+    """A sessionmaker is callable, and must not pass for a function that returns an engine."""
+    fitting = "AsyncTransactionLock" if asynchronous else "Use TransactionLock"
+    for kind in (pgfence.AdvisoryLock, pgfence.AsyncAdvisoryLock):
+        with pytest.raises(TypeError, match=fitting):
+            kind(given, "a")
+    for kind in (pgfence.Lease, pgfence.AsyncLease):
+        with pytest.raises(TypeError, match=rf"Engine, not {type(given).__name__}: .*lease.begin\("):
+            kind(given, "a", ttl=5)
+    for kind in (pgfence.Once, pgfence.AsyncOnce):
+        with pytest.raises(TypeError, match=rf"Engine, not {type(given).__name__}"):
+            kind(given, "a", cron="0 7 * * *")
+    for kind in (pgfence.IdempotentEffect, pgfence.AsyncIdempotentEffect):
+        with pytest.raises(TypeError, match=rf"Engine, not {type(given).__name__}"):
+            kind(given, "k", scope="a")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [ENGINE, ASYNC_ENGINE, sessionmaker(ENGINE), async_sessionmaker(ASYNC_ENGINE), "postgresql://nowhere/"],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_transaction_lock_needs_a_transaction(given: Any) -> None:
+    """An engine, a factory or a URL has none: the message names begin()."""
+    for kind in (pgfence.TransactionLock, pgfence.AsyncTransactionLock):
+        with pytest.raises(TypeError, match=r"TransactionLock\.begin\(\)"):
+            kind(given, "a")
+
+
+def test_the_wrong_twin_is_named() -> None:
+    """Sync and async engines and sessions go to their own half."""
+    for make, fitting in (
+        (lambda: pgfence.AdvisoryLock(ASYNC_ENGINE, "a"), "AsyncAdvisoryLock"),
+        (lambda: pgfence.AsyncAdvisoryLock(ENGINE, "a"), "use AdvisoryLock"),
+        (lambda: pgfence.TransactionLock(AsyncSession(ASYNC_ENGINE), "a"), "AsyncTransactionLock"),
+        (lambda: pgfence.AsyncTransactionLock(Session(ENGINE), "a"), "sync ones go to TransactionLock"),
+        (lambda: pgfence.Lease(ASYNC_ENGINE, "a", ttl=5), "Async twin"),
+        (lambda: pgfence.AsyncLease(ENGINE, "a", ttl=5), "sync twin"),
+        (lambda: pgfence.IdempotentEffect(ASYNC_ENGINE, "k", scope="a"), "Async twin"),
+    ):
+        with pytest.raises(TypeError, match=fitting):
+            make()
+
+
+def test_right_uses_are_none_of_these() -> None:
+    """Keyword arguments pass, and a copy of a lock is a lock."""
+    for make in HELD.values():
+        lock = make()
+        assert lock.hold(timeout=5) is not None
+        assert callable(lock.wrap(timeout=5))
+        assert type(copy(lock)) is type(lock)
