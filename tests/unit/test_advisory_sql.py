@@ -40,6 +40,7 @@ WORDS = {
     "as",
     "materialized",
     "cast",
+    "extract",
     "filter",
     "from",
     "in",
