@@ -66,7 +66,7 @@ class Report:
 
 def described(holders: Sequence[Holder]) -> str:
     """Return who holds the lock, for a line."""
-    return "; ".join(map(str, holders)) or "somebody who has just left"
+    return "; ".join(map(str, holders)) or "a process that has released it by now, or whose grant is not committed yet"
 
 
 def as_data(holder: Holder) -> dict[str, Any]:

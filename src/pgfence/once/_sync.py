@@ -35,13 +35,18 @@ class Once(Slotted, Verbs[Slot]):
         @Once(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         def send_digest() -> int: ...
 
-    It starts nothing by itself: call it from cron, from a scheduler on every host, from anywhere. The server's clock says
-    which slot it is; the clocks of the hosts play no part, and a slot is done however short the work was.
+    It starts nothing by itself: call it from cron, from a scheduler on every host, from anywhere. The server's clock and its
+    time zone database determine which slot it is. The clocks of the hosts play no part, and a slot is done however short the
+    work was. A slot is held by a lease of that name with its heartbeat and token, see `Lease`; one slot of a name runs at a
+    time.
 
-    Promised: a slot that was finished never runs again; of those who ask for one at the same time one gets it; an attempt that
-    died half way is seen by the next (`Slot.resumed`). Not promised: that a half-done run left nothing behind, so make the
-    work resumable; that a slot runs at all when nobody calls. A slot is held by a lease of that name with its heartbeat and
-    token, see `Lease`; one slot of a name runs at a time.
+    Guarantees: a slot that was finished never runs again. Of several callers at the same time one gets it. An attempt that
+    died partway is reported to the next one (`Slot.resumed`). A slot that was finished by a server's clock that was ahead is
+    an error of its own, logged at WARNING (`pgfence.once.SlotClockError`).
+
+    Limitations: a run that died partway may have left something behind, so make the work resumable. Nothing runs unless it
+    is called. Hosts with other schedules for the name, or other versions of pgfence or cronsim, may compute other slots. If
+    the server's own time zone rules are updated late, the current slot may get another beginning and run again.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from sqlalchemy import Connection
@@ -35,6 +35,7 @@ from pgfence import (
     Once,
     Op,
     Slot,
+    SlotOverError,
     TransactionLock,
     compat,
     etag,
@@ -129,6 +130,10 @@ async def skips_async(n: int) -> str:
 @Once(get_engine, "a", cron="0 7 * * *").wrap()
 def once(n: int) -> str:
     return str(n)
+
+
+def over(error: SlotOverError) -> None:
+    assert_type(error.slot, datetime)
 
 
 async def calls() -> None:
