@@ -64,27 +64,33 @@ class Guided:
 
 def _by_name(method: F) -> F:
     """Return a method whose arguments go by name, so that the error of others contains the right form."""
-    code, verb = method.__code__, method.__name__
-    known = frozenset(code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount])
+    verb, names = method.__name__, method.__kwdefaults__ or {}
 
-    def misplaced(self: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError:
-        got = repr(args[0]) if args else next(f"{name}={kwargs[name]!r}" for name in kwargs if name not in known)
-        return TypeError(f"{type(self).__name__}.{verb}() does not take {got}: {_FORMS[verb]}")
+    def expect_known(self: object, error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in names]
+        got = repr(args[0]) if args else next(iter(unknown), None)
+        if got is None or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            return  # raised inside the method, and not by the call
+        raise TypeError(f"{type(self).__name__}.{verb}() does not take {got}: {_FORMS[verb]}") from None
 
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
         async def checked_async(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if args or (kwargs and not kwargs.keys() <= known):
-                raise misplaced(self, args, kwargs)
-            return await method(self, **kwargs)
+            try:
+                return await method(self, *args, **kwargs)
+            except TypeError as error:
+                expect_known(self, error, args, kwargs)
+                raise
 
         return checked_async  # type: ignore[return-value]
 
     @wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or (kwargs and not kwargs.keys() <= known):
-            raise misplaced(self, args, kwargs)
-        return method(self, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except TypeError as error:
+            expect_known(self, error, args, kwargs)
+            raise
 
     return checked  # type: ignore[return-value]
