@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ class Grant:
 
     Attributes:
         deadline: the true time up to which it believes so.
-        disturbed: its lease may be another's before that: an operator ended it, or the server's clock was set forward.
+        disturbed: its lease may be another's before that: an operator ended it, the server's clock was set forward, or the
+            server lost commits.
     """
 
     lease: str
@@ -46,12 +48,20 @@ class Schedule:
     server: Functions
     clients: list[Client] = field(default_factory=lambda: [Client() for _ in range(4)])
     time: float = 0
+    issued: dict[int, str] = field(default_factory=dict)
+    """Every token that was issued on any server, with the lease that it was issued with."""
     highest: int = 0
-    """The newest token that was issued."""
-    newest: str = ""
-    """The lease that it was issued with."""
+    """The newest token that this server knows."""
     written: int = 0
-    """Token of the newest write that was accepted."""
+    """Token of the newest write that this server has accepted and kept."""
+    locked: bool = False
+    """A session holds the name."""
+    kept: tuple[int, int] = (0, 0)
+    """Highest token and newest write at the last `save`."""
+    timelines: int = 1
+    """The highest timeline that there ever was."""
+    free_by: float = inf
+    """The true time at which the name has to be free if nobody touches it."""
     references: list[Grant] = field(default_factory=list)
     made: int = 0
 
@@ -125,6 +135,7 @@ class Schedule:
         if (ended := self.server.evict()) is not None:
             self._issued(ended[1])
             self._disturb()
+            self.unlock(client, amount)
 
     def hand_over(self, client: Client, amount: int) -> None:
         if self.holds(client.grant) and client.grant is not None:
@@ -144,13 +155,41 @@ class Schedule:
         self.server.clock += step
         if step > 0:
             self._disturb()
+        else:
+            self.free_by = inf
 
     def lock(self, client: Client, amount: int) -> None:
-        """Take a token with an advisory lock: never while somebody holds the lease."""
+        """Take a session lock with a token: never while somebody holds the lease."""
         token = self.server.lock()
         if token is not None:
+            assert not self.locked, "two sessions hold the lock"
             self._issued(token)
             assert not self._holders(), "a lease was robbed of its token"
+            self.locked = True
+
+    def lock_briefly(self, client: Client, amount: int) -> None:
+        """Take the session lock for a moment."""
+        if not self.locked:
+            self.lock(client, amount)
+            self.unlock(client, amount)
+
+    def unlock(self, client: Client, amount: int) -> None:
+        """Release the session lock, or end its session."""
+        self.server.unlock()
+        self.locked = False
+
+    def save(self, client: Client, amount: int) -> None:
+        """Let the standby, or the backup, have everything."""
+        self.server.save()
+        self.kept = self.highest, self.written
+
+    def fail_over(self, client: Client, amount: int) -> None:
+        """Promote the standby, or restore the backup: what was committed since is lost."""
+        self.timelines += 1 + amount % 3
+        self.server.go_back(self.timelines)
+        self.highest, self.written = self.kept
+        self.locked, self.free_by = False, inf
+        self._disturb()
 
     def write(self, client: Client, amount: int) -> None:
         """Write with what it has, whether it still holds it or not."""
@@ -162,7 +201,7 @@ class Schedule:
             assert grant.token >= self.written, "a stale write was accepted"
             self.written = grant.token
         else:
-            assert newest > grant.token, "refused, and nobody is newer"
+            assert newest > grant.token or grant.token > self.highest, "refused, and nobody is newer"
             assert grant.disturbed or not self.holds(client.grant), "a holder's write was refused"
 
     def _new(self) -> str:
@@ -174,9 +213,12 @@ class Schedule:
         asked = (ttl, ttl / 2 * (amount & 4 == 4), amount % 3, 2 + amount % 5 if amount & 8 else None)
         granted, token, left = self.server.acquire(lease, *asked)
         if granted:
+            assert not self.locked, "a lease was granted beside a session lock"
             self._issued(token, lease)
         else:
-            assert left > 0
+            assert 0 < left <= LONGEST, f"blocked for {left} s"
+            assert self.locked or self.time < self.free_by, "not free in time"
+            self.free_by = inf if self.locked else min(self.free_by, self.time + left)
         return granted, token, left
 
     def _granted(self, client: Client, lease: str, amount: int, *, late: float) -> None:
@@ -195,6 +237,7 @@ class Schedule:
             return
         believed = self.holds(grant)
         answer, left = self.server.renew(grant.lease, grant.token, 1 + amount % 4)
+        self.free_by = inf
         assert answer == "ok" or grant.disturbed or not believed, f"a holder was told {answer}"
         if answered and answer == "ok" and believed:
             # A shorter lease was asked for: believed no longer than it is there.
@@ -210,6 +253,7 @@ class Schedule:
         reference = self.references[amount % len(self.references)]
         new = self._new()
         answer, left = self.server.adopt(reference.lease, reference.token, new)
+        self.free_by = inf
         if answer == "ok":
             again, _ = self.server.adopt(reference.lease, reference.token, self._new())
             assert again == "superseded", "adopted twice"
@@ -218,9 +262,11 @@ class Schedule:
 
     def _issued(self, token: int, lease: str = "") -> None:
         """Remember whom a token was given to: asked again after a lost answer it is the same grant, else a new one."""
-        again = lease and token == self.highest and self.newest == lease
-        assert token > self.highest or again, f"token {token} was issued after {self.highest}"
-        self.highest, self.newest = token, lease
+        again = lease and self.issued.get(token) == lease
+        newest = max(self.issued, default=0)
+        assert token > newest or again, f"token {token} was issued after {newest}"
+        self.issued[token] = lease
+        self.highest, self.free_by = max(self.highest, token), inf
 
     def _holders(self) -> list[Grant]:
         return [c.grant for c in self.clients if c.grant and self.holds(c.grant) and not c.grant.disturbed]
@@ -241,6 +287,9 @@ class Schedule:
             assert holders[0].token == self.highest, "the holder's token is not the newest"
 
 
+LONGEST = 4 + 2
+"""The longest TTL and lock delay that are asked for."""
+
 STEPS = (
     Schedule.nothing,
     Schedule.passes,
@@ -260,8 +309,13 @@ STEPS = (
     Schedule.adopt,
     Schedule.adopt_lost,
     Schedule.clock_step,
-    Schedule.lock,
+    Schedule.lock_briefly,
     Schedule.acquire,
     Schedule.passes,
     Schedule.write,
+    Schedule.lock,
+    Schedule.unlock,
+    Schedule.unlock,
+    Schedule.save,
+    Schedule.fail_over,
 )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 
-from model.machine import Model
+from model.machine import Model, Row
 from model.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def test_every_schedule_keeps_every_promise(steps: bytes) -> None:
 
 class _RenewsAnybody(Model):
     def _is(self, lease: str, token: int) -> bool:
-        return self.row is not None and not self.row.released and self.row.expires_at > self.clock
+        return self.row is not None and self.row.released_at is None and self.row.expires_at > self.clock
 
 
 class _DeletesOnRelease(Model):
@@ -78,9 +78,37 @@ class _FreeAtOnce(Model):
 
 class _LockRobs(Model):
     def lock(self) -> int | None:
-        if self.row is not None:
-            self.row.token += 1
-        return self.row.token if self.row is not None else super().lock()
+        if self.row is not None and not self.locked:
+            self.row.free_at = -math.inf
+        return super().lock()
+
+
+class _NoJump(Model):
+    def _jump(self, timeline: int) -> int:
+        return 0
+
+
+class _JumpsFromRenewals(Model):
+    def renew(self, lease: str, token: int, ttl: float) -> tuple[str, float]:
+        answer = super().renew(lease, token, ttl)
+        if self.row is not None and answer[0] == "ok":
+            self.row.timeline = self.timeline
+        return answer
+
+
+class _NoRebase(Model):
+    def _rebase(self, row: Row) -> None:
+        pass
+
+
+class _CountsFromEachQuestion(Model):
+    def _rebase(self, row: Row) -> None:
+        row.expires_at, row.free_at = self.clock + row.ttl, self.clock + row.ttl + row.lock_delay
+
+
+class _LooksForNoSession(Model):
+    def _session_holds(self, row: Row) -> bool:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -93,6 +121,11 @@ class _LockRobs(Model):
         _KeepsTheId,
         _FreeAtOnce,
         _LockRobs,
+        _NoJump,
+        _JumpsFromRenewals,
+        _NoRebase,
+        _CountsFromEachQuestion,
+        _LooksForNoSession,
     ],
 )
 def test_a_wrong_rule_is_found(kind: Callable[[], Model]) -> None:
