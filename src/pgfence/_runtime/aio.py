@@ -60,7 +60,7 @@ def contender() -> Contender:
     if task is None:
         raise RuntimeError("an async lock is taken by a task")
     me = _HERE.get(task)
-    if me is None:
+    if me is None or me.pid != PROCESS.known_pid:
         me = _HERE[task] = Contender("task")
     return me
 

@@ -210,7 +210,13 @@ class Domain(ABC, Generic[S]):
         """Close the connections that died."""
 
     def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
-        """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there."""
+        """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there.
+
+        Raises:
+            LockNotHeldError: this is a forked child; nothing of its parent's is looked at.
+        """
+        if not hold.ours:
+            raise hold.not_held_error()
         if not hold.session.spoiled or hold.state == "released":
             return False
         if not leaving:
@@ -345,5 +351,6 @@ class Homes:
 
     @classmethod
     def of(cls, engine: Engine) -> dict[Any, Any]:
+        PROCESS.notice_fork()  # before the mutex, which a forked child renews
         home: dict[Any, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
         return home

@@ -150,7 +150,7 @@ class Grant(BaseHold):
     def progress(self) -> None:
         """Note that the work moves on: `heartbeat="progress"` renews only then. No I/O; may be called by any thread."""
         self.progressed = True
-        if self.idle and self.nudge is not None:
+        if self.idle and self.ours and self.nudge is not None:
             self.nudge(self)
 
     def lose(self, reason: LossReason) -> bool:

@@ -13,10 +13,11 @@ The caller serialises every call with `MUTEX`, one for the whole process, becaus
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal
+
+from pgfence._runtime.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -24,9 +25,8 @@ if TYPE_CHECKING:
     from pgfence._runtime.state import BaseHold
 
 MUTEX = threading.Lock()
-if hasattr(os, "register_at_fork"):
-    # A fork while another thread is in here would leave the child a mutex that nobody ever frees.
-    os.register_at_fork(before=MUTEX.acquire, after_in_parent=MUTEX.release, after_in_child=MUTEX.release)
+# A fork while another thread is in here leaves the child a locked mutex. What it protected belongs to the parent.
+PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
 
 BURST = 16
 BURST_TIME = 0.02
@@ -35,10 +35,12 @@ BURST_TIME = 0.02
 class Contender:
     """A thread or a task: what can hold, and wait for one thing at a time."""
 
-    __slots__ = ("__weakref__", "holds", "kind", "waits")
+    __slots__ = ("__weakref__", "holds", "kind", "pid", "waits")
 
     def __init__(self, kind: Literal["thread", "task"]) -> None:
         self.kind = kind
+        self.pid = PROCESS.known_pid
+        """A forked child goes on as another one: what is noted here of holds belongs to the parent."""
         self.holds: list[BaseHold] = []
         self.waits: Ticket | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import threading
 import time
@@ -40,6 +39,7 @@ def register(one: Ends) -> None:
 
 def end_all() -> None:
     """Tell everybody that the interpreter ends. A second time finds nobody at work."""
+    PROCESS.notice_fork()
     PROCESS.ending = True
     end = clock() + EXIT_BUDGET
     for one in list(_ALL):
@@ -63,8 +63,7 @@ def _bury_in_child() -> None:
 
 
 atexit.register(end_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_bury_in_child)
+PROCESS.renew_in_child(_bury_in_child)
 
 
 def start(name: str, target: Callable[..., object], *args: object) -> threading.Thread:

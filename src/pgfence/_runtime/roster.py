@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pgfence._runtime import native
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import place
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import when_disposed
 from pgfence._runtime.sessions import Borrowed, Session
 from pgfence._runtime.state import log
@@ -139,6 +140,7 @@ class Keeper(ABC, Generic[S]):
     ) -> None:
         self.engine = engine
         self.config = config
+        self.pid = PROCESS.pid
         self.any_pooler = any_pooler
         """The sessions hold nothing by themselves: no pooler is refused."""
         self.roster: Roster[S] = Roster(config.max_lock_connections, warm)
@@ -153,7 +155,7 @@ class Keeper(ABC, Generic[S]):
         self._used = 0
         self._limit = 0
         self._warned = False
-        when_disposed(engine, self.disposed)
+        when_disposed(engine, self._engine_disposed)
         weakref.finalize(engine.dialect, _last_hour, weakref.ref(engine.dialect), self.sessions)
         WATCHER.keep(self)
 
@@ -188,8 +190,12 @@ class Keeper(ABC, Generic[S]):
     def reap(self, now: float) -> None:
         """Close the idle sessions that are dead, or were idle for too long."""
 
+    def _engine_disposed(self, _: Engine) -> None:
+        if self.pid == PROCESS.pid:  # a forked child often disposes of the engine that it inherits
+            self.disposed()
+
     @abstractmethod
-    def disposed(self, _: Engine) -> None:
+    def disposed(self) -> None:
         """Close the idle sessions; the others are closed when what they hold ends."""
 
     def opened(self, session: S | None, generation: int, *, counts: bool, late: bool) -> None:
@@ -271,6 +277,7 @@ def _last_hour(dialect: Callable[[], object], sessions: set[Any]) -> None:
 
 def close_all(sessions: set[Any]) -> None:
     """End sessions in an orderly way: their engine is collected, their loop or the interpreter ends."""
+    PROCESS.notice_fork()  # a forked child must not shut down the sockets of its parent
     for session in list(sessions):
         if session.since:  # another thread is inside a statement: it must not lose the memory under it
             WATCHER.shut_down(session)

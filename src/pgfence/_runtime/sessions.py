@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
 
-from pgfence._runtime.watch import HAS_HANGUP, WATCHER
+from pgfence._runtime.process import PROCESS
+from pgfence._runtime.watch import HAS_HANGUP, WATCHER, SocketId, socket_id
 from pgfence.errors import TransactionStateError
 from pgfence.timing import slice_for
 
@@ -82,6 +83,8 @@ class Session(ABC):
         self.counts = True
         """Whether it is one of the `max_lock_connections`."""
         self.dup = -1
+        self.socket: SocketId | None = None
+        """Which socket it speaks through."""
         self.since = 0.0
         """When the running statement was sent; 0: none runs."""
         self.limit = STATEMENT_BUDGET
@@ -104,8 +107,10 @@ class Session(ABC):
 
     def watch(self) -> None:
         fd = self.wire.fileno()
-        if fd >= 0 and self.ours:
-            keep_alive(fd)
+        if fd >= 0:
+            self.socket = socket_id(fd)
+            if self.ours:
+                keep_alive(fd)
         WATCHER.watch(self, fd)
         _OPEN.add(self)
 
@@ -145,6 +150,7 @@ class Session(ABC):
 
     def close(self) -> None:
         """End the connection. Only for its owner: never while another thread is in a statement on it."""
+        PROCESS.notice_fork()  # in a forked child this must not end the session of the parent
         if self.closed:
             return
         self.dead = self.dead or "killed"
@@ -171,19 +177,22 @@ _GRAVEYARD: list[Any] = []
 def _forget_in_child() -> None:
     """Cut a forked child off: its goodbye would end the parent's session, its copy of the socket keep a dead parent's lock."""
     sessions = list(_OPEN)
+    _GRAVEYARD.extend(sessions)  # finalising a driver's connection here could still speak, warn or touch the loop
     null = os.open(os.devnull, os.O_RDWR)
     for session in sessions:
         with contextlib.suppress(Exception):
-            os.dup2(null, session.wire.fileno())
+            fd = session.wire.fileno()
+            if session.socket == socket_id(
+                fd
+            ):  # the child may have closed it long ago, and something else has its number
+                os.dup2(null, fd)
         session.dup = -1
     os.close(null)
-    _GRAVEYARD.extend(sessions)  # finalising a driver's connection here could still speak, warn or touch the loop
     _OPEN.clear()
     WATCHER.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+PROCESS.renew_in_child(_forget_in_child)
 
 
 def keep_alive(fd: int) -> None:

@@ -65,7 +65,7 @@ class BaseHold:
         """The fencing token, where the kind has one."""
         self.stored = ""
         """The name that the token belongs to, as it stands in the tables."""
-        self.pid = PROCESS.pid
+        self.pid = PROCESS.known_pid  # the same call has asked before
         self.handle: Callable[[], Any] = _nothing
         """A weak reference to what the user has in hand."""
         self.reason: LossReason | None = None
@@ -124,8 +124,10 @@ class BaseHold:
 
     def lose(self, reason: LossReason) -> bool:
         """Mark it lost, once, and tell the listeners. Callable from any thread; must not be called under the mutex."""
+        if not self.ours:
+            return False
         with MUTEX:
-            if self.reason is not None or self.released or not self.ours:
+            if self.reason is not None or self.released:
                 return False
             self.reason = reason
             listeners, self._listeners = self._enders + self._listeners, ()
@@ -135,7 +137,7 @@ class BaseHold:
 
     def begin_release(self) -> bool:
         """Take the right to release, under the mutex: true for the first caller only."""
-        first = not self.released and self.ours
+        first = not self.released and self.pid == PROCESS.known_pid
         self.released = True
         self._listeners = ()
         if self._enders:
@@ -145,9 +147,10 @@ class BaseHold:
 
     def await_end(self, ender: Callable[[], object]) -> None:
         """Have `ender` called at the loss or the release, at once if that is past. It must take no lock of ours."""
+        over = not self.ours
         with MUTEX:
             self._enders = (*self._enders, ender)
-            over = self.state in ("lost", "released")
+            over = over or self.state in ("lost", "released")
         if over:
             ender()
 
@@ -157,6 +160,8 @@ class BaseHold:
 
     def subscribe(self, listener: Callable[[], object]) -> None:
         """Have `listener` called once when it is lost, at once if it is already. It must be quick and not block."""
+        if not self.ours:
+            return
         with MUTEX:
             lost = self.reason is not None
             if not lost:

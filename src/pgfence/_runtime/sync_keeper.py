@@ -194,7 +194,7 @@ class SyncKeeper(Keeper[SyncSession]):
         for session in cold:
             self.discard(session)
 
-    def disposed(self, _: Engine) -> None:
+    def disposed(self) -> None:
         with MUTEX:
             self.generation += 1
             for session in self.sessions:

@@ -25,8 +25,9 @@ import threading
 import time
 import weakref
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from pgfence._runtime.process import PROCESS
 from pgfence._runtime.state import tell
 from pgfence.timing import clock
 
@@ -40,6 +41,7 @@ PAUSE = 5.0
 """A tick that comes this late means that the process stood still."""
 
 HAS_HANGUP = hasattr(select, "EPOLLRDHUP")
+SocketId: TypeAlias = tuple[int, int]
 _CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ECONNABORTED}
 
 
@@ -47,6 +49,7 @@ class Watched(Protocol):
     """What the watcher needs of a session."""
 
     dup: int
+    socket: SocketId | None
 
     @property
     def dead(self) -> object: ...
@@ -69,6 +72,7 @@ class Watcher:
     def _reset(self) -> None:
         self._lock = threading.RLock()  # a finaliser may come in here while its own thread is inside
         self._epoll: select.epoll | None = None
+        self._epoll_id: SocketId | None = None
         self._sessions: dict[int, weakref.ref[Watched]] = {}
         self._keepers: weakref.WeakSet[Idles] = weakref.WeakSet()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -118,6 +122,7 @@ class Watcher:
 
     def expect_callbacks(self) -> None:
         """Start the thread for users' callbacks, if it does not run."""
+        PROCESS.notice_fork()
         with self._lock:
             if self._calls is None:
                 self._calls = SimpleQueue()
@@ -130,7 +135,7 @@ class Watcher:
 
     def _start(self) -> None:
         if HAS_HANGUP and self._epoll is None:
-            self._epoll = select.epoll()
+            self._new_epoll()
         # Noted before: an interrupt in the wait for a thread to begin must neither start it twice nor leave out the next one.
         if not self._watches:
             self._watches = True
@@ -179,11 +184,15 @@ class Watcher:
         """
         assert self._epoll is not None
         self._epoll.close()
-        self._epoll = select.epoll()
+        self._new_epoll()
         for dup, reference in self._sessions.items():
             session = reference()
             if session is not None and session.dead is None:
                 self._epoll.register(dup, select.EPOLLRDHUP)
+
+    def _new_epoll(self) -> None:
+        self._epoll = select.epoll()
+        self._epoll_id = socket_id(self._epoll.fileno())
 
     def _tick(self, now: float, paused: bool) -> None:
         with self._lock:
@@ -194,16 +203,31 @@ class Watcher:
         for keeper in keepers:
             tell(lambda keeper=keeper: keeper.reap(now))  # type: ignore[misc]
 
-    def forget(self) -> list[Watched]:
-        """In a forked child: give up everything of the parent without a word on its sockets, and return the sessions."""
-        sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
-        for dup in self._sessions:
+    def forget(self) -> None:
+        """In a forked child: give up everything of the parent without a word on its sockets.
+
+        The child may have closed the descriptors before it came here, and opened others under their numbers.
+        """
+        for dup, reference in self._sessions.items():
+            session = reference()
             with contextlib.suppress(OSError):
-                os.close(dup)
+                if session is not None and socket_id(dup) == session.socket:
+                    os.close(dup)
         if self._epoll is not None:
-            self._epoll.close()
+            with contextlib.suppress(OSError):
+                if socket_id(self._epoll.fileno()) == self._epoll_id:
+                    self._epoll.close()
+            _GRAVEYARD.append(self._epoll)  # its finalizer would close the number
         self._reset()
-        return sessions
+
+
+_GRAVEYARD: list[object] = []
+
+
+def socket_id(fd: int) -> SocketId:
+    """Return which open socket (or the like) a descriptor stands for at this moment."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def hung_up(dup: int) -> bool:
