@@ -449,10 +449,8 @@ async def test_a_server_that_stops_answering_is_noticed_by_whoever_asks(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release without an answer ends in LockLostError within its budget, not in an endless wait."""
-    for module in ("sessions", "sync_sessions", "aio_sessions"):
-        monkeypatch.setattr(f"pgfence._runtime.{module}.STATEMENT_BUDGET", 0.5, raising=False)
-    for world_class in ("sync_sessions.SyncSession", "aio_sessions.AsyncSession"):
-        patch_default(monkeypatch, world_class, 0.5)
+    for module in ("sync_sessions", "aio_sessions"):
+        monkeypatch.setattr(f"pgfence._runtime.{module}.RELEASE_BUDGET", 0.5)
     proxy = make_proxy(dsn)
     held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
     proxy.black_hole()
@@ -463,16 +461,6 @@ async def test_a_server_that_stops_answering_is_noticed_by_whoever_asks(
     assert caught.value.reason == "cut off"
     proxy.heal()
     proxy.cut()
-
-
-def patch_default(monkeypatch: pytest.MonkeyPatch, path: str, limit: float) -> None:
-    """The budget of `ask` is a default argument."""
-    import importlib
-
-    module, kind = path.split(".")
-    target = getattr(importlib.import_module(f"pgfence._runtime.{module}"), kind).ask
-    if target.__kwdefaults__ and "limit" in target.__kwdefaults__:
-        monkeypatch.setattr(target, "__kwdefaults__", {**target.__kwdefaults__, "limit": limit})
 
 
 async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

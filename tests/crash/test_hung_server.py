@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from pgfence import AsyncLease, Lease, schema
+from pgfence._runtime import lease_aio, lease_sync
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
-from support.locking import background, freed, is_free, labelled, lock, sessions, take, waits
+from support.locking import background, freed, is_free, labelled, lock, run, sessions, take, waits
 from support.processes import family, frozen
 from support.waiting import FAR, eventually
 
@@ -121,6 +123,64 @@ async def test_a_block_on_a_hung_backend_can_be_left(
         assert "LockLostError" in caught.value.__notes__[0]
         hung.__exit__(None, None, None)
         await freed(admin, name)
+
+
+async def test_an_acquire_on_a_hung_server_ends_soon_after_its_timeout(
+    world: World, name: str, private_server: OwnServer, short_statements: float, short_opening: float
+) -> None:
+    """The first try on a warm connection, the look at the holders and a try that does not wait derive from the timeout."""
+    one = lock(world, world.engine(dsn=private_server.dsn), name)
+    await world.call((await world.call(one.acquire)).release)
+    for options in ({"timeout": 1}, {"timeout": 0}):
+        with frozen(*family(private_server.pid)):
+            async with background(world.other().call(one.acquire, **options)) as waiting:
+                await eventually(waiting.done, deadline=15)
+                with pytest.raises(UnreachableError):
+                    await waiting
+        await world.call((await world.call(one.acquire, timeout=20)).release)
+
+
+async def test_an_adoption_on_a_hung_server_ends_soon(
+    world: World, name: str, private_server: OwnServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`adopt` takes no timeout: without a response it raises UnreachableError after a few seconds, not after 30."""
+    if world.name in ("psycopg2", "psycopg_async"):
+        pytest.skip("one driver of each half is enough")
+    for module in (lease_sync, lease_aio):
+        monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
+    engine = world.engine(dsn=private_server.dsn)
+    await world.call(schema.create_all, engine)
+    kind = world.pick(Lease, AsyncLease)
+    reference = await world.call((await world.call(kind(engine, name, ttl=60).acquire)).hand_over)
+    with frozen(*family(private_server.pid)):
+        async with background(world.other().call(kind.adopt, engine, reference)) as adopting:
+            await eventually(adopting.done, deadline=20)
+            with pytest.raises(UnreachableError):
+                await adopting
+    await world.call(schema.drop_all, engine)
+
+
+async def test_a_block_with_an_open_transaction_on_a_hung_backend_can_be_left(
+    world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
+) -> None:
+    """The rollback of what connect() left open is bounded too; the connection is closed, and the lock ends with it."""
+    one = lock(world, labelled(world, name, dsn=private_server.dsn), name)
+    hung = frozen()
+
+    async def leave() -> None:
+        async with world.enter(one.connect()) as connection:
+            await run(world, connection, "SELECT 1")
+            (session,) = sessions(admin, name)
+            nonlocal hung
+            hung = frozen(session.pid)
+            hung.__enter__()
+
+    async with background(leave()) as leaving:
+        await eventually(leaving.done, deadline=15)
+        hung.__exit__(None, None, None)
+        with pytest.raises(LockLostError):
+            await leaving
+    await freed(admin, name)
 
 
 async def backend(admin: psycopg.Connection[Any], name: str) -> int:

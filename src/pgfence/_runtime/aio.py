@@ -21,7 +21,7 @@ from pgfence._runtime.own_holds import on_these_keys
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
-from pgfence._runtime.sessions import GoneError
+from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, GoneError
 from pgfence._runtime.state import log
 from pgfence._sql import server
 from pgfence._sql.token import TokenSql
@@ -155,7 +155,7 @@ class AsyncDomain(Domain[AsyncSession]):
                 try:
                     if many:
                         await self._make_room(session, request)
-                    granted = await session.try_lock(self.engine, request.sql)
+                    granted = await session.try_lock(self.engine, request.sql, request.budget)
                     if not granted and request.waits:
                         granted = await self._wait(session, request)
                 except Exception as error:
@@ -190,7 +190,7 @@ class AsyncDomain(Domain[AsyncSession]):
     async def _make_room(self, session: AsyncSession, request: Request) -> None:
         """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
         if self.keeper.must_count():
-            self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, ()))
+            self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=request.budget))
         self.keeper.room_for(len(request.keys))
 
     async def _wait(self, session: AsyncSession, request: Request) -> bool:
@@ -200,7 +200,7 @@ class AsyncDomain(Domain[AsyncSession]):
         while (step := plan.next(clock())) is not None:
             if step.polls:
                 await asyncio.sleep(step.seconds)
-                granted = await session.try_lock(self.engine, request.sql)
+                granted = await session.try_lock(self.engine, request.sql, request.budget)
             else:
                 granted = await session.wait_lock(self.engine, request.sql, step.milliseconds, quiet=step.quiet)
             if granted:
@@ -299,13 +299,13 @@ class AsyncDomain(Domain[AsyncSession]):
         self.keeper.park(session)
         return found
 
-    async def _look(self, session: AsyncSession, sql: LockSql) -> list[Holder]:
-        return await session.through(self.engine, sql.holders)
+    async def _look(self, session: AsyncSession, sql: LockSql, limit: float = STATEMENT_BUDGET) -> list[Holder]:
+        return await session.through(self.engine, sql.holders, limit=limit)
 
     async def _look_on(self, session: AsyncSession, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail for it."""
         try:
-            return await self._look(session, sql)
+            return await self._look(session, sql, WAIT_GRACE)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
             session.retired = True

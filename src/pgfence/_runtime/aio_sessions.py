@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
 from pgfence._runtime.opening import R, at_once, in_greenlet, listened, strange_backend, through, wrapped
 from pgfence._runtime.references import weak_method
-from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
+from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
 from pgfence._runtime.watch import reason_of
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
@@ -71,7 +71,7 @@ class AsyncSession(Session):
         self.begin(limit)
         try:
             if listened(engine):
-                return await self.through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).one()[0])
+                return await self._through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).one()[0])
             return (await self.wire.query(text, args, prepare=prepare))[0]
         finally:
             self.end()
@@ -81,23 +81,23 @@ class AsyncSession(Session):
         self.begin(limit)
         try:
             if listened(engine):
-                return await self.through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
+                return await self._through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
             return await self.wire.query(text, args, prepare=True)
         finally:
             self.end()
 
-    async def try_lock(self, engine: Engine, sql: LockSql) -> bool:
+    async def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
         if isinstance(sql, TokenSql):
             return await self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
         if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
-            self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+            self.limit, self.since = limit, time.monotonic()
             try:
                 granted = (await self.wire.query(sql.try_text, args, prepare=True))[0]
             finally:
                 self.since = 0.0
         else:
-            granted = await self.ask(engine, sql.try_text, args)
+            granted = await self.ask(engine, sql.try_text, args, limit=limit)
         if granted is None:
             raise strange_backend()
         return bool(granted)
@@ -117,7 +117,7 @@ class AsyncSession(Session):
                 if state != SERIALIZATION_FAILURE or failures == RETRIES:
                     raise
                 # The session lock came before a commit that failed, or not at all.
-                await self.ask(engine, sql.unlock_text, sql.unlock_args)
+                await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
             raise strange_backend()
         self.token = token or 0
@@ -151,11 +151,17 @@ class AsyncSession(Session):
             connection.exec_driver_sql(wait)
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
-        return await self.through(engine, run)
+        return await self._through(engine, run)
 
-    async def through(self, engine: Engine, run: Callable[[Connection], R]) -> R:
+    async def through(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
         """Run sync code on this session by way of SQLAlchemy."""
+        self.begin(limit)
+        try:
+            return await self._through(engine, run)
+        finally:
+            self.end()
 
+    async def _through(self, engine: Engine, run: Callable[[Connection], R]) -> R:
         def call() -> R:
             with through(engine, self.dbapi_connection) as connection:
                 return run(connection)
@@ -164,10 +170,13 @@ class AsyncSession(Session):
 
     async def unlock(self, engine: Engine, sql: LockSql) -> bool:
         if self.probing is not None:  # this driver takes one statement at a time
+            await asyncio.wait({self.probing}, timeout=RELEASE_BUDGET)
+        if self.probing is not None:
+            self.cut()  # the watcher's question has no answer either, and ends with the connection
             await asyncio.wait({self.probing})
         if not self.direct or listened(engine):
-            return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args))
-        self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+            return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
+        self.limit, self.since = RELEASE_BUDGET, time.monotonic()
         try:
             return bool((await self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
         finally:
@@ -197,8 +206,12 @@ class AsyncSession(Session):
         """Make the session an ordinary AsyncConnection for the user's code: transactions, and the site's own limits."""
 
         def lend() -> Any:
-            with through(engine, self.dbapi_connection) as connection:
-                server.put_back(connection, self.facts)
+            self.begin(RELEASE_BUDGET)
+            try:
+                with through(engine, self.dbapi_connection) as connection:
+                    server.put_back(connection, self.facts)
+            finally:
+                self.end()
             engine.dialect.reset_isolation_level(self.dbapi_connection)
             return wrapped(engine, self.dbapi_connection, reconnects=False)
 
@@ -210,8 +223,12 @@ class AsyncSession(Session):
 
     async def close_lent(self, connection: AsyncConnection) -> None:
         """End the AsyncConnection that was lent; the session below it lives on for the unlock."""
-        with contextlib.suppress(Exception):  # a dead connection cannot roll back, and need not
-            await connection.close()
+        self.begin(RELEASE_BUDGET)  # what is open is rolled back
+        try:
+            with contextlib.suppress(Exception):  # a dead connection cannot roll back, and need not
+                await connection.close()
+        finally:
+            self.end()
 
     async def take_back(self, engine: Engine) -> None:
         """End what the user's code left open, before the unlock."""
@@ -220,7 +237,11 @@ class AsyncSession(Session):
             engine.dialect.do_rollback(self.dbapi_connection)
             engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
 
-        await in_greenlet(back)
+        self.begin(RELEASE_BUDGET)
+        try:
+            await in_greenlet(back)
+        finally:
+            self.end()
 
 
 class BorrowedAsyncSession(Borrowed, AsyncSession):

@@ -22,7 +22,7 @@ from pgfence._runtime.opening import lost_connection
 from pgfence._runtime.own_holds import self_deadlock
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
-from pgfence._runtime.sessions import GoneError, Session
+from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, GoneError, Session
 from pgfence._runtime.state import Hold, emit, log, named
 from pgfence._sql import server
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
@@ -77,6 +77,11 @@ class Request:
     @property
     def waits(self) -> bool:
         return self.deadline.timeout > 0
+
+    @property
+    def budget(self) -> float:
+        """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
+        return min(STATEMENT_BUDGET, RELEASE_BUDGET + self.left)
 
 
 class Domain(ABC, Generic[S]):

@@ -20,18 +20,16 @@ from pgfence._runtime.aio_sessions import AsyncSession, on_loop
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
 from pgfence._runtime.domain import Homes
 from pgfence._runtime.lease_domain import (
-    RELEASE_BUDGET,
     RETRIES,
     LeaseDomain,
     again,
     ask_again,
-    budget_of,
     row_locked,
     spoke,
 )
 from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
 from pgfence._runtime.process import PROCESS
-from pgfence._runtime.sessions import STATEMENT_BUDGET
+from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.tables import judged
@@ -126,7 +124,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
 
     async def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
         """Ask once, and once more at once where transactions met."""
-        await self.verify(claim.place)
+        await self.verify(claim.place, request.budget)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
             session = await self._session(request)
@@ -136,7 +134,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             grant: Grant | None = None
             refused = False
             try:
-                told = await self._drive(session, claim, str(lease_id), budget_of(request))
+                told = await self._drive(session, request, claim, str(lease_id))
                 if isinstance(told, Granted):
                     grant = self.granted(claim, ticket, lease_id, started, told)
             except Refused:
@@ -159,7 +157,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             return grant, told if isinstance(told, Busy) else Busy(0.0)
         return None, Busy(0.0)
 
-    async def _drive(self, session: AsyncSession, claim: Claim, lease_id: str, limit: float) -> Outcome:
+    async def _drive(self, session: AsyncSession, request: Request, claim: Claim, lease_id: str) -> Outcome:
         steps = claim.attempt(self.style, lease_id)
         row: Any = None
         while True:
@@ -168,7 +166,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            row = await session.row(self.engine, text, args, limit=limit)
+            row = await session.row(self.engine, text, args, limit=request.budget)
 
     async def _session(self, request: Request | None = None) -> AsyncSession:
         session = await self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
@@ -223,7 +221,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     raise
             await asyncio.sleep(trust.retry_after(failures, 10.0))
 
-    async def verify(self, place: Place) -> None:
+    async def verify(self, place: Place, limit: float = RELEASE_BUDGET) -> None:
         """Look once whether the tables are as they should be.
 
         Raises:
@@ -231,7 +229,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(await self._ask(place, self.checking(place), ()), place, self.needed):
+        if refusal := judged(await self._ask(place, self.checking(place), (), limit=limit), place, self.needed):
             raise refusal
         self._checked.add(place)
 
@@ -310,7 +308,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         while True:
             started = clock()
             try:
-                row = await self._ask(claim.place, text, args)
+                row = await self._ask(claim.place, text, args, limit=RELEASE_BUDGET)
                 break
             except BaseException as error:
                 if clock() > until or not ask_again(error):

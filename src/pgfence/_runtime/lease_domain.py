@@ -21,7 +21,6 @@ from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import from_driver, lost_connection, unreachable
 from pgfence._runtime.opening import place as place_in_words
 from pgfence._runtime.roster import S
-from pgfence._runtime.sessions import STATEMENT_BUDGET
 from pgfence._runtime.state import emit, log, named
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 
 RETRIES = 10
 LONGEST_SLEEP = 1.0
-RELEASE_BUDGET = 5.0
 
 
 class LeaseDomain(Domain[S]):
@@ -291,11 +289,6 @@ class LeaseDomain(Domain[S]):
                 expires_at=hold.expires_at,
             )
         ]
-
-
-def budget_of(request: Request) -> float:
-    """Return the seconds that one statement of a contender may take: a hung server must not outlast its timeout by much."""
-    return min(STATEMENT_BUDGET, RELEASE_BUDGET + request.left)
 
 
 def spoke(session: Any, error: BaseException) -> bool:

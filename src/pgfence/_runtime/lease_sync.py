@@ -11,18 +11,16 @@ from pgfence._runtime import trust
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
 from pgfence._runtime.domain import Homes
 from pgfence._runtime.lease_domain import (
-    RELEASE_BUDGET,
     RETRIES,
     LeaseDomain,
     again,
     ask_again,
-    budget_of,
     row_locked,
     spoke,
 )
 from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
 from pgfence._runtime.process import PROCESS
-from pgfence._runtime.sessions import STATEMENT_BUDGET
+from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._runtime.sync import contender, for_certain
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
@@ -128,7 +126,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
 
     def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
         """Ask once, and once more at once where transactions met."""
-        self.verify(claim.place)
+        self.verify(claim.place, request.budget)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
             session = self._session(request)
@@ -138,7 +136,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
             grant: Grant | None = None
             refused = False
             try:
-                told = self._drive(session, claim, str(lease_id), budget_of(request))
+                told = self._drive(session, request, claim, str(lease_id))
                 if isinstance(told, Granted):
                     grant = self.granted(claim, ticket, lease_id, started, told)
             except Refused:
@@ -161,7 +159,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
             return grant, told if isinstance(told, Busy) else Busy(0.0)
         return None, Busy(0.0)
 
-    def _drive(self, session: SyncSession, claim: Claim, lease_id: str, limit: float) -> Outcome:
+    def _drive(self, session: SyncSession, request: Request, claim: Claim, lease_id: str) -> Outcome:
         steps = claim.attempt(self.style, lease_id)
         row: Any = None
         while True:
@@ -170,7 +168,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            row = session.row(self.engine, text, args, limit=limit)
+            row = session.row(self.engine, text, args, limit=request.budget)
 
     def _session(self, request: Request | None = None) -> SyncSession:
         session = self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
@@ -225,7 +223,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     raise
             time.sleep(trust.retry_after(failures, 10.0))
 
-    def verify(self, place: Place) -> None:
+    def verify(self, place: Place, limit: float = RELEASE_BUDGET) -> None:
         """Look once whether the tables are as they should be.
 
         Raises:
@@ -233,7 +231,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(self._ask(place, self.checking(place), ()), place, self.needed):
+        if refusal := judged(self._ask(place, self.checking(place), (), limit=limit), place, self.needed):
             raise refusal
         self._checked.add(place)
 
@@ -325,7 +323,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
         while True:
             started = clock()
             try:
-                row = self._ask(claim.place, text, args)
+                row = self._ask(claim.place, text, args, limit=RELEASE_BUDGET)
                 break
             except BaseException as error:
                 if clock() > until or not ask_again(error):

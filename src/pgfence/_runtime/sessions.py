@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 STATEMENT_BUDGET = 30.0
+"""Seconds after which a statement is given up on a server that does not answer, where no caller has an earlier deadline."""
+RELEASE_BUDGET = 5.0
+"""Seconds for a statement whose caller does not wait: a release, a try, and what ends after the caller's deadline."""
 WAIT_GRACE = 2.0
 PROBE_EVERY = 10.0
 WARM_FOR = 30.0

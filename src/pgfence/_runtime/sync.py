@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
-from pgfence._runtime.opening import lost_connection, through, unreachable
+from pgfence._runtime.opening import lost_connection, unreachable
 from pgfence._runtime.own_holds import on_these_keys
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
 from pgfence._runtime.roster import MANY_KEYS
-from pgfence._runtime.sessions import GoneError
+from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, GoneError
 from pgfence._runtime.state import log
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
@@ -140,7 +140,7 @@ class SyncDomain(Domain[SyncSession]):
                 try:
                     if many:
                         self._make_room(session, request)
-                    granted = session.try_lock(self.engine, request.sql)
+                    granted = session.try_lock(self.engine, request.sql, request.budget)
                     if not granted and request.waits:
                         granted = self._wait(session, request)
                 except Exception as error:
@@ -175,7 +175,7 @@ class SyncDomain(Domain[SyncSession]):
     def _make_room(self, session: SyncSession, request: Request) -> None:
         """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
         if self.keeper.must_count():
-            self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, ()))
+            self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=request.budget))
         self.keeper.room_for(len(request.keys))
 
     def _wait(self, session: SyncSession, request: Request) -> bool:
@@ -185,7 +185,7 @@ class SyncDomain(Domain[SyncSession]):
         while (step := plan.next(clock())) is not None:
             if step.polls:
                 time.sleep(step.seconds)
-                granted = session.try_lock(self.engine, request.sql)
+                granted = session.try_lock(self.engine, request.sql, request.budget)
             else:
                 granted = session.wait_lock(self.engine, request.sql, step.milliseconds, quiet=step.quiet)
             if granted:
@@ -293,14 +293,13 @@ class SyncDomain(Domain[SyncSession]):
         self.keeper.park(session)
         return found
 
-    def _look(self, session: SyncSession, sql: LockSql) -> list[Holder]:
-        with through(self.engine, session.dbapi_connection) as connection:
-            return sql.holders(connection)
+    def _look(self, session: SyncSession, sql: LockSql, limit: float = STATEMENT_BUDGET) -> list[Holder]:
+        return session.through(self.engine, sql.holders, limit=limit)
 
     def _look_on(self, session: SyncSession, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail for it."""
         try:
-            return self._look(session, sql)
+            return self._look(session, sql, WAIT_GRACE)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
             session.retired = True

@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
-from pgfence._runtime.opening import listened, strange_backend, through, wrapped
-from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
+from pgfence._runtime.opening import R, listened, strange_backend, through, wrapped
+from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
@@ -17,7 +17,7 @@ from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sql
 from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine
 
@@ -59,18 +59,27 @@ class SyncSession(Session):
         finally:
             self.end()
 
-    def try_lock(self, engine: Engine, sql: LockSql) -> bool:
+    def through(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
+        """Run code on this session by way of SQLAlchemy."""
+        self.begin(limit)
+        try:
+            with through(engine, self.dbapi_connection) as connection:
+                return run(connection)
+        finally:
+            self.end()
+
+    def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
         if isinstance(sql, TokenSql):
             return self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
         if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
-            self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+            self.limit, self.since = limit, time.monotonic()
             try:
                 granted = (self.wire.query(sql.try_text, args, prepare=True))[0]
             finally:
                 self.since = 0.0
         else:
-            granted = self.ask(engine, sql.try_text, args)
+            granted = self.ask(engine, sql.try_text, args, limit=limit)
         if granted is None:
             raise strange_backend()
         return bool(granted)
@@ -90,7 +99,7 @@ class SyncSession(Session):
                 if state != SERIALIZATION_FAILURE or failures == RETRIES:
                     raise
                 # The session lock came before a commit that failed, or not at all.
-                self.ask(engine, sql.unlock_text, sql.unlock_args)
+                self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
             raise strange_backend()
         self.token = token or 0
@@ -124,14 +133,19 @@ class SyncSession(Session):
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
     def unlock(self, engine: Engine, sql: LockSql) -> bool:
-        with self.turn:
+        if not self.turn.acquire(timeout=RELEASE_BUDGET):
+            self.cut()  # the watcher's question has no answer either, and ends with the connection
+            self.turn.acquire()
+        try:
             if not self.direct or listened(engine):
-                return bool(self.ask(engine, sql.unlock_text, sql.unlock_args))
-            self.limit, self.since = STATEMENT_BUDGET, time.monotonic()
+                return bool(self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
+            self.limit, self.since = RELEASE_BUDGET, time.monotonic()
             try:
                 return bool((self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
             finally:
                 self.since = 0.0
+        finally:
+            self.turn.release()
 
     def probe(self, hold: Hold[Any]) -> None:
         def ask() -> None:
@@ -153,15 +167,26 @@ class SyncSession(Session):
     def lend(self, engine: Engine) -> Connection:
         """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
         self.lent = True
-        with through(engine, self.dbapi_connection) as connection:
-            server.put_back(connection, self.facts)
+        self.through(engine, lambda connection: server.put_back(connection, self.facts), limit=RELEASE_BUDGET)
         engine.dialect.reset_isolation_level(self.dbapi_connection)
         return wrapped(engine, self.dbapi_connection, reconnects=False)
 
+    def close_lent(self, connection: Connection) -> None:
+        """End the Connection that was lent; the session below it lives on for the unlock."""
+        self.begin(RELEASE_BUDGET)  # what is open is rolled back
+        try:
+            connection.close()
+        finally:
+            self.end()
+
     def take_back(self, engine: Engine) -> None:
         """End what the user's code left open, before the unlock."""
-        engine.dialect.do_rollback(self.dbapi_connection)
-        engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
+        self.begin(RELEASE_BUDGET)
+        try:
+            engine.dialect.do_rollback(self.dbapi_connection)
+            engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
+        finally:
+            self.end()
 
 
 class BorrowedSyncSession(Borrowed, SyncSession):

@@ -176,10 +176,10 @@ class AdvisoryLock(Named, Verbs[H]):
             lent(connection, handle)
             yield connection
         except BaseException as exc:
-            _close(locals().get("connection"))
+            _close(hold.session, locals().get("connection"))
             handle._leave(exc, flag=False)
             raise
-        _close(connection)
+        _close(hold.session, connection)
         handle._leave(None, flag=False)
 
     def holders(self) -> list[Holder]:
@@ -212,10 +212,10 @@ class AdvisoryLock(Named, Verbs[H]):
         return domain, sql, None
 
 
-def _close(connection: Connection | None) -> None:
+def _close(session: Any, connection: Connection | None) -> None:
     if connection is not None:
         given_back(connection)
         try:
-            connection.close()
+            session.close_lent(connection)
         except Exception:  # a dead connection cannot roll back, and need not
             connection.detach() if not connection.closed and not connection.invalidated else None

@@ -6,7 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.chores import Ending, row_until
-from pgfence._runtime.lease_domain import RELEASE_BUDGET, ask_again
+from pgfence._runtime.lease_domain import ask_again
+from pgfence._runtime.sessions import RELEASE_BUDGET
 from pgfence._runtime.state import emit
 from pgfence._sql.effects import effect_sql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
