@@ -13,7 +13,7 @@ from pgfence._runtime.opening import unreachable
 from pgfence._sql import fences
 from pgfence._sql import tables as texts
 from pgfence._sql.server import style_of
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import SWITCHING, sqlstate
 from pgfence._sql.storage import VERSION, Place, place_of, primary, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.errors import PgfenceError, SchemaError, StandbyError, TransactionStateError, UnsupportedServerError
@@ -127,5 +127,5 @@ def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
                 sqlstate=state,
             )
         case "25006":
-            return StandbyError(f"{primary(error)}: this server is a standby, or writes are switched off here")
+            return StandbyError(f"{primary(error)}: this server is a standby, or rejects writes. {SWITCHING}")
     return translated(error, place)

@@ -125,7 +125,13 @@ class PoolerError(PgfenceError):
 
 
 class StandbyError(PgfenceError):
-    """The server is a standby: a lock taken there excludes nobody."""
+    """The server is a standby, or takes no writes: a lock acquired there excludes no other process.
+
+    While a cluster switches over this passes by itself, so it is `retryable`. Where the URL names a standby it does not.
+    """
+
+    http_status = 503
+    retryable = True
 
 
 class UnsupportedServerError(PgfenceError):
@@ -133,13 +139,21 @@ class UnsupportedServerError(PgfenceError):
 
 
 class UnreachableError(PgfenceError):
-    """The server gave no answer. That is never taken for "free" or for "busy"."""
+    """The server cannot be reached. That is never taken for "free" or for "busy".
+
+    Not `retryable`, and 500 instead of 503: the server rejected the password, the user or the database, or there is no host of
+    that name. A wait ends at once then, and no `unreachable=` applies: the configuration has to be corrected.
+    """
 
     http_status = 503
+    _held_until: float | None = None
+    """Until when a holder that was named in this process may go on without a server, on the clock of this process."""
 
     def __init__(self, message: str, *, sqlstate: str | None = None, retryable: bool = True) -> None:
         super().__init__(message, sqlstate=sqlstate)
         self.retryable = retryable
+        if not retryable:
+            self.http_status = 500
 
 
 class TransactionStateError(PgfenceError):
@@ -176,8 +190,8 @@ class SchemaError(PgfenceError):
 class StaleFencingTokenError(PgfenceError):
     """PostgreSQL refused a write (SQLSTATE PF001): another token counts for the resource by now. Nothing of it is committed.
 
-    `token` below `newest`: a newer holder has taken over. Above: the token was never issued for this resource, or the
-    lease's row was set back, by a restore or a fail-over.
+    `token` below `newest`: a newer holder has taken over. Above: this connection leads to a server that does not know the
+    newest tokens, such as a former primary or a restored one; or the token was never issued for this resource.
     """
 
     http_status = 409

@@ -19,7 +19,7 @@ from pgfence.errors import LockTimeoutError, UnreachableError
 from pgfence.fenced_handles import HeldLease
 from pgfence.handles import AsyncHeld, Held
 from pgfence.misuse import Guided
-from pgfence.wrapping import Policy, called, choice, no_generator, templates
+from pgfence.wrapping import Policy, called, choice, no_generator, templates, wanted, wanted_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,6 +65,13 @@ class Verbs(Guided, ABC, Generic[H]):
     @abstractmethod
     def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
+
+    def _seen(self) -> list[Holder]:
+        """Return the holders for a message about a lock that is held; the server may be away by now, which changes nothing."""
+        try:
+            return self.holders()
+        except UnreachableError:
+            return []
 
     def is_held(self) -> bool:
         """Say whether anybody holds it at this moment. Looking never takes a lock."""
@@ -116,8 +123,10 @@ class Verbs(Guided, ABC, Generic[H]):
             timeout: seconds to wait. None is the configured default; with `busy="skip"` or a callable it does not wait.
             busy: when it is not free: "raise" LockTimeoutError; "skip" the call and return None; or a callable that gets
                 the LockTimeoutError and returns (or raises) the exception to raise instead.
-            unreachable: when there is no server: "raise" UnreachableError; "run" unprotected, which is your decision; "skip",
-                only together with `busy="skip"`.
+            unreachable: when there is no server once the timeout is over: "raise" UnreachableError; "run" unprotected, which
+                is your decision; "skip", only together with `busy="skip"`. A wrong password, host or database is raised in
+                any case. A call never runs beside the holder of a lease or
+                slot that the server named before the outage: it waits until that holder's TTL is over, and asks again.
 
         Raises:
             TypeError: at decoration, for a coroutine function (use the Async twin) or a generator (hold inside it).
@@ -137,7 +146,7 @@ class Verbs(Guided, ABC, Generic[H]):
             def guarded(*args: Any, **kwargs: Any) -> Any:
                 lock = self._named(names_for(args, kwargs)) if names_for else self
                 try:
-                    handle = lock.try_acquire() if policy.tries else lock.acquire(timeout=policy.timeout)
+                    handle = wanted(lock, policy)
                 except LockTimeoutError as error:
                     return policy.refused(error)
                 except UnreachableError as error:
@@ -207,6 +216,13 @@ class AsyncVerbs(Guided, ABC, Generic[AH]):
     async def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
 
+    async def _seen(self) -> list[Holder]:
+        """Return the holders for a message about a lock that is held; see the sync twin."""
+        try:
+            return await self.holders()
+        except UnreachableError:
+            return []
+
     async def is_held(self) -> bool:
         """Say whether anybody holds it at this moment. Looking never takes a lock."""
         return bool(await self.holders())
@@ -266,7 +282,7 @@ class AsyncVerbs(Guided, ABC, Generic[AH]):
             async def guarded(*args: Any, **kwargs: Any) -> Any:
                 lock = self._named(names_for(args, kwargs)) if names_for else self
                 try:
-                    handle = await (lock.try_acquire() if policy.tries else lock.acquire(timeout=policy.timeout))
+                    handle = await wanted_async(lock, policy)
                 except LockTimeoutError as error:
                     return policy.refused(error)
                 except UnreachableError as error:

@@ -11,6 +11,7 @@ from typing_extensions import deprecated
 
 from pgfence._runtime.state import log
 from pgfence.errors import LockTimeoutError, UnreachableError
+from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+H_co = TypeVar("H_co", covariant=True)
 
 Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
 Unreachable = Literal["raise", "skip", "run"]
@@ -63,6 +65,11 @@ class AsyncWrapSkip(Protocol):
     def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
 
 
+def unsafe_for(error: UnreachableError) -> float:
+    """Return the seconds that are left of the TTL of a holder the server named before it went away; 0.0: it named none."""
+    return max(0.0, error._held_until - clock()) if error._held_until is not None else 0.0
+
+
 class Policy:
     """What a decorated call does when the lock is busy or the server is away."""
 
@@ -87,14 +94,52 @@ class Policy:
         if self._busy == "raise":
             raise error
 
+    def further(self, error: UnreachableError) -> float:
+        """Return for how many seconds to ask again before the call runs unprotected; 0.0: it need not wait."""
+        return unsafe_for(error) if self._unreachable == "run" else 0.0
+
     def stop(self, error: UnreachableError) -> bool:
         """Whether the call ends here; False: it runs without protection, as its author decided."""
-        if self._unreachable == "raise":
+        if self._unreachable == "raise" or not error.retryable:
             raise error
         log.warning(
             "no server: the call %s. %s", "is skipped" if self._unreachable == "skip" else "runs UNPROTECTED", error
         )
         return self._unreachable == "skip"
+
+
+class _Lock(Protocol[H_co]):
+    def try_acquire(self) -> H_co | None: ...
+    def acquire(self, *, timeout: Seconds | None = None) -> H_co: ...
+
+
+class _AsyncLock(Protocol[H_co]):
+    async def try_acquire(self) -> H_co | None: ...
+    async def acquire(self, *, timeout: Seconds | None = None) -> H_co: ...
+
+
+def wanted(lock: _Lock[H_co], policy: Policy) -> H_co | None:
+    """Acquire what a decorated call needs; a call that may run without a server first outlasts the TTL of a known holder."""
+    timeout, tries = policy.timeout, policy.tries
+    while True:
+        try:
+            return lock.try_acquire() if tries else lock.acquire(timeout=timeout)
+        except UnreachableError as error:
+            timeout, tries = policy.further(error), False
+            if not timeout:
+                raise
+
+
+async def wanted_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co | None:
+    """Acquire what a decorated call needs; see the sync twin."""
+    timeout, tries = policy.timeout, policy.tries
+    while True:
+        try:
+            return await (lock.try_acquire() if tries else lock.acquire(timeout=timeout))
+        except UnreachableError as error:
+            timeout, tries = policy.further(error), False
+            if not timeout:
+                raise
 
 
 def templates(

@@ -211,7 +211,7 @@ async def test_a_grant_whose_answer_is_lost_blocks_nobody(
     one = lease(world, engine, name, ttl=60)
     await world.call((await world.call(one.acquire)).release)
     with locked_row(dsn, name) as other:
-        async with background(world.other().call(one.acquire, timeout=20)) as waiting:
+        async with background(world.other().call(one.acquire)) as waiting:
             await eventually(lambda: waits_for_row(admin))
             proxy.cut()
             with pytest.raises(UnreachableError, match="unknown"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from psycopg import sql
 from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
-from pgfence import schema
+from pgfence import AdvisoryLock, IdempotentEffect, Once, idempotent, schema
 from pgfence._sql import tables
 from pgfence._sql.storage import LEASES, VERSION, Place
 from pgfence.config import configure
@@ -108,6 +110,35 @@ def test_a_version_is_made_twice_without_harm_and_lowered_again(
     make(admin, tables.lowering(place, version))
     assert versions(admin, place)[-1] == version
     assert there(admin, place) == (version > 1)
+
+
+def test_tables_of_a_newer_release_serve_this_one(
+    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any]
+) -> None:
+    """Another column, another function and a higher version are no error; `create_all` of this release changes nothing."""
+    make(admin, tables.creation(place))
+    newer = VERSION + 1
+    make(
+        admin,
+        (
+            f"ALTER TABLE {place.name('lease')} ADD COLUMN colour text NOT NULL DEFAULT 'red'",
+            f"CREATE FUNCTION {place.name('acquire_lease_v99')}() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+            f"INSERT INTO {place.name('schema_version')} (version) VALUES ({newer})",
+        ),
+    )
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    configure(engine, schema=place.schema)
+    schema.create_all(engine)
+    assert versions(admin, place)[-1] == newer
+    with Lease(engine, name, ttl=30).hold() as held, held.begin(engine):
+        held.renew()
+    with AdvisoryLock(engine, f"{name}!", token=True).hold() as locked:
+        assert locked.token == 1
+    assert Once(engine, name, every=timedelta(days=1)).wrap()(lambda: "ran")() == "ran"
+    assert IdempotentEffect(engine, name, scope="s", result=str).run(lambda _: "done") == "done"
+    with Session(engine) as session:
+        assert idempotent(session, name, scope="t", result=int).run(lambda: 7) == 7
+    engine.dispose()
 
 
 def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(

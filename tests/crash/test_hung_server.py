@@ -134,7 +134,7 @@ async def test_an_acquire_on_a_hung_server_ends_soon_after_its_timeout(
     for options in ({"timeout": 1}, {"timeout": 0}):
         with frozen(*family(private_server.pid)):
             async with background(world.other().call(one.acquire, **options)) as waiting:
-                await eventually(waiting.done, deadline=15)
+                await eventually(waiting.done)
                 with pytest.raises(UnreachableError):
                     await waiting
         await world.call((await world.call(one.acquire, timeout=20)).release)
@@ -154,7 +154,7 @@ async def test_an_adoption_on_a_hung_server_ends_soon(
     reference = await world.call((await world.call(kind(engine, name, ttl=60).acquire)).hand_over)
     with frozen(*family(private_server.pid)):
         async with background(world.other().call(kind.adopt, engine, reference)) as adopting:
-            await eventually(adopting.done, deadline=20)
+            await eventually(adopting.done)
             with pytest.raises(UnreachableError):
                 await adopting
     await world.call(schema.drop_all, engine)
@@ -176,7 +176,7 @@ async def test_a_block_with_an_open_transaction_on_a_hung_backend_can_be_left(
             hung.__enter__()
 
     async with background(leave()) as leaving:
-        await eventually(leaving.done, deadline=15)
+        await eventually(leaving.done)
         hung.__exit__(None, None, None)
         with pytest.raises(LockLostError):
             await leaving

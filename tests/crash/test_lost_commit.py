@@ -10,10 +10,13 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from pgfence import AsyncTransactionLock, TransactionLock
 from pgfence.config import configure
 from pgfence.errors import CommitOutcomeUnknownError
+from support.leases import lease
 from support.locking import background
 from support.retrying import Row, transact
+from support.transactions import factory
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -87,6 +90,51 @@ async def test_a_commit_that_was_cut_off_is_unknown_and_never_repeated(
     assert not caught.value.retryable
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert [(one.event, one.attempt) for one in told] == [("failed", 1)]
+
+
+@pytest.mark.usefixtures("tables")
+@pytest.mark.parametrize("kind", ["lease", "transaction lock"])
+async def test_a_begin_whose_commit_was_cut_off_is_unknown(
+    world: World,
+    name: str,
+    row: Row,
+    proxy: Proxy,
+    admin: psycopg.Connection[Any],
+    released: Callable[[], Any],
+    kind: str,
+) -> None:
+    """`lease.begin()` and `TransactionLock.begin()` raise it as `run_transaction` does, and name what was held."""
+    sessions = factory(world, world.engine(dsn=proxy.dsn))
+    held = await world.call(lease(world, world.engine(), name).acquire)
+    begin = world.pick(TransactionLock, AsyncTransactionLock).begin
+    block = held.begin(sessions) if kind == "lease" else begin(sessions, name)
+
+    async def pay() -> None:
+        async with world.other().enter(block) as session:
+            await run_sync(session, row.add_one)
+
+    async with background(pay()) as paying:
+        await eventually(lambda: pids(admin))
+        await asyncio.to_thread(proxy.cut)
+        with pytest.raises(CommitOutcomeUnknownError, match=f"during COMMIT: .*{name}"):
+            await paying
+    released()
+    await eventually(lambda: row.n() == 1)
+    await world.call(held.release)
+
+
+async def test_an_error_of_the_last_flush_of_begin_is_no_doubt(world: World, name: str, row: Row) -> None:
+    """What the flush before COMMIT raises is raised as it is, and the transaction is rolled back."""
+    sessions = factory(world, world.engine())
+    with pytest.raises(DBAPIError):
+        async with world.enter(world.pick(TransactionLock, AsyncTransactionLock).begin(sessions, name)) as session:
+            await world.call(session.add, row.cls(id=1, n=0))
+    assert row.n() == 0
+
+
+async def run_sync(session: Any, work: Callable[[Any], Any]) -> Any:
+    """Run sync work on a Session or an AsyncSession."""
+    return await session.run_sync(work) if hasattr(session, "run_sync") else work(session)
 
 
 async def test_a_server_process_killed_in_its_commit_is_unknown(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 
 from pgfence import configure
-from pgfence.errors import LockLostError, StandbyError
+from pgfence.errors import LockLostError, StandbyError, UnreachableError
 from support import standby as standbys
 from support import transactions
-from support.locking import is_free, labelled, lock
+from support.leases import lease
+from support.locking import background, is_free, labelled, lock
 from support.servers import own
 from support.waiting import eventually
 from support.worlds import NAMES, World
@@ -44,6 +46,21 @@ async def test_a_session_lock_is_refused_on_a_standby(world: World, name: str, p
         with pytest.raises(StandbyError):
             await world.call(lock(world, connection, name).acquire)
     assert rows(copy) == rows(primary) == []
+
+
+async def test_a_list_without_a_primary_is_unreachable(
+    world: World, name: str, pair: tuple[OwnServer, Standby]
+) -> None:
+    """`target_session_attrs=read-write`, and no host is a primary: UnreachableError, also where SQLAlchemy wraps no such error."""
+    _, copy = pair
+    engine = world.engine(dsn=f"{copy.dsn}?target_session_attrs=read-write")
+    for one in (lock(world, engine, name), lease(world, engine, name)):
+        with pytest.raises(UnreachableError) as caught:
+            await world.call(one.try_acquire)
+        assert caught.value.retryable
+    async with transactions.session(world, engine) as session:
+        with pytest.raises(UnreachableError):
+            await world.call(transactions.lock(session, name).acquire)
 
 
 async def test_a_transaction_lock_is_refused_on_a_standby(
@@ -89,7 +106,16 @@ async def test_a_promoted_standby_is_a_primary_and_a_failover_is_a_loss(name: st
             for world in worlds
         ]
         primary.stop("immediate")
-        copy.promote()
+        # With a timeout of its own a wait outlasts the switchover.
+        waiting = [
+            world.other().call(lock(world, engine, f"{name} {world.name}!").acquire, timeout=60)
+            for world, engine in zip(worlds, engines, strict=True)
+        ]
+        async with AsyncExitStack() as stack:
+            tasks = [await stack.enter_async_context(background(each)) for each in waiting]
+            copy.promote()
+            for world, task in zip(worlds, tasks, strict=True):
+                await world.call((await task).release)
         for world, engine, old in zip(worlds, engines, before, strict=True):
             await eventually(lambda old=old: old.lost)
             async with world.enter(lock(world, engine, f"{name} {world.name}").hold(timeout=5)) as held:

@@ -897,7 +897,7 @@ def takes_key(key: Annotated[str, Depends(idempotency_key)]) -> str:
         (IdempotencyKeyReusedError("k", scope="s", key="k"), 422, None),
         (DeadlockError("who was in it"), 409, "1"),
         (UnreachableError("host"), 503, "1"),
-        (UnreachableError("password", retryable=False), 503, None),
+        (UnreachableError("password", retryable=False), 500, None),
         (CapacityError("full", used=1, limit=1), 503, "1"),
         (SchemaError("no tables"), 500, None),
     ],

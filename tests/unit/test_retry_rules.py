@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from pgfence._runtime.transactions import unanswered
 from pgfence.errors import (
     DeadlockError,
     IdempotencyInProgressError,
@@ -14,7 +15,7 @@ from pgfence.errors import (
     UnreachableError,
     VersionConflictError,
 )
-from pgfence.retrying._rules import curable, of_a_snapshot, pause_after, unanswered
+from pgfence.retrying._rules import curable, of_a_snapshot, pause_after
 
 
 class DriverError(Exception):

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, keep, on_loop
-from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
+from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, Homes, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
+from pgfence._runtime.outages import gone_error
 from pgfence._runtime.own_holds import on_these_keys
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
@@ -25,6 +26,7 @@ from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, GoneError
 from pgfence._runtime.state import log
 from pgfence._sql import server
 from pgfence._sql.token import TokenSql
+from pgfence.errors import StandbyError, UnreachableError
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class AsyncDomain(Domain[AsyncSession]):
         make: Callable[[AsyncDomain, Hold[AsyncSession]], HandleT],
         *,
         on: AsyncConnection | None = None,
+        patient: bool = False,
     ) -> HandleT | None:
         """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
@@ -91,12 +94,13 @@ class AsyncDomain(Domain[AsyncSession]):
             timeout: in seconds.
             make: makes the handle. From then on its finaliser answers for the lock, until then we do.
             on: the caller's own connection; None takes one of ours.
+            patient: whether the first question waits for a server that is away, too.
 
         Raises:
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
         """
-        request = self.request(names, sql, contender(), timeout)
+        request = self.request(names, sql, contender(), timeout, patient=patient and on is None)
         ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             with MUTEX:
@@ -123,6 +127,7 @@ class AsyncDomain(Domain[AsyncSession]):
             ticket.wake = bell.ring
             if self.lines.first(ticket):
                 bell.ring()
+            self.saw_line(request, ticket)
         if request.left > WARN_AFTER and not await bell.wait(WARN_AFTER):
             self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
         await bell.wait(request.left)
@@ -130,7 +135,7 @@ class AsyncDomain(Domain[AsyncSession]):
             request.owner.waits = None
             first = self.lines.first(ticket)
         if not first:
-            raise self.timed_out(request, self.holders_here(request) or await self._look_quietly(request.sql))
+            raise self.late(request, ticket, self.holders_here(request) or await self._look_quietly(request.sql))
         if ticket.gift is not None and on is not None:
             ticket.session, ticket.gift = ticket.gift, None
             await self._pass_by(ticket.session, request.sql)
@@ -148,7 +153,14 @@ class AsyncDomain(Domain[AsyncSession]):
         failures, many = 0, len(request.keys) > MANY_KEYS
         while True:
             if ticket.session is None:
-                ticket.session = await self._session(request, on, failures)
+                try:
+                    ticket.session = await self._session(request, on, failures)
+                except (UnreachableError, StandbyError) as error:
+                    if on is not None:
+                        raise
+                    failures += 1
+                    await asyncio.sleep(self.outlast(request, ticket, error))
+                    continue
             session: AsyncSession = ticket.session
             began = time.monotonic()
             try:
@@ -157,7 +169,8 @@ class AsyncDomain(Domain[AsyncSession]):
                         await self._make_room(session, request)
                     granted = await session.try_lock(self.engine, request.sql, request.budget)
                     if not granted and request.waits:
-                        granted = await self._wait(session, request)
+                        self.saw_held(request, ticket)
+                        granted = await self._wait(session, request, ticket)
                 except Exception as error:
                     raise translated(session, error, request.sql) from error
                 if granted:
@@ -171,7 +184,8 @@ class AsyncDomain(Domain[AsyncSession]):
                 ticket.session = None
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
-                failures = self.again(request, gone, began, failures)
+                failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
+                await asyncio.sleep(self.gone(request, ticket, gone, failures))
                 continue
             ticket.session = None
             self.keeper.park(session)
@@ -193,7 +207,7 @@ class AsyncDomain(Domain[AsyncSession]):
             self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=request.budget))
         self.keeper.room_for(len(request.keys))
 
-    async def _wait(self, session: AsyncSession, request: Request) -> bool:
+    async def _wait(self, session: AsyncSession, request: Request, ticket: Ticket) -> bool:
         if own := on_these_keys(request.owner, request.keys):
             self.expect_others(session, request, own, await self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
@@ -205,8 +219,10 @@ class AsyncDomain(Domain[AsyncSession]):
                 granted = await session.wait_lock(self.engine, request.sql, step.milliseconds, quiet=step.quiet)
             if granted:
                 return True
+            self.saw_held(request, ticket)
             if (news := plan.news(clock())) is not None and log.isEnabledFor(news[0]):
-                self.narrate(request, news, await self._look_on(session, request.sql))
+                self.narrate(request, news, holders := await self._look_on(session, request.sql))
+                self.saw_held(request, ticket, holders)
         return False
 
     # ------------------------------------------------------------ release

@@ -16,7 +16,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from pgfence._runtime import native, opening, trust
+from pgfence._runtime import addresses, native, trust
 from pgfence._runtime.agenda import Agenda
 from pgfence._runtime.chores import Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
 from pgfence._runtime.domain import Homes
@@ -317,7 +317,7 @@ class Beat:
 
     def _succeeded(self, chore: Chore) -> None:
         if self._agenda.failures:
-            log.info("there are answers from %s again", opening.place(self.engine))
+            log.info("there are answers from %s again", addresses.place(self.engine))
         self._agenda.failures = 0
         if isinstance(chore, Renewal):
             for grant, answer in chore.told:
@@ -349,7 +349,7 @@ class Beat:
             if self._agenda.waiting:
                 self._work()
         if self._agenda.failures == 1:
-            where = opening.place(self.engine)
+            where = addresses.place(self.engine)
             log.warning("no answer from %s, trying again until the deadlines of the leases: %s", where, error)
         for wish in wishes:
             wish.granted(told)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
 from pgfence._runtime.opening import lost_connection
+from pgfence._runtime.outages import Patience, gone_error
 from pgfence._runtime.own_holds import self_deadlock
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
@@ -33,7 +34,6 @@ from pgfence.errors import (
     LockTimeoutError,
     SelfDeadlockError,
     TransactionStateError,
-    UnreachableError,
 )
 from pgfence.grants import Holder
 from pgfence.timing import NESTED_LIMIT, Deadline, clock, seconds
@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from pgfence._runtime.outages import Away
     from pgfence._sql.advisory import LockSql, Style
     from pgfence.config import Config
     from pgfence.keys import LockKey
     from pgfence.timing import Seconds
 
 RETRY_AFTER = 1.0
-"""A session that ended sooner than this after it was taken for a wait counts as a failure; the second in a row is told."""
+"""A session that ended sooner than this after it was taken for a wait counts as a failure; only the first is replaced at once."""
 
 
 _NOW = Deadline(0.0, 0.0)
@@ -63,6 +64,7 @@ class Request:
     sql: LockSql
     owner: Contender
     deadline: Deadline
+    patience: Patience
     told: bool = False
     """Whether the log has been told of a long wait."""
 
@@ -104,8 +106,12 @@ class Domain(ABC, Generic[S]):
             return seconds(timeout)
         return min(self.config.default_timeout, NESTED_LIMIT) if owner.holds else self.config.default_timeout
 
-    def request(self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float) -> Request:
-        return Request(names, sql, owner, Deadline.after(timeout, clock()) if timeout else _NOW)
+    def request(
+        self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float, *, patient: bool = False
+    ) -> Request:
+        """Return a call; `patient`: it waits for a server that is away from its first question on."""
+        deadline = Deadline.after(timeout, clock()) if timeout else _NOW
+        return Request(names, sql, owner, deadline, Patience(patient and timeout > 0))
 
     def line_up(self, request: Request, ticket: Ticket) -> bool:
         """Enter the lines, under the mutex. False: another contender is ahead, or this one holds it, and we do not wait.
@@ -256,6 +262,41 @@ class Domain(ABC, Generic[S]):
             held_here=held_here,
         )
 
+    def late(self, request: Request, ticket: Ticket, holders: Sequence[Holder]) -> Exception:
+        """Return what a contender raises that was not first in line in time: it is held, or the first one found no server."""
+        with MUTEX:
+            fronts = [next(iter(self.lines.line(place)), ticket) for place in ticket.places]
+        away = [front.away for front in fronts if front.away is not None]
+        if not away:
+            return self.timed_out(request, holders)
+        return request.patience.ended(request.names, away[0], request.deadline.timeout)
+
+    def saw_line(self, request: Request, ticket: Ticket) -> None:
+        """Note, under the mutex, whether somebody in front in this process holds it, or was told that another one does."""
+        fronts = (next(iter(self.lines.line(place)), ticket) for place in ticket.places)
+        if any(front.hold is not None or front.told_held for front in fronts):
+            request.patience.held()
+
+    def saw_held(self, request: Request, ticket: Ticket, holders: Sequence[Holder] = ()) -> None:
+        """Note that the server has responded, and that it is held."""
+        request.patience.held(holders)
+        ticket.told_held, ticket.away = True, None
+
+    def outlast(self, request: Request, ticket: Ticket, error: Away) -> float:
+        """Return how many seconds to pause before a server that is away is asked again.
+
+        Raises:
+            UnreachableError, StandbyError: the call does not wait for it, or no longer.
+        """
+        pause = request.patience.pause(request.names, error, request.left)
+        if pause is not None:
+            ticket.away = error
+            return pause
+        ended = request.patience.ended(request.names, error, request.deadline.timeout)
+        if ended is error:
+            raise error
+        raise ended from error
+
     def holders_here(self, request: Request) -> list[Holder]:
         """Return the holders in this process that a contender stands in line behind."""
         with MUTEX:
@@ -265,12 +306,17 @@ class Domain(ABC, Generic[S]):
             ]
         return [here(key, ticket.hold) for key, ticket in first if ticket is not None and ticket.hold is not None]
 
-    def again(self, request: Request, gone: GoneError, began: float, failures: int) -> int:
-        """Count the sessions in a row that ended while they asked; raise when it is one too many."""
-        failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
-        if failures > 1 or (request.waits and not request.left):
-            raise gone_error(request, gone) from gone.__cause__
-        return failures
+    def gone(self, request: Request, ticket: Ticket, gone: GoneError, failures: int) -> float:
+        """Return how many seconds to pause after a session that ended while it asked; the first of them is replaced at once.
+
+        Raises:
+            UnreachableError: one too many ended, and the call does not wait for the server.
+        """
+        if failures == 1 and (request.left or not request.waits):
+            return 0.0
+        error = gone_error(request, gone)
+        error.__cause__ = gone.__cause__
+        return self.outlast(request, ticket, error)
 
     def narrate(self, request: Request, news: tuple[int, float], holders: Sequence[Holder]) -> None:
         """Say in the log who is waited for."""
@@ -297,13 +343,6 @@ def here(key: LockKey, hold: Hold[Any]) -> Holder:
         token=hold.token,
         since=None,
         expires_at=None,
-    )
-
-
-def gone_error(request: Request, gone: GoneError) -> UnreachableError:
-    """The session ended under the question, and so did its successor."""
-    return UnreachableError(
-        f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held"
     )
 
 

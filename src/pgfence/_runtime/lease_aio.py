@@ -33,7 +33,7 @@ from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.tables import judged
-from pgfence.errors import LockLostError
+from pgfence.errors import LockLostError, StandbyError, UnreachableError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -60,9 +60,11 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         self.loop = asyncio.get_running_loop()
         self.keeper = AsyncKeeper(engine.sync_engine, config, _no_hold, any_pooler=True, warm=self.warm)
 
-    async def acquire(self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT]) -> HandleT | None:
+    async def acquire(
+        self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
+    ) -> HandleT | None:
         """Return a handle, or None when somebody else has it and `timeout` is 0; see the sync twin."""
-        request = self.asked(claim, contender(), timeout)
+        request = self.asked(claim, contender(), timeout, patient=patient)
         ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
         try:
             with MUTEX:
@@ -87,12 +89,13 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             ticket.wake = bell.ring
             if self.lines.first(ticket):
                 bell.ring()
+            self.saw_line(request, ticket)
         await bell.wait(request.left)
         with MUTEX:
             request.owner.waits = None
             first = self.lines.first(ticket)
         if not first:
-            raise self.timed_out(request, self.holders_here(request))
+            raise self.late(request, ticket, self.holders_here(request))
 
     async def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
@@ -102,10 +105,14 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         cease: Callable[[], None] | None = None
         try:
             while True:
-                grant, busy = await self._attempt(request, ticket, claim)
+                try:
+                    grant, busy = await self._attempt(request, ticket, claim)
+                except (UnreachableError, StandbyError) as error:
+                    await _rest(bell, self.outlast(request, ticket, error))
+                    continue
                 if grant is not None:
                     return grant
-                ticket.seen = busy.holder
+                self.found(request, ticket, claim, busy)
                 self.news(request, began, busy)
                 left = request.left
                 if left <= 0:
@@ -113,9 +120,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     return None
                 if cease is None and self.tells:
                     cease = beat.listen(claim.place, claim.stored, partial(on_loop, self.loop, bell.set))
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.nap(busy.remaining, left, naps=naps)):
-                        await bell.wait()
+                await _rest(bell, self.nap(busy.remaining, left, naps=naps))
                 bell.clear()
                 naps += 1
         finally:
@@ -333,6 +338,12 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         """Return the row of whoever holds it, or None."""
         await self.verify(place)
         return await self._ask(place, lease_sql(place, self.style).look, (stored,))
+
+
+async def _rest(bell: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await bell.wait()
 
 
 def _no_hold(_: Any) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pgfence._runtime.addresses import place as place_in_words
 from pgfence._runtime.beat import beat_of
 from pgfence._runtime.claims import adopted
 from pgfence._runtime.domain import NO_CONNECTION, Domain
 from pgfence._runtime.grant import Grant
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import from_driver, lost_connection, unreachable
-from pgfence._runtime.opening import place as place_in_words
 from pgfence._runtime.roster import S
 from pgfence._runtime.state import emit, log, named
 from pgfence._sql.lease import lease_sql
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from pgfence._runtime.claims import Busy, Claim, Granted
     from pgfence._runtime.domain import Request
     from pgfence._runtime.localqueue import Contender, Ticket
+    from pgfence._runtime.outages import Away
     from pgfence._sql.storage import Place
     from pgfence.config import Config
 
 RETRIES = 10
+MANY_NAMES = 1000
 LONGEST_SLEEP = 1.0
 
 
@@ -65,6 +67,8 @@ class LeaseDomain(Domain[S]):
         self._checked: set[Place] = set()
         """Where the tables were found to be as they should."""
         self._beat: Beat | None = None
+        self._held_until: dict[str, float] = {}
+        """Until when the holder of a name that the server named last may hold it without a renewal, on our own clock."""
 
     def checking(self, place: Place) -> str:
         """Return the statement that asks for the tables, as the driver takes it."""
@@ -81,8 +85,28 @@ class LeaseDomain(Domain[S]):
     def tidy(self) -> None:
         """Sessions of leases hold nothing: one that dies is found dead when it is next wanted."""
 
-    def asked(self, claim: Claim, owner: Contender, timeout: float) -> Request:
-        return self.request(claim.names, claim, owner, timeout)  # type: ignore[arg-type]
+    def asked(self, claim: Claim, owner: Contender, timeout: float, *, patient: bool = False) -> Request:
+        return self.request(claim.names, claim, owner, timeout, patient=patient)  # type: ignore[arg-type]
+
+    def found(self, request: Request, ticket: Ticket, claim: Claim, busy: Busy) -> None:
+        """Note who holds it, and how long that may last without a server."""
+        ticket.seen = busy.holder
+        self.saw_held(request, ticket, [busy.holder] if busy.holder else ())
+        if busy.holder is None:
+            return
+        now = clock()
+        if len(self._held_until) > MANY_NAMES:
+            self._held_until = {name: until for name, until in self._held_until.items() if until > now}
+        # It may have been renewed since then, unseen, for a whole TTL; which is ours wherever one name has one TTL.
+        self._held_until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
+
+    def outlast(self, request: Request, ticket: Ticket, error: Away) -> float:
+        try:
+            return super().outlast(request, ticket, error)
+        except UnreachableError as ended:
+            claim: Any = request.sql
+            ended._held_until = self._held_until.get(claim.stored)
+            raise
 
     # ------------------------------------------------------------ grants
 
@@ -92,6 +116,7 @@ class LeaseDomain(Domain[S]):
         if grant.state == "lost":
             self.forget(claim, lease_id)
             return None
+        self._held_until.pop(claim.stored, None)
         self.record(grant)
         return grant
 

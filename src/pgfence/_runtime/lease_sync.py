@@ -28,7 +28,7 @@ from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.tables import judged
-from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError
+from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, StandbyError, UnreachableError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -53,20 +53,23 @@ class SyncLeases(LeaseDomain[SyncSession]):
         super().__init__(engine, config)
         self.keeper = SyncKeeper(engine, config, _no_hold, any_pooler=True, warm=self.warm)
 
-    def acquire(self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT]) -> HandleT | None:
+    def acquire(
+        self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
+    ) -> HandleT | None:
         """Return a handle, or None when somebody else has it and `timeout` is 0.
 
         Args:
             claim: what is asked for.
             timeout: in seconds.
             make: makes the handle. From then on its finaliser answers for the lease, until then we do.
+            patient: whether the first question waits for a server that is away, too.
 
         Raises:
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
             UnreachableError: there was no answer.
         """
-        request = self.asked(claim, contender(), timeout)
+        request = self.asked(claim, contender(), timeout, patient=patient)
         ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
         try:
             with MUTEX:
@@ -91,12 +94,13 @@ class SyncLeases(LeaseDomain[SyncSession]):
             ticket.wake = gate.open
             if self.lines.first(ticket):
                 gate.open()
+            self.saw_line(request, ticket)
         gate.wait(request.left)
         with MUTEX:
             request.owner.waits = None
             first = self.lines.first(ticket)
         if not first:
-            raise self.timed_out(request, self.holders_here(request))
+            raise self.late(request, ticket, self.holders_here(request))
 
     def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
@@ -106,10 +110,14 @@ class SyncLeases(LeaseDomain[SyncSession]):
         cease: Callable[[], None] | None = None
         try:
             while True:
-                grant, busy = self._attempt(request, ticket, claim)
+                try:
+                    grant, busy = self._attempt(request, ticket, claim)
+                except (UnreachableError, StandbyError) as error:
+                    bell.wait(self.outlast(request, ticket, error))
+                    continue
                 if grant is not None:
                     return grant
-                ticket.seen = busy.holder
+                self.found(request, ticket, claim, busy)
                 self.news(request, began, busy)
                 left = request.left
                 if left <= 0:

@@ -48,7 +48,7 @@ class Contender:
 class Ticket:
     """A place in the lines of some keys."""
 
-    __slots__ = ("alone", "gift", "hold", "lines", "owner", "places", "seen", "session", "wake")
+    __slots__ = ("alone", "away", "gift", "hold", "lines", "owner", "places", "seen", "session", "told_held", "wake")
 
     def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines, *, alone: bool = False) -> None:
         self.places = places
@@ -63,6 +63,10 @@ class Ticket:
         """The session that it is at, from before the server is asked."""
         self.hold: Any = None
         """What it was granted."""
+        self.away: Any = None
+        """Why the server could not be asked for it, while that is so."""
+        self.told_held = False
+        """Whether the server has responded that another process holds it."""
         self.seen: Any = None
         """Whom it found when it last asked; for messages."""
         self.wake: Callable[[], object] | None = None

@@ -6,6 +6,8 @@ This is the one place that makes "a connection like this engine's, unpooled", sy
 from __future__ import annotations
 
 import contextlib
+import re
+import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +15,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
 
+from pgfence._runtime.addresses import place, warn_of_slow_hosts
 from pgfence._sql import server
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.errors import PgfenceError, PoolerError, UnreachableError
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from pgfence.config import PoolerSetting
 
 R = TypeVar("R")
+
+UNKNOWN = "Nothing is known about the lock"
 
 
 def open_connection(
@@ -48,6 +53,7 @@ def open_connection(
         PoolerError, StandbyError, UnsupportedServerError: it did, and it is not safe there.
     """
     server.style_of(engine.dialect)
+    warn_of_slow_hosts(engine)
     fairy = _fresh(engine)
     try:
         connection = Connection(engine, connection=fairy)
@@ -56,7 +62,7 @@ def open_connection(
         driver = engine.dialect.get_driver_connection(dbapi_connection)
         facts = server.read_facts(connection, _driver_pid(driver), set_up=pooler in {"auto", "direct"})
         if any_pooler:
-            judge_server(facts)
+            judge_server(engine, facts)
         else:
             judge(engine, facts, driver, pooler)
         connection.commit()
@@ -87,10 +93,15 @@ def _fresh(engine: Engine) -> Any:
         raise
 
 
-def judge_server(facts: server.Facts) -> None:
+def judge_server(engine: Engine, facts: server.Facts) -> None:
     """Raise what is to be said against the server itself: it is none that pgfence knows, or a standby."""
     if refusal := server.verdict(facts, facts.backend_pid, "session", None):
-        raise refusal
+        raise _located(engine, refusal)
+
+
+def _located(engine: Engine, refusal: PgfenceError) -> PgfenceError:
+    refusal.args = (f"{place(engine)}: {refusal}",)
+    return refusal
 
 
 def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSetting) -> None:
@@ -108,7 +119,7 @@ def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSettin
             if fairy.dbapi_connection is not None:
                 fairy.invalidate()
     if refusal := server.verdict(facts, driver_pid, pooler, other_pid):
-        raise refusal
+        raise _located(engine, refusal)
 
 
 def _driver_pid(driver: Any) -> int:
@@ -116,33 +127,70 @@ def _driver_pid(driver: Any) -> int:
     return pid
 
 
-def place(engine: Engine) -> str:
-    """Return where an engine connects to, for messages: no user, no password, no parameters."""
-    url = engine.url
-    port = f":{url.port}" if url.port else ""
-    database = f"/{url.database}" if url.database else ""
-    return f"{url.host or 'the default host'}{port}{database}"
-
-
-def unreachable(
-    engine: Engine, error: Exception, otherwise: str = "Nothing is known about the lock"
-) -> UnreachableError | None:
+def unreachable(engine: Engine, error: Exception, otherwise: str = UNKNOWN) -> UnreachableError | None:
     """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
     if isinstance(error, PgfenceError):
         return None
     state = sqlstate(error)
     dbapi: Any = engine.dialect.loaded_dbapi
-    kinds = [OSError, TimeoutError, DBAPIError, dbapi.Error]
-    if (asyncpg := getattr(dbapi, "asyncpg", None)) is not None:
-        kinds += [asyncpg.PostgresError, asyncpg.InterfaceError]
-    if state is None and not isinstance(error, tuple(kinds)):
+    if state is None and not (isinstance(error, (OSError, DBAPIError, dbapi.Error)) or _from_dbapi(error)):
         return None
-    refused = state is not None and state[:2] in ("28", "3D", "42")
     # libpq's lines, the last of which may be a question.
     reason = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
     reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
-    advice = "Check user, password, database and pg_hba.conf" if refused else otherwise
-    return UnreachableError(f"no session at {place(engine)}: {reason} {advice}", sqlstate=state, retryable=not refused)
+    where = place(engine)
+    told = f"no session at {where}: {reason}"
+    # In a list of hosts another one may respond.
+    if rejected(state, reason) or (unresolved(error, reason) and "," not in where):
+        advice = "Check host, user, password, database and pg_hba.conf"
+        return UnreachableError(f"{told} {advice}", sqlstate=state, retryable=False)
+    return UnreachableError(f"{told} {otherwise}", sqlstate=state)
+
+
+_REJECTED = re.compile(
+    r"authentication failed|no password supplied|no pg_hba\.conf entry|is not permitted to log in"
+    r"|(?:role|database) \".*\" does not exist|no such (?:user|database)|permission denied for database"
+)
+_UNRESOLVED = re.compile(
+    "Name or service not known|nodename nor servname provided|No address associated with hostname|No such host is known"
+)
+_NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
+
+
+def rejected(state: str | None, reason: str) -> bool:
+    """Say whether the server rejected the login or the database, which no retry cures.
+
+    libpq passes no SQLSTATE on, so its text decides; that of a server with messages in another language is not recognized.
+    """
+    return _REJECTED.search(reason) is not None if state is None else state[:2] in ("28", "3D", "42")
+
+
+def unresolved(error: BaseException, reason: str) -> bool:
+    """Say whether there is no host of that name; a name server that does not respond says nothing about that."""
+    if isinstance(error, socket.gaierror):
+        return error.errno in _NO_SUCH_HOST
+    return _UNRESOLVED.search(reason) is not None
+
+
+def _from_dbapi(error: BaseException) -> bool:
+    return type(error).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2")
+
+
+def connecting_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
+    """Return what an error means that came out of SQLAlchemy's code or the caller's; None unless it is from connecting.
+
+    Drivers raise OSError, TimeoutError and classes of their own while they connect, and what SQLAlchemy wraps of these depends
+    on its version. The caller's own code may raise the same classes: the traceback tells where it comes from.
+    """
+    pool = engine.pool
+    for each in (error, getattr(error, "orig", None)):
+        trace = each.__traceback__ if isinstance(each, BaseException) else None
+        while trace is not None:
+            frame = trace.tb_frame
+            if frame.f_globals.get("__name__") == "sqlalchemy.pool.base" and frame.f_locals.get("self") is pool:
+                return unreachable(engine, error, otherwise)
+            trace = trace.tb_next
+    return None
 
 
 def lost_connection(session: Session, error: BaseException) -> bool:
@@ -159,7 +207,7 @@ def lost_connection(session: Session, error: BaseException) -> bool:
 
 def from_driver(error: BaseException) -> bool:
     """Say whether a driver or SQLAlchemy raised it."""
-    return type(error).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2", "sqlalchemy")
+    return _from_dbapi(error) or type(error).__module__.partition(".")[0] == "sqlalchemy"
 
 
 def listened(engine: Engine) -> bool:

@@ -13,8 +13,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pgfence._runtime import native
+from pgfence._runtime.addresses import place
 from pgfence._runtime.localqueue import MUTEX
-from pgfence._runtime.opening import place
+from pgfence._runtime.opening import UNKNOWN
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import when_disposed
 from pgfence._runtime.sessions import Borrowed, Session
@@ -224,9 +225,7 @@ class Keeper(ABC, Generic[S]):
             self.roster.gone()
 
     def too_late(self, budget: float) -> UnreachableError:
-        return UnreachableError(
-            f"no session at {place(self.engine)} within {budget:g} s. Nothing is known about the lock"
-        )
+        return UnreachableError(f"no session at {place(self.engine)} within {budget:g} s. {UNKNOWN}")
 
     def must_count(self) -> bool:
         """Say whether the last count of the server's lock table is too old to judge a large request by."""
@@ -255,7 +254,7 @@ class Keeper(ABC, Generic[S]):
                 return
             if counts:
                 self.roster.gone()
-        raise UnreachableError(f"{place(self.engine)} does not answer. Nothing is known about the lock")
+        raise UnreachableError(f"{place(self.engine)} does not answer. {UNKNOWN}")
 
     def room_for(self, keys: int) -> None:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""

@@ -7,9 +7,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from pgfence._runtime.domain import NO_CONNECTION, Domain, Homes, gone_error, translated
+from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, Homes, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
+from pgfence._runtime.outages import gone_error
 from pgfence._runtime.own_holds import on_these_keys
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import weak_method
@@ -21,7 +22,7 @@ from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
 from pgfence._sql.token import TokenSql
-from pgfence.errors import LockNotHeldError
+from pgfence.errors import LockNotHeldError, StandbyError, UnreachableError
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class SyncDomain(Domain[SyncSession]):
         make: Callable[[SyncDomain, Hold[SyncSession]], HandleT],
         *,
         on: Connection | None = None,
+        patient: bool = False,
     ) -> HandleT | None:
         """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
@@ -72,12 +74,13 @@ class SyncDomain(Domain[SyncSession]):
             timeout: in seconds.
             make: makes the handle. From then on its finaliser answers for the lock, until then we do.
             on: the caller's own connection; None takes one of ours.
+            patient: whether the first question waits for a server that is away, too.
 
         Raises:
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
         """
-        request = self.request(names, sql, contender(), timeout)
+        request = self.request(names, sql, contender(), timeout, patient=patient and on is None)
         ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             with MUTEX:
@@ -104,6 +107,7 @@ class SyncDomain(Domain[SyncSession]):
             ticket.wake = gate.open
             if self.lines.first(ticket):
                 gate.open()
+            self.saw_line(request, ticket)
         if request.left > WARN_AFTER and not gate.wait(WARN_AFTER):
             self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
         gate.wait(request.left)
@@ -111,7 +115,7 @@ class SyncDomain(Domain[SyncSession]):
             request.owner.waits = None
             first = self.lines.first(ticket)
         if not first:
-            raise self.timed_out(request, self.holders_here(request) or self._look_quietly(request.sql))
+            raise self.late(request, ticket, self.holders_here(request) or self._look_quietly(request.sql))
         if ticket.gift is not None and on is not None:
             ticket.session, ticket.gift = ticket.gift, None
             self._pass_by(ticket.session, request.sql)
@@ -133,7 +137,14 @@ class SyncDomain(Domain[SyncSession]):
         failures, many = 0, len(request.keys) > MANY_KEYS
         while True:
             if ticket.session is None:
-                ticket.session = self._session(request, on, failures)
+                try:
+                    ticket.session = self._session(request, on, failures)
+                except (UnreachableError, StandbyError) as error:
+                    if on is not None:
+                        raise
+                    failures += 1
+                    time.sleep(self.outlast(request, ticket, error))
+                    continue
             session: SyncSession = ticket.session
             began = time.monotonic()
             try:
@@ -142,7 +153,8 @@ class SyncDomain(Domain[SyncSession]):
                         self._make_room(session, request)
                     granted = session.try_lock(self.engine, request.sql, request.budget)
                     if not granted and request.waits:
-                        granted = self._wait(session, request)
+                        self.saw_held(request, ticket)
+                        granted = self._wait(session, request, ticket)
                 except Exception as error:
                     raise translated(session, error, request.sql) from error
                 if granted:
@@ -156,7 +168,8 @@ class SyncDomain(Domain[SyncSession]):
                 ticket.session = None
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
-                failures = self.again(request, gone, began, failures)
+                failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
+                time.sleep(self.gone(request, ticket, gone, failures))
                 continue
             ticket.session = None
             self.keeper.park(session)
@@ -178,7 +191,7 @@ class SyncDomain(Domain[SyncSession]):
             self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=request.budget))
         self.keeper.room_for(len(request.keys))
 
-    def _wait(self, session: SyncSession, request: Request) -> bool:
+    def _wait(self, session: SyncSession, request: Request, ticket: Ticket) -> bool:
         if own := on_these_keys(request.owner, request.keys):
             self.expect_others(session, request, own, self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
@@ -190,8 +203,10 @@ class SyncDomain(Domain[SyncSession]):
                 granted = session.wait_lock(self.engine, request.sql, step.milliseconds, quiet=step.quiet)
             if granted:
                 return True
+            self.saw_held(request, ticket)
             if (news := plan.news(clock())) is not None and log.isEnabledFor(news[0]):
-                self.narrate(request, news, self._look_on(session, request.sql))
+                self.narrate(request, news, holders := self._look_on(session, request.sql))
+                self.saw_held(request, ticket, holders)
         return False
 
     # ------------------------------------------------------------ release

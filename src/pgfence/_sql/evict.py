@@ -21,6 +21,7 @@ from pgfence._sql.sqlstate import (
     NO_RIGHT,
     READ_ONLY,
     SERIALIZATION_FAILURE,
+    SWITCHING,
     sqlstate,
 )
 from pgfence._sql.storage import VERSION, primary, translated
@@ -88,7 +89,9 @@ class Order:
     def meaning(self, error: BaseException) -> PgfenceError | None:
         """Return what an error of these statements means; None if nothing of ours."""
         if sqlstate(error) == READ_ONLY:
-            return StandbyError("this server takes no writes (a standby, or read-only): evict on the primary")
+            return StandbyError(
+                "this server takes no writes (a standby, or read-only): evict on the primary. " + SWITCHING
+            )
         return translated(error, self.place)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pgfence._sql.calls import mark, name_of
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.server import style_of
-from pgfence._sql.sqlstate import READ_ONLY, sqlstate
+from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import translated
 from pgfence.errors import PgfenceError, StandbyError
 
@@ -68,5 +68,5 @@ def purge(connection: Connection, place: Place, size: int, begin: float) -> Batc
 def meaning(error: BaseException, place: Place) -> PgfenceError | None:
     """Return what an error of this statement means; None if nothing of ours."""
     if sqlstate(error) == READ_ONLY:
-        return StandbyError("this server takes no writes (a standby, or read-only): purge on the primary")
+        return StandbyError("this server takes no writes (a standby, or read-only): purge on the primary. " + SWITCHING)
     return translated(error, place, NEEDED, "SELECT, UPDATE, DELETE")

@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from pgfence._sql.sqlstate import SWITCHING
 from pgfence.errors import (
     CapacityError,
     PgfenceError,
@@ -207,8 +208,9 @@ def verdict(facts: Facts, driver_pid: int, pooler: PoolerSetting, other_pid: int
         return refused
     if facts.standby:
         return StandbyError(
-            "this server is a standby: a lock taken here excludes nobody on the primary. Connect to the primary"
-            " (target_session_attrs=read-write in the URL), or give its engine as configure(lock_engine=...)"
+            "this server is a standby: a lock acquired here excludes no process on the primary."
+            f" {SWITCHING}. Otherwise connect to the primary (target_session_attrs=read-write in the URL), or pass its engine as"
+            " configure(lock_engine=...)"
         )
     ways = (
         "Ways out: give an engine with a direct URL as configure(engine, lock_engine=...);"

@@ -12,6 +12,9 @@ READ_ONLY = "25006"
 
 IN_FAILED_TRANSACTION = "25P02"
 """The transaction is aborted: it takes nothing but a rollback."""
+SWITCHING = "If the cluster is switching over, try again"
+"""What to do about that, in every message."""
+
 NO_RIGHT = "42501"
 OUT_OF_MEMORY = "53200"
 """The shared lock table is full."""

@@ -15,7 +15,7 @@ from pgfence._sql.calls import mark, name_of
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import primary, translated
 from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
 from pgfence.keys import SEPARATOR
@@ -126,7 +126,9 @@ class Order:
         """Return what an error of these statements means; None if nothing of ours."""
         state = sqlstate(error)
         if state == READ_ONLY:
-            return StandbyError("this server takes no writes (a standby, or read-only): free the key on the primary")
+            return StandbyError(
+                "this server takes no writes (a standby, or read-only): free the key on the primary. " + SWITCHING
+            )
         if state == NO_RIGHT and self.place.prefix + "audit" in primary(error):
             command = f"GRANT INSERT ON {self.place.name('audit')} TO <role>"
             return SchemaError(

@@ -129,12 +129,14 @@ class AdvisoryLock(Named, Verbs[H]):
 
         Args:
             timeout: seconds; None is the configured default (cut to 60 while this thread holds another session lock),
-                `math.inf` for ever, 0 does not wait.
+                `math.inf` for ever, 0 does not wait. A wait outlasts an outage of the server, up to its timeout; with None
+                only once the server has responded that the lock is held.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
             SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
-            UnreachableError: no session could be had; nothing is known about the lock.
+            UnreachableError: the server cannot be reached, or not any more at the end of the wait: the message says what it
+                last responded.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
             CapacityError: the server's lock table is nearly full.
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
@@ -142,9 +144,10 @@ class AdvisoryLock(Named, Verbs[H]):
         """
         domain, sql, on = self._place()
         limit = domain.timeout(timeout, sync.contender())
-        handle = domain.acquire(self._labels, sql, limit, self._handle, on=on)
+        patient = timeout is not None
+        handle = domain.acquire(self._labels, sql, limit, self._handle, on=on, patient=patient)
         if handle is None:
-            raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self.holders())
+            raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:

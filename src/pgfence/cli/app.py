@@ -110,7 +110,8 @@ def run(
     ] = None,
     on_lost: Annotated[OnLost, typer.Option(help="Stop the command when the lock is lost, or say so.")] = OnLost.STOP,
     on_unreachable: Annotated[
-        OnUnreachable, typer.Option(help="No server: fail, skip the command, or run it [b]without the lock[/b].")
+        OnUnreachable,
+        typer.Option(help="No server when --wait is over: fail, skip the command, or run it [b]without the lock[/b]."),
     ] = OnUnreachable.FAIL,
     grace: Annotated[float, typer.Option(metavar="SECONDS", help="Between SIGTERM and SIGKILL.")] = 10.0,
     as_json: Json = False,

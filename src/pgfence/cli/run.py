@@ -13,9 +13,10 @@ from pgfence.cli.locks import Terms, give_back, lock_on, note, variables
 from pgfence.cli.report import Report, as_data, described
 from pgfence.cli.server import engine_from, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
-from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, StandbyError, UnreachableError
 from pgfence.once import Once, SlotClockError, SlotOverError, SlotZoneError
 from pgfence.timing import clock
+from pgfence.wrapping import unsafe_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from pgfence.advisory import AdvisoryLock
     from pgfence.cli.report import Speaker
-    from pgfence.grants import Holder
     from pgfence.handles import Held
     from pgfence.lease import Lease
 
@@ -92,7 +92,7 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
         except LockTimeoutError as error:
             return _busy(options, report, error)
         except UnreachableError as error:
-            if options.on_unreachable is not OnUnreachable.RUN:
+            if options.on_unreachable is not OnUnreachable.RUN or not error.retryable:
                 return _unreachable(options, report, error)
             speaker.warn(
                 f"{error}. Running WITHOUT the lock, as --on-unreachable=run says: nothing keeps others from running"
@@ -129,31 +129,27 @@ def _acquire(options: Options, speaker: Speaker, environ: Mapping[str, str], rep
 
 
 def _taken(lock: Once | Lease | AdvisoryLock[Held], options: Options, speaker: Speaker, start: float) -> Held:
-    if isinstance(lock, Once):
-        return _slot(lock, options, speaker, start)
-    held: Held | None = lock.try_acquire()
-    if held is None and options.wait > 0:
-        _tell_whom(options, speaker, lock.holders())
-        held = lock.acquire(timeout=_left(options, start))
-    if held is None:
-        raise LockTimeoutError("busy", names=[options.name], holders=lock.holders())
-    return held
-
-
-def _slot(once: Once, options: Options, speaker: Speaker, start: float) -> Held:
     try:
-        return once.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except SlotOverError:
         raise
     except LockTimeoutError as error:
         if options.wait <= 0:
             raise
-        _tell_whom(options, speaker, error.holders)
-    return once.acquire(timeout=_left(options, start))
-
-
-def _tell_whom(options: Options, speaker: Speaker, holders: Sequence[Holder]) -> None:
-    speaker.tell(f"waiting for {options.name!r}, held by {described(holders)}")
+        speaker.tell(f"waiting for {options.name!r}, held by {described(error.holders)}")
+    except (UnreachableError, StandbyError) as error:
+        if options.wait <= 0 or not error.retryable:
+            raise
+        speaker.tell(f"waiting for {options.name!r}: {error}")
+    timeout = _left(options, start)
+    while True:
+        try:
+            return lock.acquire(timeout=timeout)
+        except UnreachableError as error:
+            # A holder that was named may be running without the server: its TTL must be over before the command may.
+            timeout = unsafe_for(error) if options.on_unreachable is OnUnreachable.RUN else 0.0
+            if not timeout:
+                raise
 
 
 def _left(options: Options, start: float) -> float:
@@ -179,7 +175,7 @@ def _interrupted(report: Report, stop: Interrupted) -> Report:
 
 
 def _unreachable(options: Options, report: Report, error: UnreachableError) -> Report:
-    if options.on_unreachable is OnUnreachable.SKIP:
+    if options.on_unreachable is OnUnreachable.SKIP and error.retryable:
         return report.end("skipped", Code.OK, f"{error}. The command was not run, as --on-unreachable=skip says")
     return report.end("unavailable", Code.UNAVAILABLE, str(error))
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, event, table, update
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._runtime.transactions import AsyncBegun, Begun, connected
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
-from pgfence._sql.sqlstate import READ_ONLY, sqlstate
+from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import place_of, primary, translated
-from pgfence.blocks import AsyncBlock, Block, kinds
+from pgfence.blocks import kinds
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError, StaleFencingTokenError, StandbyError, TransactionStateError
 from pgfence.keys import shown, stored
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from sqlalchemy.orm import Session, scoped_session
@@ -140,7 +140,7 @@ def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Pl
     if isinstance(work, Connection):
         _enter(work, tokens, issued, fresh=False, unseen=True)
     else:
-        _enter(work.connection(bind_arguments={"clause": _WRITE}), tokens, issued, fresh=True, unseen=True)
+        _enter(connected(work, {"clause": _WRITE}), tokens, issued, fresh=True, unseen=True)
 
 
 def _enter(
@@ -189,7 +189,7 @@ def _expect_same(place: Place, issued: Place, names: Iterable[str]) -> None:
 def _meaning(error: DBAPIError, place: Place) -> PgfenceError | None:
     if sqlstate(error) == READ_ONLY:
         return StandbyError(
-            f"{primary(error)}: a gate is entered where rows are written. Begin on the primary, not read-only"
+            f"{primary(error)}: a gate is entered on the primary, in a transaction that may write. {SWITCHING}"
         )
     return translated(error, place)
 
@@ -267,7 +267,7 @@ def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Conn
     # Hooks may send settings at the begin; that is not yet a read.
     event.listen(session, "after_begin", begin)
     try:
-        connection = session.connection(bind_arguments={"clause": _WRITE})
+        connection = connected(session, {"clause": _WRITE})
     finally:
         event.remove(session, "after_begin", begin)
     return connection, bool(begun), known
@@ -319,25 +319,7 @@ def begin_fenced(
     if not isinstance(factory, takes):
         raise _misfit(factory, "a sessionmaker or an Engine")
 
-    return _Fenced(factory, tokens, issued)
-
-
-class _Fenced(Block[Any]):
-    """A transaction that enters its gates; without a generator of its own, which would cost as much as the entry."""
-
-    def __init__(self, factory: Any, tokens: Mapping[str, int], issued: Place | None) -> None:
-        super().__init__(factory.begin())
-        self._tokens = tokens
-        self._issued = issued
-
-    def __enter__(self) -> Any:
-        work = super().__enter__()
-        try:
-            _enter_new(work, self._tokens, self._issued)
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
-        return work
+    return Begun(factory, lambda work: _enter_new(work, tokens, issued), f"the transaction under {_told(tokens)}")
 
 
 def begin_fenced_async(
@@ -347,13 +329,9 @@ def begin_fenced_async(
     if not isinstance(factory, kinds(ASYNCIO, "async_sessionmaker", "AsyncEngine")):
         raise _misfit(factory, "an async_sessionmaker or an AsyncEngine")
 
-    @asynccontextmanager
-    async def block() -> AsyncIterator[Any]:
-        async with factory.begin() as work:
-            await work.run_sync(_enter_new, tokens, issued)
-            yield work
-
-    return AsyncBlock(block())
+    return AsyncBegun(
+        factory, lambda work: work.run_sync(_enter_new, tokens, issued), f"the transaction under {_told(tokens)}"
+    )
 
 
 def _misfit(factory: object, wanted: str) -> TypeError:

@@ -10,9 +10,17 @@ from sqlalchemy import table, update
 from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionError
 
 from pgfence._runtime.state import emit
+from pgfence._runtime.transactions import connected
 from pgfence._sql import idempotency as sql
 from pgfence._sql import server
-from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, READ_ONLY, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.sqlstate import (
+    DEADLOCK_DETECTED,
+    OUT_OF_MEMORY,
+    READ_ONLY,
+    SERIALIZATION_FAILURE,
+    SWITCHING,
+    sqlstate,
+)
 from pgfence._sql.storage import place_of, primary, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.blocks import attach
@@ -173,7 +181,7 @@ def connection_of(session: Session) -> Connection:
         TransactionStateError: there is no transaction that anything would be committed with.
     """
     try:
-        connection = session.connection(bind_arguments={"clause": _WRITE})
+        connection = connected(session, {"clause": _WRITE})
     except UnboundExecutionError as error:
         error.add_note("An idempotency key has no mapped class: its engine is the one that the Session has by bind=")
         raise
@@ -200,7 +208,7 @@ def _sent(place: Place, send: Callable[[], Any]) -> Any:
 def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
     state = sqlstate(error)
     if state == READ_ONLY:
-        return StandbyError(f"{primary(error)}: an idempotency key is claimed where its effect is written")
+        return StandbyError(f"{primary(error)}: an idempotency key is claimed on the primary. {SWITCHING}")
     if state == OUT_OF_MEMORY:
         return CapacityError(
             "the server's lock table is full, and PostgreSQL has aborted this transaction: claim fewer keys in one"

@@ -88,20 +88,23 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
         """Wait until it is held.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
+            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait. A wait outlasts an outage of
+                the server, up to its timeout; with None only once the server has responded that the lease is held.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
             SelfDeadlockError: this task holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
-            UnreachableError: no answer; a grant nobody heard of is given back in the background.
+            UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         domain, claim = self._place()
         owner = aio.contender()
-        handle = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncHeldLease)
+        handle = await domain.acquire(
+            claim, domain.timeout(timeout, owner), AsyncHeldLease, patient=timeout is not None
+        )
         if handle is None:
-            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self.holders())
+            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self._seen())
         return handle
 
     @staticmethod

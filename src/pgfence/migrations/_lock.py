@@ -72,7 +72,7 @@ def migration_lock(
         alembic.util.CommandError: an upgrade to `head` where there are several, or two revisions with one id.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
-        UnreachableError: the server went away.
+        UnreachableError: the server cannot be reached. That ends the wait, because the connection is yours.
         TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(connection, Connection):

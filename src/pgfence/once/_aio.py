@@ -122,25 +122,26 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait.
+            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait. A wait outlasts an outage of
+                the server, up to its timeout; with None only once the server has responded that the slot is held.
 
         Raises:
             SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
             SlotClockError: a `SlotOverError`; the slot that is done has not begun by the server's clock.
             SlotZoneError: the server has other rules for `tz` than this host, or does not know it.
             LockTimeoutError: another process held it until the timeout; names the holder.
-            UnreachableError: no answer; a grant nobody heard of is given back in the background.
+            UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
         domain, claim = self._place()
         owner = aio.contender()
         try:
-            slot = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncSlot)
+            slot = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncSlot, patient=timeout is not None)
         except Refused as refused:
             raise answer(refused) from None
         if slot is None:
-            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self.holders())
+            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self._seen())
         return slot
 
     @overload  # type: ignore[override]  # here skipping is the default

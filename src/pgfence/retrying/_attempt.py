@@ -6,21 +6,24 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError, UnboundExecutionError
+from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
 
+from pgfence._runtime.opening import connecting_error, from_driver
+from pgfence._runtime.transactions import NOT_COMMITTED, commit_doubt, unanswered
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import Place, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.config import DEFAULT, Config, config_of
-from pgfence.errors import CommitOutcomeUnknownError, TransactionStateError
-from pgfence.retrying._rules import unanswered
+from pgfence.errors import TransactionStateError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.engine.interfaces import Dialect
     from sqlalchemy.orm import Session, SessionTransaction
+
+    from pgfence.errors import CommitOutcomeUnknownError, UnreachableError
 
 NUMBER = "pgfence_attempt"
 """Where `session.info` keeps the number of the attempt."""
@@ -80,7 +83,7 @@ class Attempt:
 
     def doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
-        if not self._ending or self.joined or not isinstance(error, (DBAPIError, OSError)):
+        if not self._ending or self.joined or not (isinstance(error, OSError) or from_driver(error)):
             return None
         if unanswered(error):
             why = "the connection was lost during COMMIT"
@@ -88,10 +91,12 @@ class Attempt:
             why = "the COMMIT of one database failed, and another one may be committed"
         else:
             return None
-        return CommitOutcomeUnknownError(
-            f"{why}: {what} may have had its effect, or not, and is not tried again. Look for its effect before you do it"
-            " again; an idempotency key makes the repetition harmless"
-        )
+        return commit_doubt(why, what)
+
+    def unconnected(self, error: Exception) -> UnreachableError | None:
+        """Return what an error means that comes from opening the session's connection; None: it comes from elsewhere."""
+        bind = bind_of(self._session)
+        return None if bind is None else connecting_error(bind.engine, error, NOT_COMMITTED)
 
     def use(self, connection: Connection) -> None:
         """Note a connection that the session begins on.

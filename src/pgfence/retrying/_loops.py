@@ -69,11 +69,15 @@ class Retries:
 
         Raises:
             CommitOutcomeUnknownError: the transaction may be committed.
+            UnreachableError: no connection could be opened.
             Exception: the error itself.
         """
         if doubt := attempt.doubt(error, self._plan.name):
             self._tell(attempt, "failed", error, 0.0)
             raise doubt from error
+        if unreachable := attempt.unconnected(error):
+            self._tell(attempt, "failed", error, 0.0)
+            raise unreachable from error
         left = self._left(attempt)
         if not self._may_follow(attempt, error, left):
             self._tell(attempt, "failed", error, 0.0)

@@ -19,8 +19,6 @@ CAP = 0.5
 Outcome: TypeAlias = Literal["committed", "retried", "failed"]
 
 _AGAIN = (SERIALIZATION_FAILURE, DEADLOCK_DETECTED)
-# Connection exceptions, 40003 statement completion unknown, shutdowns and crashes: the server said no more.
-_SILENCED = ("08", "40003", "57P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +69,3 @@ def spoken(error: Exception) -> str | None:
         return sqlstate(error.orig)
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     return state if isinstance(state, str) else None
-
-
-def unanswered(error: Exception) -> bool:
-    """Say of an error at COMMIT whether the server's answer is missing; a refusal with an SQLSTATE is an answer."""
-    if not isinstance(error, DBAPIError):
-        return isinstance(error, OSError)
-    state = spoken(error)
-    return error.connection_invalidated or state is None or state.startswith(_SILENCED)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence._runtime import aio
-from pgfence.blocks import AsyncBlock, AsyncHold, kinds
+from pgfence._runtime.state import named
+from pgfence._runtime.transactions import AsyncBegun
+from pgfence.blocks import AsyncHold, kinds
 from pgfence.keys import resolve
 from pgfence.transaction._request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
 
     from sqlalchemy.ext.asyncio import (
         AsyncConnection,
@@ -196,24 +198,22 @@ class AsyncTransactionLock(Request):
             TypeError: the factory is something else.
             ValueError: there is no name, or an unusable one.
             PgfenceError: on entering, as `acquire`.
+            CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
         """
         if not isinstance(factory, kinds(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
             raise TypeError(
                 f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
                 " sync ones go to TransactionLock.begin(), an AsyncSession that is open already to AsyncTransactionLock()"
             )
-        resolve(names, namespace or "")
+        keys = resolve(names, namespace or "")
 
-        @asynccontextmanager
-        async def block() -> AsyncIterator[Any]:
-            async with factory.begin() as work:
-                lock = AsyncTransactionLock(
-                    work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
-                )
-                await lock.acquire(timeout=timeout)
-                yield work
+        async def take(work: Any) -> None:
+            lock = AsyncTransactionLock(
+                work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
+            )
+            await lock.acquire(timeout=timeout)
 
-        return AsyncBlock(block())
+        return AsyncBegun(factory, take, f"the transaction under {named(tuple(key.label for key in keys))}")
 
     def _work(self) -> AsyncSession | AsyncConnection:
         work: Any = self._session

@@ -12,6 +12,7 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._runtime.own_holds import on_another_connection
 from pgfence._runtime.state import emit, named
+from pgfence._runtime.transactions import connected
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
 from pgfence._sql.savepoints import Record
@@ -102,7 +103,7 @@ class Request(Guided):
             connection = work
         else:
             try:
-                connection = work.connection(bind_arguments={"clause": _WRITE, **(self._bind_arguments or {})})
+                connection = connected(work, {"clause": _WRITE, **(self._bind_arguments or {})})
             except UnboundExecutionError as error:
                 error.add_note("A lock has no mapped class: name one, as in bind_arguments={'mapper': Account}")
                 raise
@@ -310,7 +311,8 @@ class Request(Guided):
         if answer.taken == sql.STANDBY:
             return StandbyError(
                 f"this server is a standby: a lock on {named(self._labels())} taken here excludes nobody on the primary."
-                " Connect to the primary; a Session that sends reads elsewhere is told by bind_arguments"
+                " If the cluster is switching over, try again. Otherwise connect to the primary; a Session that sends reads"
+                " elsewhere needs bind_arguments"
             )
         return TransactionStateError(
             "under REPEATABLE READ and SERIALIZABLE this transaction reads from a snapshot that is older than the lock, so it"

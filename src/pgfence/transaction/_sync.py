@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import Connection, Engine
 
 from pgfence._runtime import sync
-from pgfence.blocks import Block, Hold, kinds
+from pgfence._runtime.state import named
+from pgfence._runtime.transactions import Begun
+from pgfence.blocks import Hold, kinds
 from pgfence.keys import resolve
 from pgfence.transaction._request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -185,24 +187,22 @@ class TransactionLock(Request):
             TypeError: the factory is something else.
             ValueError: there is no name, or an unusable one.
             PgfenceError: on entering, as `acquire`.
+            CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
         """
         if not isinstance(factory, (Engine, *kinds("sqlalchemy.orm", "sessionmaker"))):
             raise TypeError(
                 f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
                 " async ones go to AsyncTransactionLock.begin(), a Session that is open already to TransactionLock()"
             )
-        resolve(names, namespace or "")
+        keys = resolve(names, namespace or "")
 
-        @contextmanager
-        def block() -> Iterator[Any]:
-            with factory.begin() as work:
-                lock = TransactionLock(
-                    work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
-                )
-                lock.acquire(timeout=timeout)
-                yield work
+        def take(work: Any) -> None:
+            lock = TransactionLock(
+                work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
+            )
+            lock.acquire(timeout=timeout)
 
-        return Block(block())
+        return Begun(factory, take, f"the transaction under {named(tuple(key.label for key in keys))}")
 
     def _work(self) -> Session | Connection:
         work: Any = self._session

@@ -1,0 +1,174 @@
+"""No server, a wrong password, no such host or database: what each entrance to the database raises then, with every driver."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from sqlalchemy import text
+
+from pgfence import AsyncTransactionLock, TransactionLock, idempotent, run_transaction
+from pgfence.errors import UnreachableError
+from support.leases import lease
+from support.locking import lock
+from support.transactions import factory
+
+if TYPE_CHECKING:
+    from support.worlds import World
+
+NOWHERE = "postgresql://ann:s3cret@127.0.0.1:1/d"
+
+
+@pytest.mark.usefixtures("tables")
+@pytest.mark.parametrize(
+    "entrance", ["lease.begin", "TransactionLock.begin", "TransactionLock", "idempotent", "run_transaction"]
+)
+async def test_a_transaction_without_a_server_is_unreachable(world: World, name: str, entrance: str) -> None:
+    """UnreachableError and 503 from each of them, whatever the driver raises and SQLAlchemy wraps; nothing was committed."""
+    engine = world.engine(dsn=NOWHERE)
+    with pytest.raises(UnreachableError, match=r"no session at 127\.0\.0\.1:1/d: .*Nothing was committed") as caught:
+        await entered(world, name, entrance, engine)
+    assert (caught.value.retryable, caught.value.http_status) == (True, 503)
+    assert "s3cret" not in str(caught.value)
+
+
+async def test_an_error_of_the_callers_own_network_is_left_alone(world: World, dsn: str) -> None:
+    """A ConnectionRefusedError that the function raises itself is not from the database."""
+
+    def work(session: Any) -> None:
+        raise ConnectionRefusedError("another service")
+
+    async def work_async(session: Any) -> None:
+        raise ConnectionRefusedError("another service")
+
+    with pytest.raises(ConnectionRefusedError, match="another service"):
+        await world.call(run_transaction, factory(world, world.engine()), world.pick(work, work_async))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"password": "wrong-s3cret"}, "password authentication failed"),
+        ({"user": "nobody_of_that_name"}, "nobody_of_that_name"),
+        ({"dbname": "no_such_database"}, "no_such_database"),
+        ({"host": "no-such-host.invalid"}, "no-such-host.invalid"),
+    ],
+)
+async def test_a_mistake_in_the_configuration_is_not_retried(
+    world: World, name: str, dsn: str, admin: psycopg.Connection[Any], change: dict[str, str], said: str
+) -> None:
+    """At once, also where the call has a timeout; not retryable, 500, and the message says what to check, without the password."""
+    engine = world.engine(dsn=changed(dsn, change))
+    for call in (
+        lambda: world.call(lock(world, engine, name).acquire, timeout=60),
+        lambda: world.call(lease(world, engine, name).acquire, timeout=60),
+        lambda: entered(world, name, "TransactionLock", engine),
+    ):
+        with pytest.raises(UnreachableError, match=f"no session at .*{said}.*Check host, user, password") as caught:
+            await call()
+        assert (caught.value.retryable, caught.value.http_status) == (False, 500)
+        assert "s3cret" not in str(caught.value)
+
+
+async def test_a_mistake_in_the_configuration_runs_nothing_unprotected(world: World, name: str, dsn: str) -> None:
+    """`unreachable=` is for outages: a database that does not exist would switch the lock off for good."""
+    engine = world.engine(dsn=changed(dsn, {"dbname": "no_such_database"}))
+    ran: list[bool] = []
+
+    async def work() -> None:
+        ran.append(True)
+
+    for options in ({"unreachable": "run"}, {"busy": "skip", "unreachable": "skip"}):
+        guarded = lock(world, engine, name).wrap(**options)(world.pick(lambda: ran.append(True), work))
+        with pytest.raises(UnreachableError, match="no_such_database"):
+            await world.call(guarded)
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    ("query", "environment", "place"),
+    [
+        ("?host=127.0.0.1:1&host=127.0.0.2:2", {}, "127.0.0.1:1,127.0.0.2:2/d"),
+        ("?host=127.0.0.1,127.0.0.2&port=1,2", {}, "127.0.0.1:1,127.0.0.2:2/d"),
+        ("", {"PGHOST": "127.0.0.1,127.0.0.2", "PGPORT": "1"}, "127.0.0.1:1,127.0.0.2:1/d"),
+    ],
+)
+async def test_messages_name_the_hosts_of_a_list(
+    world: World,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    query: str,
+    environment: dict[str, str],
+    place: str,
+) -> None:
+    """Hosts of the query and of PGHOST are named; several of them without connect_timeout are warned of once for an engine."""
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    engine = world.engine(dsn=f"postgresql://ann@/d{query}")
+    with caplog.at_level(logging.WARNING, "pgfence"):
+        for _ in range(2):
+            with pytest.raises(UnreachableError, match=f"no session at {place}: "):
+                await world.call(lock(world, engine, name).try_acquire)
+    (warning,) = [each.getMessage() for each in caplog.records if "several hosts" in each.getMessage()]
+    assert place.removesuffix("/d") in warning
+    assert ("HAProxy" if world.name == "asyncpg" else "connect_timeout=2") in warning
+
+
+async def test_a_list_of_hosts_with_a_limit_is_not_warned_of(
+    world: World, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A `connect_timeout` in `connect_args`, and asyncpg's `timeout`, are seen; so are hosts there."""
+    limit = "timeout" if world.name == "asyncpg" else "connect_timeout"
+    arguments = {"host": ["127.0.0.1", "127.0.0.2"], "port": [1, 1]}
+    if world.name != "asyncpg":
+        arguments = {"host": "127.0.0.1,127.0.0.2", "port": "1,1"}
+    engine = world.engine(dsn="postgresql://ann@/d", connect_args={**arguments, limit: 2})
+    with (
+        caplog.at_level(logging.WARNING, "pgfence"),
+        pytest.raises(UnreachableError, match="127.0.0.1:1,127.0.0.2:1/d"),
+    ):
+        await world.call(lock(world, engine, name).try_acquire)
+    assert not [each for each in caplog.records if "several hosts" in each.getMessage()]
+
+
+async def entered(world: World, name: str, entrance: str, engine: Any) -> None:
+    """Begin a transaction on the engine by one of pgfence's entrances."""
+    sessions = factory(world, engine)
+    kind = world.pick(TransactionLock, AsyncTransactionLock)
+    if entrance == "lease.begin":
+        async with (
+            world.enter(lease(world, world.engine(), name).hold()) as held,
+            world.enter(held.begin(sessions)),
+        ):
+            pass
+    elif entrance == "TransactionLock.begin":
+        async with world.enter(kind.begin(sessions, name)):
+            pass
+    elif entrance == "run_transaction":
+        await world.call(run_transaction, sessions, world.pick(one, one_async))
+    else:
+        async with world.enter(sessions()) as session:
+            if entrance == "TransactionLock":
+                await world.call(kind(session, name).acquire)
+            else:
+                async with world.enter(idempotent(session, name, scope="s")):
+                    pass
+
+
+def one(session: Any) -> None:
+    """Send the first statement of a transaction."""
+    session.execute(text("SELECT 1"))
+
+
+async def one_async(session: Any) -> None:
+    """Send the first statement of a transaction."""
+    await session.execute(text("SELECT 1"))
+
+
+def changed(dsn: str, change: dict[str, str]) -> str:
+    """Return a URL with other parts."""
+    parts = {k: str(v) for k, v in psycopg.conninfo.conninfo_to_dict(dsn).items()} | change
+    return f"postgresql://{parts['user']}:{parts.get('password', 's3cret')}@{parts['host']}:{parts['port']}/{parts['dbname']}"
