@@ -141,6 +141,31 @@ def test_tables_of_a_newer_release_serve_this_one(
     engine.dispose()
 
 
+def made(admin: psycopg.Connection[Any], place: Place) -> set[Any]:
+    """Return the functions of a place with their bodies, and its columns."""
+    query = (
+        "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = to_regnamespace(%(s)s) UNION ALL"
+        " SELECT attrelid::regclass::text, attname FROM pg_attribute JOIN pg_class AS c ON c.oid = attrelid"
+        " WHERE c.relnamespace = to_regnamespace(%(s)s) AND attnum > 0 AND NOT attisdropped"
+    )
+    return set(admin.execute(query, {"s": place.schema}).fetchall())
+
+
+@pytest.mark.parametrize("version", range(1, VERSION))
+def test_a_downgrade_leaves_what_the_older_version_made(
+    place: Place, admin: psycopg.Connection[Any], version: int
+) -> None:
+    """New columns and functions are dropped, replaced functions have their old bodies; an old script changes no new one."""
+    make(admin, tables.creation(place, version))
+    older = made(admin, place)
+    make(admin, tables.creation(place))
+    newer = made(admin, place)
+    make(admin, tables.creation(place, version))
+    assert made(admin, place) == newer
+    make(admin, tables.lowering(place, version))
+    assert made(admin, place) == older
+
+
 def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
     dsn: str, name: str, place: Place, admin: psycopg.Connection[Any]
 ) -> None:

@@ -38,12 +38,21 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
         *(str(CreateTable(table, if_not_exists=True).compile(dialect=dialect())).strip() for table in tables),
         *(_index(place, index) for table in tables for index in table.indexes),
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
-        *(_replacing(body) for body in function_texts(place, version).values()),
+        *(_creating(place, name, version) for name in function_texts(place, version)),
         *(() if version < KEYS else (_trigger(place),)),
         # Near the end, because these tables are locked from here to the commit.
         *(_adding(place, name, columns) for name, columns in added_columns(version).items()),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
+
+
+def _creating(place: Place, function: str, version: int) -> str:
+    """Return the statement that creates a function; a body that a later version replaces does not go over that one."""
+    body = function_texts(place, version)[function]
+    if body == function_texts(place)[function]:
+        return _replacing(body)
+    newer = f"EXISTS (SELECT FROM {place.name('schema_version')} AS v WHERE v.version > {version})"
+    return _unless(newer, f"EXECUTE {literal(_replacing(body))}")
 
 
 def _replacing(body: str) -> str:

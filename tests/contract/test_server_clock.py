@@ -1,0 +1,162 @@
+"""The server's clock is set back or forward while a name is held, was left by a dead holder, or is free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from sqlalchemy import create_engine
+
+from pgfence import AdvisoryLock, IdempotencyInProgressError, IdempotentEffect, Lease, LockLostError
+from pgfence._sql.storage import Place
+from pgfence._sql.tables import creation
+from pgfence.config import configure
+from support.lease_functions import Caller
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Engine
+
+HOUR = 3600.0
+TTL = 30.0
+
+
+class Clock:
+    """The clock of an installation of its own, which a test may set."""
+
+    def __init__(self, admin: psycopg.Connection[Any], place: Place) -> None:
+        assert place.schema is not None
+        self._admin = admin
+        self._table = sql.Identifier(place.schema, "ahead")
+
+    def set(self, ahead: float) -> None:
+        """Set it so many seconds ahead of the real time."""
+        self._admin.execute(sql.SQL("UPDATE {} SET seconds = {}").format(self._table, ahead))
+
+
+@pytest.fixture
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+    """Tables and functions in a schema of their own, which ask a clock of their own."""
+    here = Place(f"clock_{name[-12:]}")
+    schema = f'"{here.schema}"'
+    admin.execute(f"CREATE SCHEMA {schema}".encode())
+    admin.execute(f"CREATE TABLE {schema}.ahead AS SELECT 0::float8 AS seconds".encode())
+    admin.execute(
+        f"CREATE FUNCTION {schema}.clock() RETURNS timestamptz LANGUAGE sql VOLATILE AS"
+        f" $$ SELECT clock_timestamp() + make_interval(secs => seconds) FROM {schema}.ahead $$".encode()
+    )
+    for statement in creation(here):
+        its_own = statement.replace("pg_catalog.clock_timestamp()", f"{schema}.clock()")
+        admin.execute((its_own if "FUNCTION" in statement else statement).encode())
+    yield here
+    admin.execute(f"DROP SCHEMA {schema} CASCADE".encode())
+
+
+@pytest.fixture
+def clock(admin: psycopg.Connection[Any], place: Place) -> Clock:
+    """The clock of that installation."""
+    return Clock(admin, place)
+
+
+@pytest.fixture
+def rival(dsn: str, name: str, place: Place) -> Iterator[Caller]:
+    """Another process that wants the lease of this test, by the server functions alone."""
+    with Caller(dsn, name, f'"{place.schema}".pgfence_') as caller:
+        yield caller
+
+
+@pytest.fixture
+def engine(dsn: str, place: Place) -> Iterator[Engine]:
+    """An engine on that installation."""
+    made = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    configure(made, schema=place.schema)
+    yield made
+    made.dispose()
+
+
+@pytest.mark.parametrize("kind", ["lease", "session lock"])
+def test_a_dead_holder_blocks_for_one_ttl_after_the_clock_was_set_back(
+    engine: Engine, clock: Clock, rival: Caller, name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Granted by a clock that was an hour ahead, a lease whose holder died is free one TTL after the first question."""
+    wanted = Lease(engine, name, ttl=TTL) if kind == "lease" else AdvisoryLock(engine, name, token=True)
+    clock.set(HOUR)
+    rival.acquire(TTL, lock_delay=5)
+    clock.set(0)
+    assert wanted.try_acquire() is None
+    assert 0 < rival.row.blocked <= TTL + 5
+    if kind == "lease":
+        assert "set back by 3600 s or more while the lease" in caplog.text
+    clock.set(TTL - 1)
+    assert wanted.try_acquire() is None
+    clock.set(TTL + 6)
+    with wanted.hold(timeout=0) as held:
+        assert held.token == 2
+
+
+def test_a_holder_keeps_its_lease_when_the_clock_is_set_back(
+    engine: Engine, clock: Clock, rival: Caller, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is renewed, nobody else gets it, the log tells of the clock; max_hold and min_hold end when they would have ended."""
+    clock.set(HOUR)
+    lease = Lease(engine, name, ttl=TTL, max_hold=100, min_hold=20)
+    held = lease.acquire()
+    clock.set(0)
+    assert not rival.acquire().granted
+    held.renew()
+    assert (held.state, rival.acquire().granted) == ("held", False)
+    assert f"set back by 3600 s or more while the lease {name!r} was held" in caplog.text
+    assert (rival.row.hold_until - rival.row.renewed_at).total_seconds() <= 100
+    held.release()
+    assert 0 < rival.row.blocked <= 20
+    clock.set(20)
+    assert rival.acquire().granted
+
+
+def test_a_released_lease_is_free_when_the_clock_is_set_back(
+    engine: Engine, clock: Clock, rival: Caller, name: str
+) -> None:
+    """A release by a clock that was ahead counts at once, and a min_hold lasts as long as was left of it."""
+    lease = Lease(engine, name, ttl=TTL)
+    clock.set(HOUR)
+    lease.acquire().release()
+    clock.set(0)
+    lease.acquire(timeout=0).release()
+    clock.set(HOUR)
+    assert rival.acquire(TTL, min_hold=10).granted
+    assert rival.release() == "released"
+    clock.set(0)
+    assert lease.try_acquire() is None
+    clock.set(11)
+    lease.acquire(timeout=0).release()
+
+
+def test_a_holder_is_notified_when_the_clock_is_set_forward(
+    engine: Engine, clock: Clock, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server has let the lease expire; the holder, by whose clock it has not, loses it and logs why."""
+    held = Lease(engine, name, ttl=TTL).acquire()
+    clock.set(HOUR)
+    with pytest.raises(LockLostError) as caught:
+        held.renew()
+    assert caught.value.reason == "expired"
+    eventually(lambda: "the server's clock was set forward" in caplog.text)
+
+
+def test_an_effect_is_taken_over_one_ttl_after_the_clock_was_set_back(
+    engine: Engine, clock: Clock, rival: Caller, name: str
+) -> None:
+    """Claimed by a clock that was an hour ahead, a key whose attempt died is free one TTL after the first question."""
+    claim = "SELECT outcome, remaining FROM {}claim_effect_v1(%s, %s, NULL, %s, 30, 60, true, 'me', 'here', 7)"
+    effect = IdempotentEffect(engine, name, scope="test", ttl=TTL)
+    clock.set(HOUR)
+    assert rival.one(claim.format(rival.place), "test", name, rival.lease).outcome == "granted"
+    clock.set(0)
+    with pytest.raises(IdempotencyInProgressError):
+        effect.run(lambda attempt: 1)
+    clock.set(TTL + 1)
+    assert effect.run(lambda attempt: 2) == 2
