@@ -7,6 +7,10 @@ import os
 import socket
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from sqlalchemy import Engine
+
+from pgfence._runtime.beat import Beat
+from pgfence._runtime.domain import Homes
 from pgfence._runtime.opening import unreachable
 from pgfence._sql.evict import Order
 from pgfence._sql.storage import place_of
@@ -17,8 +21,10 @@ from pgfence.keys import LockKey, stored
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._sql.evict import Found
 
 
 class Ordered(Protocol):
@@ -43,6 +49,14 @@ def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str
         reason=reason,
         actor=actor,
     )
+
+
+def tell_holders_here(engine: Engine | AsyncEngine, order: Order, found: Found) -> Found:
+    """End what this process held through the engine under the name that was evicted, and return what was found."""
+    beat = Homes.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("beat")
+    if isinstance(beat, Beat) and found.newest is not None and found.token is not None:
+        beat.evicted(order.place, order.name, found.token)
+    return found
 
 
 def for_the_audit(reason: str, actor: str | None) -> tuple[str, str]:

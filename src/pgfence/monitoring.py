@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 from pgfence import stuck
 from pgfence._sql import evict as statements
 from pgfence._sql import stuck_keys as keys
-from pgfence.evicting import order_of, perform, perform_async
+from pgfence.evicting import order_of, perform, perform_async, tell_holders_here
 from pgfence.purging import expect_batch
 from pgfence.purging import purge as purge_all
 from pgfence.purging import purge_async as purge_all_async
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._sql.evict import Found
+    from pgfence._sql.evict import Found, Order
     from pgfence._sql.stuck_keys import Row
     from pgfence.grants import Holder
     from pgfence.timing import Seconds
@@ -40,9 +40,11 @@ def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_
 
     The token goes up in the name's row and in its gate, the lease ends, and a row with reason and actor is written to the
     audit. Writers of the old token that are inside the gate are waited for, at most 2 s; after that no write of the old
-    token can commit. A lease's holder is told at its next renewal: its handle is lost, the reason is "evicted". Sessions that
-    hold an advisory lock of that name are ended: their holders are told at once, the reason is "killed". A name whose lease
-    was released already still gets a higher token, so that a late writer is refused.
+    token can commit. A lease's handle is lost with the reason "evicted": in this process, for the same engine, when this
+    function returns; in other processes within moments by a notification of the server, and where none comes through (a
+    pooler, or a lease that was taken within the last two seconds) at the latest at the next renewal. Sessions that hold an
+    advisory lock of that name are ended: their holders are notified at once, the reason is "killed". A name whose lease was
+    released already still gets a higher token, so that a late writer is rejected.
 
     Not promised: that the holder has stopped. What does not go through the name's gate is not fenced.
 
@@ -68,12 +70,12 @@ def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_
     order = order_of(engine, name, reason=reason, actor=actor)
     work = statements.look if dry_run else statements.evict
     if hasattr(engine, "sync_engine"):
-        return _holders(perform_async(engine, work, order))
-    return perform(engine, work, order).holders
+        return _evicted(engine, order, perform_async(engine, work, order))
+    return tell_holders_here(engine, order, perform(engine, work, order)).holders
 
 
-async def _holders(evicted: Awaitable[Found]) -> Sequence[Holder]:
-    return (await evicted).holders
+async def _evicted(engine: AsyncEngine, order: Order, evicted: Awaitable[Found]) -> Sequence[Holder]:
+    return tell_holders_here(engine, order, await evicted).holders
 
 
 @overload

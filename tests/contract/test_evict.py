@@ -18,7 +18,7 @@ from pgfence.errors import LockLostError, LockTimeoutError, SchemaError, Standby
 from pgfence.keys import LockKey, stored
 from pgfence.lease import AsyncLease, Lease
 from support.dates import strange
-from support.locking import elsewhere, freed, is_free, lock
+from support.locking import elsewhere, freed, is_free, labelled, lock
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -98,23 +98,92 @@ async def test_the_evicted_holder_is_refused_and_told(world: World, name: str, a
     assert told[1] == "evicted"
 
 
-async def test_a_held_lease_is_lost_as_evicted_at_its_next_renewal(
-    world: World, name: str, admin: psycopg.Connection[Any]
+@pytest.mark.parametrize("heartbeat", ["auto", "manual"])
+async def test_a_lease_held_here_is_lost_when_evict_returns(
+    world: World, name: str, admin: psycopg.Connection[Any], heartbeat: Any
 ) -> None:
-    """The heartbeat tells the handle: lost, reason "evicted", with the token that counts no more; the callback is called."""
+    """The handle of this process is lost at once, reason "evicted", and a neighbour here gets the name at once."""
     engine = world.engine()
-    held = await world.call(world.pick(Lease, AsyncLease)(engine, name, ttl=6, purpose="close").acquire)
-    told = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    held.on_lost(lambda: loop.call_soon_threadsafe(told.set))
+    one = world.pick(Lease, AsyncLease)(engine, name, ttl=3600, purpose="close", heartbeat=heartbeat)
+    other = world.pick(Lease, AsyncLease)(engine, f"{name}!", ttl=3600)
+    held, beside = await world.call(one.acquire), await world.call(other.acquire)
+    told: list[str] = []
+    held.on_lost(lambda: told.append(held.loss_reason))
     (holder,) = await world.call(monitoring.evict, engine, name, reason="hung")
     assert (holder.kind, holder.purpose, holder.token) == ("lease", "close", held.token)
-    await asyncio.wait_for(told.wait(), 20)
-    assert (held.state, held.loss_reason) == ("lost", "evicted")
+    assert (held.state, held.loss_reason, beside.state) == ("lost", "evicted", "held")
+    assert state(admin, name) == (held.token + 1, held.token + 1, True, 1)
+    neighbour = await world.other().call(one.try_acquire)
+    assert neighbour.token == held.token + 2
+    await eventually(lambda: told == ["evicted"])
     with pytest.raises(LockLostError, match="evicted") as caught:
         await world.call(held.release)
     assert (caught.value.reason, caught.value.token) == ("evicted", held.token)
-    assert state(admin, name) == (held.token + 1, held.token + 1, True, 1)
+    for each in (neighbour, beside):
+        await world.call(each.release)
+
+
+def listening(admin: psycopg.Connection[Any], label: str) -> bool:
+    """Whether a session with this application_name listens: then it has asked for what it may have missed, and is idle."""
+    query = (
+        "SELECT 1 FROM pg_stat_activity WHERE application_name = %s AND state = 'idle' AND query LIKE '%%json_agg%%'"
+    )
+    return admin.execute(query, [label]).fetchone() is not None
+
+
+async def test_a_holder_in_another_process_is_notified_of_its_eviction(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """By the server, long before its next renewal, also where nobody renews; the lease beside it stays."""
+    kind = world.pick(Lease, AsyncLease)
+    engine = labelled(world, name)
+    held = await world.call(kind(engine, name, ttl=3600, heartbeat="manual").acquire)
+    beside = await world.call(kind(engine, f"{name}!", ttl=3600, heartbeat="manual").acquire)
+    await eventually(lambda: listening(admin, name))
+    await world.call(monitoring.evict, world.engine(), name, reason="hung")
+    assert await world.call(held.wait_lost, 20)
+    assert (held.loss_reason, beside.state) == ("evicted", "held")
+    await world.call(beside.release)
+
+
+async def test_an_eviction_before_the_holder_listens_is_not_missed(world: World, name: str) -> None:
+    """In its first moments a holder has no connection for notifications; as soon as it has one, it asks."""
+    held = await world.call(world.pick(Lease, AsyncLease)(world.engine(), name, ttl=3600).acquire)
+    await world.call(monitoring.evict, world.engine(), name, reason="hung")
+    assert await world.call(held.wait_lost, 20)
+    assert held.loss_reason == "evicted"
+
+
+def test_a_notification_is_only_a_hint(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:
+    """Anyone may send one, and schemas with the same prefix share the channel: the holder asks the server, and does not renew."""
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", connect_args={"application_name": name})
+    asked = "SELECT query_start FROM pg_stat_activity WHERE application_name = %s AND query LIKE '%%json_agg%%'"
+    with Lease(engine, name, ttl=3600, heartbeat="manual").hold() as held:
+        (before,) = eventually(lambda: admin.execute(asked, [name]).fetchone())
+        admin.execute("SELECT pg_notify('pgfence_evicted', %s)", [name])
+        eventually(lambda: admin.execute(asked, [name]).fetchone() > (before,))
+        assert held.state == "held"
+        renewed = "SELECT renewed_at = acquired_at FROM pgfence_lease WHERE name = %s"
+        assert admin.execute(renewed, [name]).fetchone() == (True,)
+    engine.dispose()
+
+
+def test_an_eviction_in_one_schema_ends_nothing_in_another(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:
+    """A tenant's holder of the same name in the same process stays, by what `evict` tells at once and by the notification."""
+    tenant = f"evict_{name[-12:]}"
+    admin.execute(f"CREATE SCHEMA {tenant}".encode())
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    mapped = engine.execution_options(schema_translate_map={None: tenant})
+    try:
+        schema.create_all(mapped)
+        with Lease(engine, name, ttl=3600).hold() as ours:
+            with pytest.raises(LockLostError, match="evicted"), Lease(mapped, name, ttl=3600).hold() as theirs:
+                monitoring.evict(mapped, name, reason="hung")
+                assert (ours.state, theirs.state) == ("held", "lost")
+            ours.renew()
+    finally:
+        engine.dispose()
+        admin.execute(f"DROP SCHEMA {tenant} CASCADE".encode())
 
 
 async def test_a_dry_run_names_the_holder_and_changes_nothing(

@@ -58,7 +58,7 @@ class Script:
         self.child: int | None = None
         self._unread = b""
 
-    def wait_for(self, line: str, deadline: float = 15) -> None:
+    def wait_for(self, line: str, deadline: float = 30) -> None:
         """Read what it says until it says this line.
 
         Raises:
@@ -69,7 +69,7 @@ class Script:
             pass
         assert said == line
 
-    def read_line(self, deadline: float = 15) -> str:
+    def read_line(self, deadline: float = 30) -> str:
         """Return the next line that it says.
 
         Raises:

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pgfence._runtime import grant as grants
 from pgfence._runtime import trust
-from pgfence._runtime.agenda import Agenda
-from pgfence._runtime.chores import Ending, Renewal
+from pgfence._runtime.agenda import LISTEN_AFTER, Agenda
+from pgfence._runtime.chores import Check, Ending, Renewal
 from pgfence._runtime.claims import Granted, LeaseClaim
 from pgfence._runtime.ears import LINGER, Ears, Listening
 from pgfence._runtime.localqueue import Contender, Lines, Ticket
@@ -61,7 +61,7 @@ def renewals(agenda: Agenda, now: float) -> list[Renewal]:
     found: list[Renewal] = []
     while isinstance(chore := agenda.pick(now), Renewal):
         found.append(chore)
-    assert chore is None
+    assert chore is None or isinstance(chore, Listening)
     return found
 
 
@@ -162,6 +162,46 @@ def test_a_channel_is_listened_to_while_somebody_waits_and_some_seconds_more() -
     assert off is not None and not off.on
     assert ears.changed(off) == []
     assert ears.chore(99.0) is None
+
+
+def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
+    """After a second with leases, by one LISTEN for each prefix; then all are checked, later those that are named."""
+    agenda = Agenda()
+    leases = [make(now.now, 3600, heartbeat="manual", name=name) for name in "abc"]
+    leases += [make(now.now, 3600, heartbeat="manual", place=THERE), make(now.now, 3600, name="renewed")]
+    for each in leases:
+        agenda.keep(each, now.now)
+    assert not agenda.unheard(now.now)
+    now.now += LISTEN_AFTER
+    assert agenda.unheard(now.now)
+    chore = agenda.pick(now.now)
+    assert isinstance(chore, Listening) and chore.on
+    agenda.listening(chore)
+    checks = [agenda.pick(now.now), agenda.pick(now.now)]
+    renewal = agenda.pick(now.now)
+    assert isinstance(renewal, Renewal) and list(renewal.wishes) == leases[4:]
+    found = [isinstance(check, Check) and sorted(each.stored for each in check.grants) for check in checks]
+    assert sorted(found) == [["a", "b", "c"], ["n"]]
+    assert agenda.pick(now.now) is None
+    assert not agenda.unheard(now.now)
+    assert agenda.suspect(HERE.evictions, "b") and not agenda.suspect(HERE.evictions, "x")
+    check = agenda.pick(now.now)
+    assert isinstance(check, Check) and check.grants == [leases[1]]
+    for each in leases:
+        agenda.drop(each)
+    assert agenda.pick(now.now) is None
+    off = agenda.pick(now.now + 2 * LINGER)
+    assert isinstance(off, Listening) and not off.on
+
+
+def test_nothing_is_listened_to_where_no_notification_comes_through(now: Clock) -> None:
+    """A pooler that was declared or found makes neither a connection nor a statement for it."""
+    declared, found = Agenda(listens=False), Agenda()
+    found.ears.deaf = True
+    for agenda in (declared, found):
+        agenda.keep(make(now.now, 3600), now.now)
+        assert not agenda.unheard(now.now + 60)
+    assert declared.pick(now.now + 60) is None
 
 
 def test_the_server_says_when_max_hold_ends_a_lease(now: Clock) -> None:

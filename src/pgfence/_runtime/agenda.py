@@ -6,29 +6,36 @@ on its way it is `asked`, and only its deadline is looked at.
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime import trust
-from pgfence._runtime.chores import Ending, Renewal, Wish
-from pgfence._runtime.ears import Ears
+from pgfence._runtime.chores import Check, Ending, Renewal, Wish
+from pgfence._runtime.ears import Ears, Listening
 from pgfence._runtime.schedule import Schedule
 from pgfence._sql.lease import BATCH
 
 if TYPE_CHECKING:
     from pgfence._runtime.chores import Chore, Done, Family
+    from pgfence._runtime.ears import Wake
     from pgfence._runtime.grant import Grant
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
 
     Over = list[tuple[Grant, Wish | None]]
 
+LISTEN_AFTER = 1.0
+"""Seconds for which leases are held until a connection is opened to hear of evictions."""
+
 
 class Agenda:
     """Grants to renew, endings to repeat, channels to listen to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, listens: bool = True) -> None:
         self.schedule = Schedule()
+        self.listens = listens
+        """Whether notifications may come through at all."""
         self.ears = Ears()
         self.endings: list[Ending] = []
         self.failures = 0
@@ -37,6 +44,10 @@ class Agenda:
         self._due: dict[tuple[Place, Family], dict[Grant, None]] = {}
         """What waits for the connection, first come first served."""
         self._wishes: dict[Grant, Wish] = {}
+        self._held_since = 0.0
+        """Since when there has always been something to keep."""
+        self._suspects: dict[Grant, None] = {}
+        """Leases of which someone says that their holder was evicted."""
 
     @property
     def busy(self) -> bool:
@@ -47,6 +58,48 @@ class Agenda:
     def waiting(self) -> bool:
         """Whether something is to be sent."""
         return any(self._due.values()) or bool(self.endings or self.ears)
+
+    def keep(self, grant: Grant, now: float) -> None:
+        """Enter a grant."""
+        if not len(self.schedule):
+            self._held_since = now
+        self.schedule.plan(grant)
+
+    def unheard(self, now: float) -> bool:
+        """Return whether it is time to listen to evictions: there are leases whose eviction would go unheard."""
+        return self.listens and now - self._held_since >= LISTEN_AFTER and self.ears.missing(self.schedule.places)
+
+    def suspect(self, channel: str, name: str | None = None) -> bool:
+        """Note that the leases of a name, or all of them, may be evicted, and return whether there are any.
+
+        The heartbeat renews those that it renews anyway: a renewal says so too, and costs no time that others lack. For the
+        rest it asks without renewing.
+
+        Args:
+            channel: of evictions.
+            name: as it is stored; None: all names.
+        """
+        found = [
+            grant
+            for grant in self.schedule
+            if grant.family == "lease" and grant.place.evictions == channel and name in (None, grant.stored)
+        ]
+        for grant in found:
+            if grant.heartbeat == "auto" and not grant.asked:
+                self._fall_due(grant)
+            elif grant not in self._due.get(
+                _batch(grant), {}
+            ):  # else it is to be renewed; one on its way may be too early
+                self._suspects[grant] = None
+        return bool(found)
+
+    def named(self, place: Place, name: str, token: int) -> list[Grant]:
+        """Return the leases of a name, as it is stored, up to a token."""
+        return [
+            grant
+            for grant in self.schedule
+            if grant.family == "lease" and (grant.place, grant.stored) == (place, name) and (grant.token or 0) <= token
+        ]
 
     def drop(self, grant: Grant) -> Wish | None:
         """Forget a grant, and return what somebody still waits for."""
@@ -83,6 +136,8 @@ class Agenda:
 
     def pick(self, now: float) -> Chore | None:
         """Return the next thing to send, which is off the agenda until its answer is noted."""
+        if (check := self._check()) is not None:
+            return check
         while self._due:
             batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))
@@ -98,7 +153,33 @@ class Agenda:
             if ending.at <= now:
                 self.endings.remove(ending)
                 return ending
-        return self.ears.chore(now)
+        return self.ears.chore(now, self.schedule.places if self.listens else ())
+
+    def limit(self, chore: Chore, now: float) -> float:
+        """Return the seconds that a chore may take: one that hangs must leave time for the renewals that wait behind it."""
+        limit = chore.limit(now)
+        if isinstance(chore, Renewal):
+            return limit
+        return min(
+            limit, trust.patience(max(0.0, min((each.deadline for each in self.schedule), default=math.inf) - now))
+        )
+
+    def listening(self, chore: Listening) -> list[Wake]:
+        """Note that a channel is listened to or not, and return whom to wake. Leases evicted before then are looked for."""
+        if chore.on:
+            self.suspect(chore.channel)
+        return self.ears.changed(chore)
+
+    def _check(self) -> Check | None:
+        # A check without an answer is not repeated: with the next connection all leases are checked.
+        self._suspects = {grant: None for grant in self._suspects if grant in self.schedule}
+        if not self._suspects:
+            return None
+        place = next(iter(self._suspects)).place
+        grants = list(islice((grant for grant in self._suspects if grant.place == place), BATCH))
+        for grant in grants:
+            del self._suspects[grant]
+        return Check(place, grants)
 
     def answered(self, chore: Renewal, grant: Grant, answer: Answer, now: float) -> Wish | None:
         """Note one answer, a loss being marked already, and return the wish that is answered with it."""

@@ -3,8 +3,8 @@
 Two threads of our own, so that neither a blocked event loop nor an exhausted pool nor a hung server can keep a holder from
 knowing. One keeps time: it says what is due, loses what is over, and cuts a statement that the server does not answer. The
 other has the one connection and does the chores, one at a time: renewals of everything that is due, at most 500 by one
-statement; endings whose answer was lost; LISTEN while somebody waits. It opens with the first chore, so a lease that is
-released before its first renewal costs no connection, and is closed some seconds after the last.
+statement; endings whose answer was lost; LISTEN. It opens with the first chore, at the latest when leases have been held for a
+second, and is closed some seconds after the last.
 
 A renewal has three outcomes. *ok* moves the deadline. *lost* ends the grant. Everything else is *unknown*: it is tried again,
 with growing pauses, until the grant's own deadline, and only that ends it.
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime import addresses, native, trust
 from pgfence._runtime.agenda import Agenda
-from pgfence._runtime.chores import Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
+from pgfence._runtime.chores import Check, Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
 from pgfence._runtime.domain import Homes
 from pgfence._runtime.ears import LINGER, Listening
 from pgfence._runtime.grant import log
 from pgfence._runtime.links import link_for
 from pgfence._runtime.localqueue import MUTEX
+from pgfence._runtime.pauses import Pauses
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.references import when_disposed
 from pgfence._runtime.state import tell
@@ -31,7 +32,7 @@ from pgfence._sql import server
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from uuid import UUID
 
     from sqlalchemy import Engine
@@ -43,12 +44,10 @@ if TYPE_CHECKING:
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
     from pgfence.config import Config
-    from pgfence.errors import PgfenceError
+    from pgfence.errors import LossReason, PgfenceError
 
 TICK = 1.0
 """Seconds that we sleep at most: no sleep takes notice of a suspend."""
-STOOD_STILL = 0.25
-"""Which share of the margin a pause of this process may take before it is told."""
 
 
 class Beat:
@@ -69,7 +68,7 @@ class Beat:
         self._wakes_at = 0.0
         """When the timekeeper wakes by itself."""
         self._timekeeper: threading.Thread | None = None
-        self._agenda = Agenda()
+        self._agenda = Agenda(listens=config.pooler != "transaction")
         self._link: Link[Any] | None = None
         self._chore: Chore | None = None
         """What the connection is at."""
@@ -79,7 +78,7 @@ class Beat:
         self._thread: threading.Thread | None = None
         self._disposed = False
         self._over = False
-        self._worst_pause = 0.0
+        self._pauses = Pauses()
         when_disposed(engine, self._engine_disposed)
         native.register(self)
 
@@ -92,7 +91,7 @@ class Beat:
         grant.nudge = self._nudge
         with self._lock:
             self._disposed = False
-            self._agenda.schedule.plan(grant)
+            self._agenda.keep(grant, clock())
             self._look()
 
     def drop(self, grant: Grant) -> None:
@@ -101,6 +100,17 @@ class Beat:
             wish = self._agenda.drop(grant)
         if wish is not None:
             wish.granted(_ended(grant))
+
+    def evicted(self, place: Place, name: str, token: int) -> None:
+        """End the leases of a name up to a token: this process has evicted their holder."""
+        with self._lock:
+            found = self._agenda.named(place, name, token)
+        self._lost([(grant, "evicted") for grant in found])
+
+    def _lost(self, lost: Iterable[tuple[Grant, LossReason]]) -> None:
+        for grant, reason in lost:
+            grant.lose(reason)
+            self.drop(grant)
 
     def renew(self, grant: Grant, ttl: float | None, done: Done) -> None:
         """Renew a grant now, in turn with the heartbeat's own renewals, with a new TTL from now on if one is given.
@@ -189,7 +199,7 @@ class Beat:
             with self._lock:
                 now = clock()
                 due, over = self._agenda.take(now)
-                if due:
+                if due or self._agenda.unheard(now):
                     self._work()
                 hung, stuck = self._hung(now)
                 if not over and hung is None:
@@ -223,18 +233,7 @@ class Beat:
     def _sleep(self, now: float) -> None:
         self._wakes_at = min(self._agenda.schedule.next(), self._cut_at, now + TICK)
         self._news.wait(max(0.0, self._wakes_at - now))
-        late = clock() - self._wakes_at
-        if late > 2 * self._worst_pause and late > 0.05 and len(self._agenda.schedule):
-            ttl = min(grant.ttl for grant in self._agenda.schedule)
-            if late > STOOD_STILL * trust.margin(ttl):
-                self._worst_pause = late
-                log.warning(
-                    "this process stood still for %.2f s: of a lease with ttl=%g s only %.2f s are kept as a margin for that."
-                    " Raise the ttl, or find what stops the process (CPU limit, suspend, a call that keeps the GIL)",
-                    late,
-                    ttl,
-                    trust.margin(ttl),
-                )
+        self._pauses.note(clock() - self._wakes_at, self._agenda.schedule)
 
     # ------------------------------------------------------------ the connection's thread
 
@@ -299,10 +298,10 @@ class Beat:
                 return self._agenda.retry_at - now
             chore = self._agenda.pick(now)
             if isinstance(chore, Listening) and link.live and not link.hears:
-                chore = None
+                self._agenda.ears.deaf, chore = True, None
             if chore is not None:
                 self._chore = chore
-                self._cut_at = now + chore.limit(now)
+                self._cut_at = now + self._agenda.limit(chore, now)
                 self._needed = now
                 self._look()
                 return chore
@@ -327,9 +326,11 @@ class Beat:
                 self._agenda.ended(chore, clock())
         elif isinstance(chore, Listening):
             with self._lock:
-                wakes = self._agenda.ears.changed(chore)
+                wakes = self._agenda.listening(chore)
             for wake in wakes:
                 tell(wake)
+        elif isinstance(chore, Check):
+            self._lost(chore.lost)
 
     def _answered(self, chore: Renewal, grant: Grant, answer: Answer) -> None:
         if answer.verdict == "lost" and answer.reason is not None:
@@ -357,6 +358,8 @@ class Beat:
     def _heard(self, channel: str, payload: str) -> None:
         with self._lock:
             wakes = self._agenda.ears.told(channel, payload)
+            if self._agenda.suspect(channel, payload):  # a hint: other schemas share the channel, and anyone can send
+                self._work()
         for wake in wakes:
             tell(wake)
 

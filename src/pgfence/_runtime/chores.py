@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pgfence._runtime import trust
 from pgfence._sql.effects import EffectSql, effect_sql
-from pgfence._sql.lease import LeaseSql, answers, lease_sql
+from pgfence._sql.lease import LeaseSql, answers, lease_sql, losses
 from pgfence._sql.storage import translated
 from pgfence.errors import UnreachableError
 from pgfence.timing import clock
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
+    from pgfence.errors import LossReason
 
     Done = Callable[[Exception | None], object]
 
@@ -94,6 +95,28 @@ class Renewal(Chore):
     def ttl(self, grant: Grant) -> float:
         wish = self.wishes[grant]
         return grant.ttl if wish is None or wish.ttl is None else wish.ttl
+
+
+class Check(Chore):
+    """Ask whether some leases of one place stand, without renewing them: somebody may have evicted their holder."""
+
+    def __init__(self, place: Place, grants: list[Grant]) -> None:
+        self.place = place
+        self.grants = grants
+        self.lost: list[tuple[Grant, LossReason]] = []
+
+    def limit(self, now: float) -> float:
+        return 10 * trust.SHORTEST_PATIENCE
+
+    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
+        assert isinstance(sql, LeaseSql)
+        lists = (
+            [grant.stored for grant in self.grants],
+            [str(grant.lease_id) for grant in self.grants],
+            [grant.token for grant in self.grants],
+        )
+        found = losses(link.ask(sql.check, lists, limit))
+        self.lost = [(grant, reason) for grant, reason in zip(self.grants, found, strict=True) if reason is not None]
 
 
 class Ending(Chore):

@@ -1,4 +1,7 @@
-"""Who waits for news of a release, by channel and name. No I/O; the caller holds a lock."""
+"""Which channels the heartbeat's connection listens to, and who waits for a release. No I/O; the caller holds a lock.
+
+While somebody waits for a lease, it listens to the releases; while leases are held, to the evictions.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.chores import Chore
 from pgfence._runtime.trust import SHORTEST_PATIENCE
+from pgfence._sql.storage import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from pgfence._runtime.chores import Texts
     from pgfence._runtime.links import Link
@@ -23,8 +27,9 @@ LINGER = 10.0
 class Listening(Chore):
     """Begin to listen to a channel, or cease."""
 
-    def __init__(self, place: Place, *, on: bool) -> None:
+    def __init__(self, place: Place, channel: str, *, on: bool) -> None:
         self.place = place
+        self.channel = channel
         self.on = on
 
     def limit(self, now: float) -> float:
@@ -32,7 +37,7 @@ class Listening(Chore):
 
     def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
         if link.hears:
-            link.listen(sql.listen if self.on else sql.unlisten, self.place.channel, on=self.on)
+            link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quoted(self.channel)}", self.channel, on=self.on)
 
 
 class Ears:
@@ -42,7 +47,9 @@ class Ears:
         self._waiters: dict[str, dict[str, list[Wake]]] = {}
         self._places: dict[str, Place] = {}
         self._on: dict[str, float] = {}
-        """Since when nobody has waited on a channel that is listened to; 0 while somebody does."""
+        """Since when no one has needed a channel that is listened to; 0 while someone does."""
+        self.deaf = False
+        """The connection, which may go through a pooler, gets no notifications."""
 
     def __bool__(self) -> bool:
         return bool(self._waiters)
@@ -75,25 +82,41 @@ class Ears:
         """Return whom news of a name wakes."""
         return list(self._waiters.get(channel, {}).get(name, ()))
 
-    def chore(self, now: float) -> Listening | None:
-        """Return what is to be changed about the channels, if anything is."""
-        for channel in self._waiters:
+    def missing(self, held: Iterable[Place]) -> bool:
+        """Return whether evictions of leases in these places would go unheard, and listening can change that."""
+        return not self.deaf and any(place.evictions not in self._on for place in held)
+
+    def chore(self, now: float, held: Iterable[Place] = ()) -> Listening | None:
+        """Return what is to be changed about the channels, if anything is.
+
+        Args:
+            now: the time.
+            held: the places of the leases that are held.
+        """
+        wanted = {place.evictions: place for place in held}
+        wanted |= {channel: self._places[channel] for channel in self._waiters}
+        for channel, place in wanted.items():
             if channel not in self._on:
-                return Listening(self._places[channel], on=True)
+                self._places[channel] = place
+                return Listening(place, channel, on=True)
         for channel, since in self._on.items():
-            if since and now - since > LINGER:
-                return Listening(self._places[channel], on=False)
+            if channel in wanted:
+                self._on[channel] = 0.0
+            elif not since:
+                self._on[channel] = now
+            elif now - since > LINGER:
+                return Listening(self._places[channel], channel, on=False)
         return None
 
     def changed(self, listening: Listening) -> list[Wake]:
         """Note that a channel is listened to or not, and return whom to wake: what was told before then went unheard."""
-        channel = listening.place.channel
         if not listening.on:
-            self._on.pop(channel, None)
+            self._on.pop(listening.channel, None)
             return []
-        self._on[channel] = 0.0
-        return [wake for wakes in self._waiters.get(channel, {}).values() for wake in wakes]
+        self._on[listening.channel] = 0.0
+        return [wake for wakes in self._waiters.get(listening.channel, {}).values() for wake in wakes]
 
     def deafened(self) -> None:
         """Note that the connection is another one."""
         self._on.clear()
+        self.deaf = False

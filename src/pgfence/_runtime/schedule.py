@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pgfence._runtime.grant import Grant
+    from pgfence._sql.storage import Place
 
 EARLY = 0.25
 """Which share of its interval a renewal may come early to go along with one that is due: so thousands become few statements."""
@@ -22,6 +23,8 @@ class Schedule:
 
     def __init__(self) -> None:
         self._grants: set[Grant] = set()
+        self.places: dict[Place, int] = {}
+        """How many leases are kept, by their tables."""
         self._heap: list[tuple[float, int, int, Grant]] = []
         self._entries = 0
 
@@ -36,7 +39,10 @@ class Schedule:
 
     def plan(self, grant: Grant) -> None:
         """Enter a grant, or enter it anew after its times have changed."""
-        self._grants.add(grant)
+        if grant not in self._grants:
+            self._grants.add(grant)
+            if grant.family == "lease":
+                self.places[grant.place] = self.places.get(grant.place, 0) + 1
         grant.turn += 1
         self._entries += 1
         at = grant.deadline if grant.asked else min(grant.deadline, grant.next_beat)
@@ -47,6 +53,10 @@ class Schedule:
         if grant not in self._grants:
             return False
         self._grants.discard(grant)
+        if grant.family == "lease":
+            self.places[grant.place] -= 1
+            if not self.places[grant.place]:
+                del self.places[grant.place]
         grant.turn += 1
         if len(self._heap) > 64 and len(self._heap) > 4 * len(self._grants):
             self._heap = [entry for entry in self._heap if self._counts(entry)]

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence._sql.calls import call, mark, name_of
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import detail_of, quoted
+from pgfence._sql.storage import detail_of
 from pgfence._sql.transaction import send_quick
 
 if TYPE_CHECKING:
@@ -62,8 +62,6 @@ class EffectSql:
         finish_late: name, and then as finish; of the heartbeat, which must not wait for one row. NULL: ask again.
         release_late: likewise, as free.
         forget_late: likewise: name, claim id. Whether it ended something.
-        listen: without parameters.
-        unlisten: without parameters.
     """
 
     claim: str
@@ -74,8 +72,6 @@ class EffectSql:
     finish_late: str
     release_late: str
     forget_late: str
-    listen: str
-    unlisten: str
 
 
 @cache
@@ -106,8 +102,6 @@ def effect_sql(place: Place, style: Style) -> EffectSql:
         finish_late=late("finish_effect_v1", _FINISH, "0"),
         release_late=late("free_effect_v1", _FREE, "'superseded'"),
         forget_late=late("forget_effect_v1", _FORGET, "false"),
-        listen=f"LISTEN {quoted(place.channel)}",
-        unlisten=f"UNLISTEN {quoted(place.channel)}",
     )
 
 

@@ -44,6 +44,7 @@ _ROW = (
     " FROM {lease} AS l WHERE l.name = {0}"
 )
 _EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v2}({0}, {1}, {2}, {3}) AS r"
+_NOTIFY = "SELECT pg_catalog.pg_notify({0}, {1})"
 _AUDIT = (
     "INSERT INTO {audit} (action, resource, actor, reason, at, detail)"
     " VALUES ('evict', {0}, {1}, {2}, pg_catalog.clock_timestamp(), CAST({3} AS jsonb))"
@@ -183,6 +184,8 @@ def _attempt(connection: Connection, order: Order) -> Found:
         evicted, newest = _run(connection, order.place, _EVICT, *words).one()
         if evicted != found.token:
             raise _Changed
+        # For the process that holds the lease. The function itself notifies those that wait for it.
+        _run(connection, order.place, _NOTIFY, order.place.evictions, order.name)
     elif pids:
         _run(connection, order.place, _AUDIT, *words)
     else:

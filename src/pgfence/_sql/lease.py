@@ -13,12 +13,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pgfence._sql.calls import call, mark, name_of
-from pgfence._sql.storage import Place, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
     from pgfence.errors import LossReason
 
 BATCH = 500
@@ -67,8 +67,7 @@ class LeaseSql:
         forget_late: likewise.
         look: name. One row while a lease or a session lock with a token is held, else none: kind, owner, host, pid,
             backend_pid, application_name, purpose, token, since, expires_at.
-        listen: without parameters.
-        unlisten: without parameters.
+        check: lists of names, lease ids, tokens. One value: JSON, for `losses`.
     """
 
     acquire: str
@@ -81,8 +80,7 @@ class LeaseSql:
     finish_late: str
     forget_late: str
     look: str
-    listen: str
-    unlisten: str
+    check: str
 
 
 @cache
@@ -122,8 +120,14 @@ def lease_sql(place: Place, style: Style) -> LeaseSql:
             f" WHERE t.name = CAST({mark(style, 1)} AS text)) AS l"
             f" WHERE l.live OR l.lock_key IS NOT NULL AND {session_holds}(l.backend_pid, l.lock_key)"
         ),
-        listen=f"LISTEN {quoted(place.channel)}",
-        unlisten=f"UNLISTEN {quoted(place.channel)}",
+        check=(
+            "SELECT pg_catalog.json_agg(COALESCE((SELECT CASE WHEN l.evicted >= g.token THEN 'evicted'"
+            " WHEN l.token = g.token AND l.lease_id = g.lease_id::uuid AND l.released_at IS NULL THEN 'held'"
+            f" ELSE 'superseded' END FROM {lease} AS l WHERE l.name = g.name), 'superseded') ORDER BY g.n)::text"
+            f" FROM ROWS FROM (pg_catalog.unnest(CAST({mark(style, 1)} AS text[])),"
+            f" pg_catalog.unnest(CAST({mark(style, 2)} AS text[])), pg_catalog.unnest(CAST({mark(style, 3)} AS bigint[])))"
+            " WITH ORDINALITY AS g(name, lease_id, token, n)"
+        ),
     )
 
 
@@ -146,6 +150,11 @@ _BUSY = Answer("busy")
 def answers(text: str) -> list[Answer]:
     """Return what `renew` answered, in the order of its lists."""
     return [_answer(item) for item in json.loads(text)]
+
+
+def losses(text: str) -> list[LossReason | None]:
+    """Return what `check` answered, in the order of its lists: why each grant is lost; None where it stands."""
+    return [None if found == "held" else found for found in json.loads(text)]
 
 
 def _answer(item: list[Any]) -> Answer:

@@ -80,6 +80,11 @@ class Place:
         return self.prefix + "released"
 
     @property
+    def evictions(self) -> str:
+        """The channel of evictions. The payload is the name; schemas with the same prefix share the channel."""
+        return self.prefix + "evicted"
+
+    @property
     def command(self) -> str:
         """What makes the tables."""
         schema = "" if self.schema is None else f" --schema {shlex.quote(self.schema)}"
