@@ -55,6 +55,8 @@ class Directives:
     def drop_pgfence(cls, operations: Operations, *, schema: str | None = None, prefix: str = "pgfence_") -> None:
         """Drop pgfence's tables and functions with all that is in them; what is not there is no error.
 
+        Tokens start again at 1 after that, and idempotency keys and finished slots are forgotten.
+
         Args:
             operations: `op` itself.
             schema: where they are; None takes the first one of the search path.

@@ -175,7 +175,7 @@ class CapacityError(PgfenceError):
 class SchemaError(PgfenceError):
     """pgfence's tables or functions are missing, too old, not as they were made, or not open to this role.
 
-    `command` is what cures it: a `pgfence install`, or a GRANT; empty where another role has to do it.
+    `command` repairs it: a `pgfence install`, an ALTER TABLE or a GRANT; empty where another role has to do it.
     """
 
     def __init__(

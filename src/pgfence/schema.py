@@ -99,7 +99,8 @@ def drop_all(engine: Engine | Connection) -> None: ...
 def drop_all(engine: Any) -> Any:
     """Drop tables and functions with all that is in them; what is not there is no error.
 
-    Tokens start again at 1 after that, so writers who still hold older ones must have ended. The schema stays.
+    Tokens start again at 1 after that, so writers who still hold older ones must have ended. Idempotency keys and finished
+    slots are forgotten, so their work may run again. The schema stays.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.

@@ -56,9 +56,20 @@ async def test_without_tables_every_verb_names_the_command(world: World, name: s
     for error in await refused(world, engine, name):
         assert error.command == f"pgfence install --schema {place.schema}"
         assert error.command in str(error)
+        assert f"in database {world.dsn.rpartition('/')[2]!r}, schema {place.schema!r}: run" in str(error)
     await given(schema.create_all(engine))
     async with world.enter(lease(world, engine, name).hold()) as held:
         assert held.token == 1
+
+
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_without_a_schema_the_error_names_the_search_path(world: World, name: str) -> None:
+    """Tables in another schema than those of the search path are the usual reason, and another database."""
+    engine = world.engine()
+    configure(engine, prefix="absent_")
+    there = f"in database {world.dsn.rpartition('/')[2]!r}, search path '\"$user\", public': run `pgfence install"
+    for error in await refused(world, engine, name):
+        assert there in str(error)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -157,7 +158,9 @@ async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, pl
     """No schema to make anything in: the error names `configure`."""
     async with connection(world, world.engine()) as open_connection:
         await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
-        with pytest.raises(SchemaError, match=r"configure\(engine, schema="):
+        with pytest.raises(
+            SchemaError, match=r"^search path 'nowhere' names .* in database .*configure\(engine, schema="
+        ):
             await given(schema.create_all(open_connection))
 
 
@@ -200,15 +203,53 @@ def test_processes_that_start_together_make_it_once(dsn: str, place: Place, admi
     [
         ("ALTER TABLE {lease} ALTER expires_at TYPE timestamp", "lease.expires_at is timestamp without time zone"),
         ("ALTER TABLE {lease} DROP evicted", "lease.evicted is missing"),
-        ("DROP TABLE {checkpoint}", "checkpoint is missing"),
         ("ALTER TABLE {gate} ALTER token TYPE integer", "gate.token is integer"),
+    ],
+)
+def test_what_install_does_not_alter_is_named_with_the_statement_that_does(
+    dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str, message: str
+) -> None:
+    """A naive timestamp, a missing column, another type: the message has the ALTER TABLE, and what dropping would lose."""
+    error = harmed(dsn, place, admin, harm)
+    assert message in str(error)
+    assert f"in database {dsn.rpartition('/')[2]!r}, schema {place.schema!r}" in str(error)
+    assert "Do not drop them instead: fencing tokens would start again at 1" in str(error)
+    assert error.command.startswith("ALTER TABLE")
+    admin.execute(error.command.encode())
+    with world_engine(dsn, place).connect() as repaired:
+        assert tables.verify(repaired, place) is None
+    repaired.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("DROP TABLE {checkpoint}", r"incomplete: checkpoint is missing\. .*creates what is missing"),
+        (
+            "DROP TABLE {lease}",
+            "is created again is empty: lease, which holds fencing tokens, so that they start again at 1",
+        ),
+        ("ALTER TABLE {lease} DROP kind", r"incomplete: lease\.kind is missing\. .*creates what is missing$"),
         ("DELETE FROM {schema_version}", "version 0"),
     ],
 )
-def test_what_is_not_as_it_was_made_is_seen_and_said(
+def test_what_install_repairs_is_said_and_repaired(
     dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
-    """A naive timestamp, a missing column or table, another type, no version: each is named, with what puts it right."""
+    """A missing table, a column that an upgrade adds, no version: the message names the command and what is lost."""
+    error = harmed(dsn, place, admin, harm)
+    assert re.search(message, str(error))
+    assert f"in database {dsn.rpartition('/')[2]!r}, schema {place.schema!r}" in str(error)
+    assert error.command == place.command
+    engine = world_engine(dsn, place)
+    schema.create_all(engine)
+    with engine.connect() as repaired:
+        assert tables.verify(repaired, place) is None
+    engine.dispose()
+
+
+def harmed(dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str) -> SchemaError:
+    """Create everything, damage it, and return what the check says."""
     here = world_engine(dsn, place)
     schema.create_all(here)
     with here.connect() as open_connection:
@@ -218,8 +259,8 @@ def test_what_is_not_as_it_was_made_is_seen_and_said(
     with here.connect() as open_connection:
         error = tables.verify(open_connection, place)
     here.dispose()
-    assert error and message in str(error)
-    assert error.command == place.command
+    assert error is not None
+    return error
 
 
 def world_engine(dsn: str, place: Place, role: str | None = None) -> Any:

@@ -32,8 +32,10 @@ from pgfence._runtime.process import PROCESS
 from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
+from pgfence._sql.sqlstate import NO_RIGHT
+from pgfence._sql.storage import WHERE, missing
 from pgfence._sql.tables import judged
-from pgfence.errors import LockLostError, StandbyError, UnreachableError
+from pgfence.errors import LockLostError, SchemaError, StandbyError, UnreachableError
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -234,7 +236,14 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(await self._ask(place, self.checking(place), (), limit=limit), place, self.needed):
+        try:
+            row = await self._ask(place, self.checking(place), (), limit=limit)
+        except SchemaError as error:
+            if error.sqlstate == NO_RIGHT:
+                raise
+            where = await self._ask(place, WHERE, (), limit=limit)
+            raise missing(place, self.needed, error.sqlstate, where) from error.__cause__
+        if refusal := judged(row, place, self.needed):
             raise refusal
         self._checked.add(place)
 

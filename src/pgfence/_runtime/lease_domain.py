@@ -242,7 +242,7 @@ class LeaseDomain(Domain[S]):
 
     def misfortune(self, error: Exception, claim: Claim, *, server_spoke: bool) -> Exception:
         """Return what an error of an attempt means to the caller."""
-        if told := translated(error, claim.place, self.needed):
+        if told := translated(error, claim.place, self.needed, database=self.engine.url.database):
             return told
         if server_spoke and not isinstance(error, UnreachableError):
             return error
@@ -257,7 +257,7 @@ class LeaseDomain(Domain[S]):
 
     def refusal(self, error: Exception, place: Place, *, server_spoke: bool) -> Exception | None:
         """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
-        if told := translated(error, place, self.needed):
+        if told := translated(error, place, self.needed, database=self.engine.url.database):
             return told
         return None if server_spoke else unreachable(self.engine, error, "Nothing is known")
 

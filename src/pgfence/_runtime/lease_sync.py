@@ -26,9 +26,17 @@ from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import NO_RIGHT, sqlstate
+from pgfence._sql.storage import WHERE, missing
 from pgfence._sql.tables import judged
-from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, StandbyError, UnreachableError
+from pgfence.errors import (
+    LockLostError,
+    LockNotHeldError,
+    PgfenceError,
+    SchemaError,
+    StandbyError,
+    UnreachableError,
+)
 from pgfence.timing import clock
 
 if TYPE_CHECKING:
@@ -239,7 +247,14 @@ class SyncLeases(LeaseDomain[SyncSession]):
         """
         if place in self._checked:
             return
-        if refusal := judged(self._ask(place, self.checking(place), (), limit=limit), place, self.needed):
+        try:
+            row = self._ask(place, self.checking(place), (), limit=limit)
+        except SchemaError as error:
+            if error.sqlstate == NO_RIGHT:
+                raise
+            where = self._ask(place, WHERE, (), limit=limit)
+            raise missing(place, self.needed, error.sqlstate, where) from error.__cause__
+        if refusal := judged(row, place, self.needed):
             raise refusal
         self._checked.add(place)
 

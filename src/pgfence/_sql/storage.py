@@ -19,7 +19,7 @@ from pgfence.grants import Holder
 from pgfence.keys import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 VERSION = 3
 """The version of the tables and functions that this release creates. Fences and guards need only version 1."""
@@ -39,6 +39,8 @@ _CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 STALE_TOKEN = "PF001"  # noqa: S105
 NO_TOKEN = "PF002"  # noqa: S105
 GATE_TIMEOUT = "PF003"
+WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"
+"""Its row is for `missing`."""
 
 
 def quoted(identifier: str) -> str:
@@ -78,6 +80,15 @@ class Place:
     def channel(self) -> str:
         """Where releases are told of (LISTEN, NOTIFY)."""
         return self.prefix + "released"
+
+    def where(self, database: str | None = None, search_path: str | None = None, schema: str | None = None) -> str:
+        """Return where this is, in words, as far as it is known."""
+        schema = self.schema or schema
+        there = "" if schema is None else f"schema {schema!r}"
+        if self.schema is None:
+            path = "the search path" if search_path is None else f"search path {search_path!r}"
+            there = f"{there} ({path})" if there else path
+        return f"in database {database!r}, {there}" if database else f"in {there}"
 
     @property
     def evictions(self) -> str:
@@ -152,18 +163,17 @@ def _statements(name: str, since: int, place: Place) -> list[tuple[str, str]]:
 
 
 def translated(
-    error: BaseException, place: Place, needed: int = 1, key_rights: str = "SELECT, INSERT, UPDATE"
+    error: BaseException,
+    place: Place,
+    needed: int = 1,
+    key_rights: str = "SELECT, INSERT, UPDATE",
+    *,
+    database: str | None = None,
 ) -> SchemaError | StaleFencingTokenError | FenceRequiredError | LockTimeoutError | None:
     """Return what the server meant by an error about our tables, functions or gates; None when it is none of those."""
     state = sqlstate(error)
     if state in ("42883", "42P01", "3F000", "42703", "42804"):
-        return SchemaError(
-            f"pgfence's tables or functions are missing or too old here: run `{place.command}`, or"
-            " pgfence.schema.create_all(engine)",
-            needed=needed,
-            command=place.command,
-            sqlstate=state,
-        )
+        return missing(place, needed, state, (database, None))
     if state == "42501":
         evict = place.prefix + "audit" in primary(error)
         rights = grants(place, "<role>", evict=evict) if needed != KEYS else key_grants(place, "<role>", key_rights)
@@ -201,6 +211,25 @@ def translated(
     if state == GATE_TIMEOUT and "inside" in told:
         return _timed_out(told)
     return None
+
+
+def missing(place: Place, needed: int, state: str | None, row: Sequence[Any]) -> SchemaError:
+    """Return the error of a place where tables or functions are not there.
+
+    Args:
+        place: of the tables.
+        needed: the version that was needed.
+        state: the SQLSTATE.
+        row: the answer to `WHERE`, as far as it is known.
+    """
+    return SchemaError(
+        f"pgfence's tables or functions are missing or too old {place.where(*row)}: run `{place.command}`, or"
+        " pgfence.schema.create_all(engine). If they are elsewhere, pgfence.configure(engine, schema=..., prefix=...)"
+        " says where",
+        needed=needed,
+        command=place.command,
+        sqlstate=state,
+    )
 
 
 def _timed_out(told: Mapping[str, Any]) -> LockTimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from sqlalchemy import Index, MetaData
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pgfence._sql.columns import added_columns, column_types, define, dialect
-from pgfence._sql.storage import KEYS, VERSION, Place, block, function_texts, quoted
+from pgfence._sql.storage import KEYS, VERSION, WHERE, Place, block, function_texts, quoted
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 _LOCK = LockKey.of("schema", namespace="pgfence")
 
 _PLAIN: Mapping[str, Any] = {"no_parameters": True, "stream_results": False, "yield_per": None}
+
+LOSES = "fencing tokens would start again at 1, and idempotency keys and finished slots would be forgotten"
+"""What dropping the tables does."""
+
+_HOLDS = {
+    "lease": "fencing tokens, so that they start again at 1",
+    "gate": "the newest token of each fenced resource",
+    "slot": "which slots are done, so that they may run again",
+    "idempotency_key": "the results of requests, so that they may run again",
+    "checkpoint": "the checkpoints of leases",
+    "audit": "the record of evictions",
+}
 
 _HALF_FULL = ("lease", "gate", "slot")
 """Their rows are updated again and again: room on the same page keeps those updates out of the index."""
@@ -189,31 +202,71 @@ def checking(place: Place, version: int = 1) -> str:
         " FROM (SELECT v.t, pg_catalog.to_regclass(v.place), v.c, v.kind"
         f" FROM (VALUES {wanted}) AS v(t, place, c, kind)) AS w(t, place, c, kind)"
         " LEFT JOIN pg_catalog.pg_attribute AS a ON a.attrelid = w.place AND a.attname = w.c AND NOT a.attisdropped"
-        " WHERE pg_catalog.format_type(a.atttypid, NULL) IS DISTINCT FROM w.kind)"
+        " WHERE pg_catalog.format_type(a.atttypid, NULL) IS DISTINCT FROM w.kind),"
+        f" pg_catalog.current_database(), pg_catalog.current_setting('search_path'), {_schema_of(place)}"
+    )
+
+
+def _schema_of(place: Place) -> str:
+    """Return the expression for the schema in which an installation is found."""
+    return (
+        "(SELECT n.nspname::text FROM pg_catalog.pg_class AS c"
+        " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+        f" WHERE c.oid = pg_catalog.to_regclass({literal(place.name('schema_version'))}))"
     )
 
 
 def judged(row: Sequence[Any], place: Place, version: int = 1) -> SchemaError | None:
     """Return what the answer to `checking` says against using this place; None if nothing does."""
-    found, wrong = row
+    found, wrong, *there = row
+    where = place.where(*there)
     if found is None or found < version:
         return SchemaError(
-            f"pgfence's tables have version {found or 0} and this release needs {version}: run `{place.command}`, or"
+            f"pgfence's tables {where} have version {found or 0} and this release needs {version}: run `{place.command}`, or"
             " pgfence.schema.create_all(engine)",
             found=found,
             needed=version,
             command=place.command,
         )
-    if wrong is not None:
-        naive = " (a time without a zone is another time in every session)" if "without time zone" in wrong else ""
+    return None if wrong is None else _differing(wrong, where, place, found, version)
+
+
+def _differing(wrong: str, where: str, place: Place, found: int, version: int) -> SchemaError:
+    """Return the error of tables that lack something, or differ, and whether `pgfence install` repairs that."""
+    parts = [re.fullmatch(r"(\w+)(?:\.(\w+))? is (.+)", part) for part in wrong.split(", ")]
+    tables = [part[1] for part in parts if part and part[2] is None]
+    columns = [part for part in parts if part and part[2] is not None and not _is_added(part, version)]
+    if not columns:
+        rows = [f"{table}, which holds {_HOLDS[table]}" for table in tables if table in _HOLDS]
+        lost = f". A table that is created again is empty: {'; '.join(rows)}" if rows else ""
         return SchemaError(
-            f"pgfence's tables are not as they were made: {wrong}{naive}. Put that right by hand, or drop the tables"
-            f" while nobody uses them and run `{place.command}`",
+            f"pgfence's tables {where} are incomplete: {wrong}. `{place.command}`, or pgfence.schema.create_all(engine),"
+            f" creates what is missing{lost}",
             found=found,
             needed=version,
             command=place.command,
         )
-    return None
+    alter = "; ".join(_restoring(place, part[1], part[2], part[3], version) for part in columns)
+    naive = " (a time without a zone is another time in every session)" if "without time zone" in wrong else ""
+    return SchemaError(
+        f"pgfence's tables {where} differ from what pgfence created: {wrong}{naive}. `pgfence install` does not alter them;"
+        f" as their owner, run: {alter}. Do not drop them instead: {LOSES}",
+        found=found,
+        needed=version,
+        command=alter,
+    )
+
+
+def _is_added(part: re.Match[str], version: int) -> bool:
+    """Say whether a missing column is one that an upgrade adds."""
+    added = {column.partition(" ")[0] for column in added_columns(version).get(part[1], ())}
+    return part[3] == "missing" and part[2] in added
+
+
+def _restoring(place: Place, table: str, column: str, found: str, version: int) -> str:
+    kind = column_types(version)[table][column]
+    how = f"ADD COLUMN {column} {kind}" if found == "missing" else f"ALTER COLUMN {column} TYPE {kind}"
+    return f"ALTER TABLE {place.name(table)} {how}"
 
 
 def verify(connection: Connection, place: Place, version: int = VERSION) -> SchemaError | None:
@@ -245,14 +298,13 @@ def settled(connection: Connection, place: Place) -> Place:
     if place.schema is not None:
         return place
     schema = plainly(
-        connection,
-        "SELECT COALESCE((SELECT n.nspname FROM pg_catalog.pg_class AS c"
-        " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE c.oid = pg_catalog.to_regclass({literal(place.name('schema_version'))})), pg_catalog.current_schema())",
+        connection, f"SELECT COALESCE({_schema_of(place)}, pg_catalog.current_schema()::text)"
     ).scalar_one()
     if schema is None:
+        row: tuple[Any, ...] = tuple(plainly(connection, WHERE).one())
         raise SchemaError(
-            "the search path names no schema that is there: pgfence.configure(engine, schema=...)",
+            f"search path {row[1]!r} names no schema that exists in database {row[0]!r}: name one with"
+            " pgfence.configure(engine, schema=...)",
             needed=VERSION,
             command=f"{place.command} --schema <schema>",
         )

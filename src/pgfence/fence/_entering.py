@@ -171,7 +171,7 @@ def _enter(
     try:
         gates.enter(connection, place, record, missing, config_of(connection).default_timeout)
     except DBAPIError as error:
-        if told := _meaning(error, place):
+        if told := _meaning(error, place, connection):
             raise told from error
         raise
     record.first = record.first or first
@@ -186,12 +186,12 @@ def _expect_same(place: Place, issued: Place, names: Iterable[str]) -> None:
         )
 
 
-def _meaning(error: DBAPIError, place: Place) -> PgfenceError | None:
+def _meaning(error: DBAPIError, place: Place, connection: Connection) -> PgfenceError | None:
     if sqlstate(error) == READ_ONLY:
         return StandbyError(
             f"{primary(error)}: a gate is entered on the primary, in a transaction that may write. {SWITCHING}"
         )
-    return translated(error, place)
+    return translated(error, place, database=connection.engine.url.database)
 
 
 def save_checkpoint(
@@ -223,7 +223,7 @@ def save_checkpoint(
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
     except DBAPIError as error:
-        if told := _meaning(error, place):
+        if told := _meaning(error, place, connection):
             raise told from error
         raise
 

@@ -93,7 +93,7 @@ def claim(session: Session, call: Call) -> Claim:
     place, config = place_of(connection), config_of(connection)
     row = sql.Row(stored(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
-    answer = _sent(place, lambda: sql.claim(connection, place, row, 0))
+    answer = _sent(connection, place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:
         answer = _waited(connection, place, row, call, limit)
     match answer.outcome:
@@ -111,7 +111,7 @@ def claim(session: Session, call: Call) -> Claim:
 
 def _waited(connection: Connection, place: Place, row: sql.Row, call: Call, limit: float) -> sql.Answer:
     began = clock()
-    answer: sql.Answer = _sent(place, lambda: sql.claim(connection, place, row, limit))
+    answer: sql.Answer = _sent(connection, place, lambda: sql.claim(connection, place, row, limit))
     if (waited := clock() - began) > WARN_AFTER:
         how = "in vain" if answer.outcome == "busy" else "while another transaction was at work under it"
         log.warning("waited %.0f s for %s, %s", waited, call, how)
@@ -163,7 +163,7 @@ def record(session: Session, call: Call, claimed: Claim, error: Exception) -> No
 def _finish(session: Session, call: Call, claimed: Claim, status: str, text: str) -> None:
     connection = connection_of(session)
     place = place_of(connection)
-    if not _sent(place, lambda: sql.finish(connection, place, claimed.row, status, text)):
+    if not _sent(connection, place, lambda: sql.finish(connection, place, claimed.row, status, text)):
         raise _gone(call)
 
 
@@ -196,16 +196,16 @@ def connection_of(session: Session) -> Connection:
     return connection
 
 
-def _sent(place: Place, send: Callable[[], Any]) -> Any:
+def _sent(connection: Connection, place: Place, send: Callable[[], Any]) -> Any:
     try:
         return send()
     except DBAPIError as error:
-        if told := _told(error, place):
+        if told := _told(error, place, connection):
             raise told from error
         raise
 
 
-def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
+def _told(error: DBAPIError, place: Place, connection: Connection) -> PgfenceError | None:
     state = sqlstate(error)
     if state == READ_ONLY:
         return StandbyError(f"{primary(error)}: an idempotency key is claimed on the primary. {SWITCHING}")
@@ -217,7 +217,7 @@ def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
             limit=0,
             sqlstate=state,
         )
-    return translated(error, place, sql.NEEDED)
+    return translated(error, place, sql.NEEDED, database=connection.engine.url.database)
 
 
 def _refused(call: Call, outcome: str, limit: float) -> PgfenceError:
