@@ -22,7 +22,7 @@ class Holder:
     Attributes:
         name: the readable name, where it is known.
         key: the key it stands for.
-        kind: advisory, transaction, ...
+        kind: advisory, session lock (an advisory lock with a token), transaction, lease, slot, ...
         mode: exclusive or shared.
         owner: the identity its holder gave, where the kind has one.
         host: address of the client; None on a unix socket.

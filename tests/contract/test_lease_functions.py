@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("tables")
 
+KEY = 5_000_000_003
+NEXT = "SELECT pgfence_next_token_v1('no such name', %s, %s, %s)"
 LEVELS = ["read committed", "repeatable read", "serializable"]
 
 
@@ -382,3 +384,55 @@ def _race(callers: list[Caller]) -> list[Caller]:
 
     with ThreadPoolExecutor(len(callers)) as pool:
         return [caller for caller, got in zip(callers, pool.map(ask, callers), strict=True) if got]
+
+
+def test_a_lease_and_a_session_lock_are_never_granted_at_once(dsn: str, name: str) -> None:
+    """Six processes try both in turn: whoever is granted one of them is alone until it is given back, and has a new token."""
+    inside: list[int] = []
+    granted: list[tuple[bool, int]] = []
+
+    def contend(number: int) -> None:
+        with Caller(dsn, name) as caller:
+            for turn in range(60):
+                lease, by_lease = str(uuid4()), (number + turn) % 2 == 0
+                token = caller.acquire(lease=lease) if by_lease else caller.lock(KEY)
+                if by_lease:
+                    token = token.token if token.granted else None
+                if token is None:
+                    continue
+                inside.append(number)
+                assert inside == [number], "two hold the name"
+                granted.append((by_lease, token))
+                inside.remove(number)
+                if by_lease:
+                    assert caller.release(lease=lease, token=token) == "released"
+                else:
+                    caller.one("SELECT pg_advisory_unlock_all()")
+
+    with ThreadPoolExecutor(6) as pool:
+        for future in [pool.submit(contend, number) for number in range(6)]:
+            future.result()
+    tokens = [token for _, token in granted]
+    assert tokens == sorted(set(tokens))
+    assert {by_lease for by_lease, _ in granted} == {True, False}
+
+
+STEP = 1 << 32
+
+
+@pytest.mark.parametrize(
+    ("before", "here", "steps"), [(1, 1, 0), (1, 2, 1), (1, 4, 3), (3, 4, 1), (9, 9, 0), (4, 1, 1), (9, 2, 2)]
+)
+@pytest.mark.parametrize("token", [0, 7, 5 * STEP + 3])
+def test_a_token_jumps_by_the_timelines_in_between(
+    admin: psycopg.Connection[Any], before: int, here: int, steps: int, token: int
+) -> None:
+    """Nothing on one timeline; 2^32 for each newer one; in a new cluster, which counts from 1, for each of its own."""
+    assert value(admin, NEXT, token, before, here) == token + steps * STEP + 1
+
+
+def test_two_million_timelines_leave_a_token_exact_in_json(admin: psycopg.Connection[Any]) -> None:
+    """A client that reads numbers as doubles is exact below 2^53; a bigint lasts for every timeline that there can be."""
+    last = value(admin, NEXT, STEP - 2, 1, 2**21)
+    assert last == 2**53 - 1 == int(float(last))
+    assert value(admin, NEXT, STEP - 2, 1, 2**31 - 1) < 2**63

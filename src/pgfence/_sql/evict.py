@@ -24,7 +24,7 @@ from pgfence._sql.sqlstate import (
     SWITCHING,
     sqlstate,
 )
-from pgfence._sql.storage import VERSION, primary, translated
+from pgfence._sql.storage import LEASES, VERSION, primary, translated
 from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
 from pgfence.grants import Holder
 from pgfence.keys import shown
@@ -93,7 +93,7 @@ class Order:
             return StandbyError(
                 "this server takes no writes (a standby, or read-only): evict on the primary. " + SWITCHING
             )
-        return translated(error, self.place)
+        return translated(error, self.place, LEASES)
 
 
 @dataclass(frozen=True, slots=True)

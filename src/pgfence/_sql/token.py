@@ -19,7 +19,7 @@ from pgfence._sql.advisory import LockSql
 from pgfence._sql.calls import call
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import READ_ONLY, sqlstate
-from pgfence._sql.storage import translated
+from pgfence._sql.storage import LEASES, translated
 from pgfence.errors import TransactionStateError
 from pgfence.keys import shown
 
@@ -76,4 +76,4 @@ class TokenSql(LockSql):
             return TransactionStateError(
                 "this session is read-only (default_transaction_read_only), and a token is a row that is written"
             )
-        return translated(error, self.place)
+        return translated(error, self.place, LEASES)
