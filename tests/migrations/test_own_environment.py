@@ -9,7 +9,7 @@ from pathlib import Path
 import psycopg
 from sqlalchemy import create_engine
 
-from pgfence import Lease
+from pgfence import Lease, schema
 from pgfence.migrations import _environment
 from support.pods import Pod
 
@@ -48,6 +48,32 @@ def test_it_differs_from_the_template_in_its_metadata_alone() -> None:
     ]
 
 
+def run(own: str, script: str) -> None:
+    """Execute what Alembic prints with --sql."""
+    with psycopg.connect(own, autocommit=True) as connection:
+        connection.execute("\n".join(line for line in script.splitlines() if not line.startswith("INFO")).encode())
+
+
+def test_a_lease_is_held_across_scripts_that_bring_its_tables_back_and_forth(own: str, tmp_path: Path) -> None:
+    """Downgraded to version 2 and upgraded again by `--sql`, then installed by the script of `pgfence install`."""
+    alembic(tmp_path, own, "upgrade", "head")
+    engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
+    lease = Lease(engine, "nightly", ttl=30)
+    with lease.hold() as held:
+        run(own, alembic(tmp_path, own, "downgrade", "0003:0002", "--sql"))
+        held.renew()
+        run(own, alembic(tmp_path, own, "upgrade", "0002:0003", "--sql"))
+        held.renew()
+        run(own, alembic(tmp_path, own, "downgrade", "0003:0002", "--sql"))
+        run(own, schema.sql())
+        held.renew()
+        assert held.state == "held"
+        assert Lease(engine, "nightly", ttl=30).holders()[0].token == 1
+    with lease.hold() as held:
+        assert held.token == 2
+    engine.dispose()
+
+
 def test_its_revisions_install_what_is_needed_and_leave_nothing(own: str, tmp_path: Path) -> None:
     """Up, quiet in `check`, leases work; down to nothing; and up again by a script without a server."""
     alembic(tmp_path, own, "upgrade", "head")
@@ -60,7 +86,6 @@ def test_its_revisions_install_what_is_needed_and_leave_nothing(own: str, tmp_pa
     alembic(tmp_path, own, "downgrade", "base")
     assert objects(own) == set()
     script = alembic(tmp_path, own, "upgrade", "head", "--sql")
-    with psycopg.connect(own, autocommit=True) as connection:
-        connection.execute("DROP TABLE alembic_version")
-        connection.execute("\n".join(line for line in script.splitlines() if not line.startswith("INFO")).encode())
+    run(own, "DROP TABLE alembic_version")
+    run(own, script)
     assert objects(own) == installed
