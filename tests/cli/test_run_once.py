@@ -124,7 +124,7 @@ def test_a_host_with_old_zone_rules_does_not_run_the_day_twice(
         assert (done.returncode, done.stdout) == ((65, "") if folder is old else (0, "ran\n"))
         if folder is old:
             said = json.loads(done.stderr)["message"] if "--json" in options else done.stderr
-            assert "UTC-5:00:00 by this host's rules and UTC-6:00:00 by the server's" in said
+            assert "UTC-5:00:00 by this host's rules and UTC-6:00:00 by those of the server" in said
             assert "pip install -U tzdata" in said
 
 

@@ -44,7 +44,7 @@ CALLS = (
     "lock_with_token_v1(pg_backend_pid(), 1, %(name)s, 0)",
     "lock_with_token_v2(pg_backend_pid(), 1, %(name)s || 'v', 0, 'here', 1)",
     "acquire_slot_v1(%(name)s || 's', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL)",
-    "acquire_slot_v2(%(name)s || 't', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 'UTC', 0)",
+    "acquire_slot_v2(%(name)s || 't', now(), now() + interval '1 h', %(id)s, 60, NULL, 'me', 'here', 1, '', NULL, 'UTC', 0, NULL)",
     "finish_slot_v1(%(name)s || 's', %(id)s, 1, now(), true)",
     "claim_key_v1('s', %(name)s, NULL, 60, 0)",
     "finish_key_v1('s', %(name)s, 'done', '1')",

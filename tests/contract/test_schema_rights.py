@@ -44,7 +44,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     "once": (
         LEASES | {"slot": ("SELECT", "INSERT", "UPDATE")},
         (
-            f"SELECT * FROM {{acquire_slot_v2}}('new', 'epoch', NULL, {ID}, 10, NULL, 'o', 'h', 1, 'p', NULL, 'UTC', 0)",
+            f"SELECT * FROM {{acquire_slot_v2}}('new', 'epoch', NULL, {ID}, 10, NULL, 'o', 'h', 1, 'p', NULL, 'UTC', 0, NULL)",
             f"SELECT {{finish_slot_v1}}('new', {ID}, 1, 'epoch', true)",
         ),
     ),

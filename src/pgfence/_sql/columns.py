@@ -129,9 +129,7 @@ def _slot() -> tuple[Any, ...]:
 
 
 def _slot_since_3(version: int) -> tuple[Any, ...]:
-    if version < LEASES:
-        return ()
-    return ()
+    return () if version < LEASES else (Column("done_offset", Integer), Column("tried_offset", Integer))
 
 
 def _audit() -> tuple[Any, ...]:

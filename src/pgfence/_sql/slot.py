@@ -27,6 +27,7 @@ _ACQUIRE = (
     "text",
     "text",
     "integer",
+    "timestamptz",
 )
 
 
@@ -36,13 +37,14 @@ class SlotSql:
 
     Attributes:
         read: name. One row: the server's clock, the newest slot done, the newest tried; None where there is none.
-        read_zone: zone, name. One row: the same, and how many seconds local time is ahead of UTC there; None for an unknown zone.
+        read_zone: zone, name. One row: the same; how many seconds local time is ahead of UTC there, None for an unknown zone;
+            and how many it was at the newest slot done by the host that ran it, None if that is not known.
         offset: instant, zone. One row: how many seconds local time was ahead of UTC then; None for an unknown zone.
         home: the quoted name of the table of slots. One row: the schema in which it is.
         acquire: name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
-            as JSON or None, zone or None, how many seconds local time is ahead of UTC at the slot or None. One row: the outcome
-            ("granted", "busy", "done", "moved", "zone"), then as the `acquire` of a lease, and how many attempts the slot
-            has seen.
+            as JSON or None, zone or None, how many seconds local time is ahead of UTC at the slot or None, the newest slot
+            done as it was read. One row: the outcome ("granted", "busy", "done", "moved", "zone"), then as the `acquire` of a lease,
+            and how many attempts the slot has seen.
     """
 
     read: str
@@ -86,7 +88,8 @@ def slot_sql(place: Place, style: Style) -> SlotSql:
             f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 1)} AS text)"
         ),
         read_zone=(
-            f"SELECT one.at, s.done, s.tried, {name_of(place, 'zone_offset_v1', style)}(one.at, CAST({mark(style, 1)} AS text))"
+            f"SELECT one.at, s.done, s.tried, {name_of(place, 'zone_offset_v1', style)}(one.at, CAST({mark(style, 1)} AS text)),"
+            " CASE WHEN s.done = s.tried THEN s.tried_offset ELSE s.done_offset END"
             " FROM (SELECT pg_catalog.clock_timestamp() AS at OFFSET 0) AS one"
             f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 2)} AS text)"
         ),

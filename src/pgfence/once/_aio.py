@@ -128,7 +128,7 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         Raises:
             SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
             SlotClockError: a `SlotOverError`; the slot that is done has not begun by the server's clock.
-            SlotZoneError: the server has other rules for `tz` than this host, or does not know it.
+            SlotZoneError: the server, or the host that ran this slot, has other rules for `tz` than this host.
             LockTimeoutError: another process held it until the timeout; names the holder.
             UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.

@@ -12,8 +12,8 @@ from pgfence._runtime.grant import log
 from pgfence._runtime.state import named
 from pgfence._sql.slot import repair, slot_sql
 from pgfence.errors import LockTimeoutError
-from pgfence.once._slots import Ahead, Over, due
-from pgfence.once._zones import disagreement, utc_offset, zone_name
+from pgfence.once._slots import Ahead, Due, Over, due
+from pgfence.once._zones import disagreement, other_host, same_local_time, utc_offset, zone_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pgfence._runtime.claims import Steps
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
-    from pgfence.once._slots import CatchUp, Due, Schedule
+    from pgfence.once._slots import CatchUp, Schedule
 
 MOVES = 10
 """How often another slot may count by the time that one is asked for; slots shorter than a round trip never stand still."""
@@ -89,13 +89,23 @@ class SlotClaim(Claim):
     def attempt(self, style: Style, lease_id: str) -> Steps:
         sql, zone = slot_sql(self.place, style), zone_name(self.schedule)
         for _ in range(MOVES):
+            differing = None
             if zone is None:
                 now, done, tried = yield sql.read, (self.stored,)
+                found = due(self.schedule, self.catch_up, now, done, tried)
             else:
-                now, done, tried, there = yield sql.read_zone, (zone, self.stored)
-                if there != (here := utc_offset(self.schedule, now)):
-                    raise Refused from disagreement(self.names, zone, now, here, there)
-            found = due(self.schedule, self.catch_up, now, done, tried)
+                now, done, tried, there, before = yield sql.read_zone, (zone, self.stored)
+                here = utc_offset(self.schedule, now)
+                if there is not None and there != here:
+                    raise Refused from disagreement(self.names, self.schedule, now, here, there)
+                if there is None:
+                    differing = other_host(self.names, self.schedule, done, before)
+                finished = done if differing is None else max(done, same_local_time(self.schedule, done, before))
+                found = due(self.schedule, self.catch_up, now, finished, tried)
+            if differing is not None:
+                if not isinstance(found, Due):
+                    raise Refused from differing
+                log.warning("%s", differing)
             if isinstance(found, Ahead):
                 (schema,) = yield sql.home, (self.place.name("slot"),)
                 raise Refused from self._ahead(found, now, replace(self.place, schema=schema))
@@ -103,7 +113,7 @@ class SlotClaim(Claim):
                 raise Refused from self._over(found, now)
             outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back, attempt = yield (
                 sql.acquire,
-                self._arguments(found, lease_id),
+                self._arguments(found, lease_id, done),
             )
             warn_of_clock(self, set_back)
             if outcome == "granted":
@@ -116,16 +126,16 @@ class SlotClaim(Claim):
                 assert zone is not None
                 (there,) = yield sql.offset, (found.slot, zone)
                 raise Refused from disagreement(
-                    self.names, zone, found.slot, utc_offset(self.schedule, found.slot), there
+                    self.names, self.schedule, found.slot, utc_offset(self.schedule, found.slot), there
                 )
         return Busy(0.0)
 
-    def _arguments(self, found: Due, lease_id: str) -> tuple[object, ...]:
+    def _arguments(self, found: Due, lease_id: str, done: datetime | None) -> tuple[object, ...]:
         terms, identity = self.terms, self.identity
         who = owner_of(identity), host(), os.getpid(), identity.purpose, identity.metadata
         zone = zone_name(self.schedule)
         rules = (None, None) if zone is None else (zone, utc_offset(self.schedule, found.slot))
-        return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who, *rules
+        return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who, *rules, done
 
     def _over(self, over: Over, now: datetime) -> SlotOverError:
         why = _WHY[over.why]

@@ -1,4 +1,4 @@
-"""The zone rules of a host, compared with the server's: the authority where a schedule has a time zone."""
+"""The zone rules of a host, compared with an authority: the server's, or what the row stores where the server has no such zone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ADVICE = "Or use UTC for this job on all hosts"
 
 
 class SlotZoneError(PgfenceError):
-    """This host and the server do not agree on a time zone, so this host would run other slots than the others. Nothing runs here.
+    """This host does not agree with the server, or with the host that ran the last slot, on a time zone. Nothing runs here.
 
     Attributes:
         names: of the job.
         zone: the name of the time zone.
         at: when they differ.
         here: how far local time is ahead of UTC then, as this host computes it.
-        there: the same by the server; None: it has no such zone.
+        there: the same by the server, or by the host that ran the last slot where the server does not know the zone.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SlotZoneError(PgfenceError):
         zone: str,
         at: datetime,
         here: timedelta,
-        there: timedelta | None,
+        there: timedelta,
         names: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
@@ -58,29 +58,66 @@ def utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
     return int(offset.total_seconds())
 
 
-def disagreement(names: tuple[str, ...], zone: str, at: datetime, here: int, there: int | None) -> SlotZoneError:
-    """Return what to raise where the server says something else of a zone, or does not know it."""
-    at = at.astimezone(UTC)
-    if there is None:
-        message = (
-            f"the server does not know the time zone {zone!r}, so it cannot confirm which slot of {named(names)} this is."
-            " Nothing was run. Use a zone that this host and the server know, or update the server's time zone data: that of"
-            f" PostgreSQL, or its system's tzdata package. {_ADVICE}"
-        )
-    else:
-        message = (
-            f"this host and the server differ on the time zone {zone!r}: at {at.isoformat()} local time is {_shown(here)} by"
-            f" this host's rules and {_shown(there)} by the server's, so this host would run other slots of {named(names)}"
-            " than hosts that agree with the server. Nothing was run. Update the older time zone data: this host's tzdata"
-            " package (`pip install -U tzdata` where the system has none), or that of PostgreSQL or its system."
-            f" {_ADVICE}"
-        )
+def same_local_time(schedule: Schedule | datetime, done: datetime, offset: int) -> datetime:
+    """Return when this host's clocks show what those of the host showed that ran a slot, `offset` seconds ahead of UTC."""
+    assert not isinstance(schedule, datetime)
+    local = (done.astimezone(UTC) + timedelta(seconds=offset)).replace(tzinfo=schedule.zone)
+    return local.astimezone(UTC)
+
+
+def other_host(
+    names: tuple[str, ...], schedule: Schedule | datetime, done: datetime | None, offset: int | None
+) -> SlotZoneError | None:
+    """Return what to raise if another host ran the last slot by other rules for a zone; None where both agree."""
+    if done is None or offset is None or offset == (here := utc_offset(schedule, done)):
+        return None
+    return _error(
+        names,
+        schedule,
+        done,
+        here,
+        offset,
+        "the host that ran the last slot",
+        "Slots of one local time run once, whichever host comes first. Update the older time zone data: on either host, the"
+        " tzdata package of the system (`pip install -U tzdata` where it has none). The server does not know this zone;"
+        " if it did, its rules would count",
+    )
+
+
+def disagreement(
+    names: tuple[str, ...], schedule: Schedule | datetime, at: datetime, here: int, there: int
+) -> SlotZoneError:
+    """Return what to raise where the server has other rules for a zone."""
+    return _error(
+        names,
+        schedule,
+        at,
+        here,
+        there,
+        "the server",
+        "Nothing was run, because this host would run other slots than hosts that agree with the server. Update the older"
+        " time zone data: this host's tzdata package (`pip install -U tzdata` where the system has none), or that of"
+        " PostgreSQL or its system",
+    )
+
+
+def _error(
+    names: tuple[str, ...],
+    schedule: Schedule | datetime,
+    at: datetime,
+    here: int,
+    there: int,
+    other: str,
+    advice: str,
+) -> SlotZoneError:
+    zone, at = zone_name(schedule) or "", at.astimezone(UTC)
     return SlotZoneError(
-        message,
+        f"this host and {other} differ on the time zone {zone!r} for {named(names)}: at {at.isoformat()} local time is"
+        f" {_shown(here)} by this host's rules and {_shown(there)} by those of {other}. {advice}. {_ADVICE}",
         zone=zone,
         at=at,
         here=timedelta(seconds=here),
-        there=None if there is None else timedelta(seconds=there),
+        there=timedelta(seconds=there),
         names=names,
     )
 

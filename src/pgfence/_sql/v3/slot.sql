@@ -12,13 +12,15 @@ EXCEPTION WHEN invalid_parameter_value THEN
 END $$;
 
 -- The client has computed p_slot from this server's clock, and with p_zone that local time was p_offset seconds ahead of UTC then.
--- The slot counts from its beginning until p_until; where that is NULL, the clock plays no part.
--- Returns "granted", "busy" (its lease is held, by the holder that is returned), "done", "moved" (another slot counts by now),
--- or "zone" (this server's zone database says something else).
+-- The slot counts from its beginning until p_until; where that is NULL, the clock plays no part. p_done is the newest finished
+-- slot that the client has read.
+-- Returns "granted", "busy" (its lease is held, by the holder that is returned), "done", "moved" (another slot counts by now, or
+-- one was finished since the read), or "zone" (this server's zone database says something else).
+-- For a zone that this server does not know, the row stores by which offset its slots were computed: hosts compare that.
 CREATE FUNCTION @acquire_slot_v2@(
     p_name text, p_slot timestamptz, p_until timestamptz, p_lease text, p_ttl double precision,
     p_max_hold double precision, p_owner text, p_host text, p_pid integer, p_purpose text, p_metadata text,
-    p_zone text, p_offset integer
+    p_zone text, p_offset integer, p_done timestamptz
 ) RETURNS TABLE (
     outcome text, token bigint, expires_at timestamptz, remaining double precision, hold_remaining double precision,
     checkpoint text, kind text, owner text, host text, pid integer, backend_pid integer, application_name text,
@@ -31,7 +33,7 @@ DECLARE
     at timestamptz;
 BEGIN
     -- What one host takes for a slot must be what all of them take for it.
-    IF p_zone IS NOT NULL AND @zone_offset_v1@(p_slot, p_zone) IS DISTINCT FROM p_offset THEN
+    IF p_zone IS NOT NULL AND @zone_offset_v1@(p_slot, p_zone) <> p_offset THEN
         outcome := 'zone';
         RETURN NEXT;
         RETURN;
@@ -52,7 +54,7 @@ BEGIN
     END IF;
     -- Read with the row locked: the wait for it may have outlasted the slot, or the clock was set back.
     at := pg_catalog.clock_timestamp();
-    IF p_until IS NOT NULL AND (at < p_slot OR at >= p_until) THEN
+    IF s.done IS DISTINCT FROM p_done OR p_until IS NOT NULL AND (at < p_slot OR at >= p_until) THEN
         outcome := 'moved';
         RETURN NEXT;
         RETURN;
@@ -64,7 +66,8 @@ BEGIN
         IF s.token IS DISTINCT FROM l.token OR s.tried IS DISTINCT FROM p_slot THEN
             s.attempt := CASE WHEN s.tried = p_slot THEN s.attempt + 1 ELSE 1 END;
         END IF;
-        UPDATE @slot@ AS t SET tried = p_slot, attempt = s.attempt, token = l.token, started_at = l.since
+        UPDATE @slot@ AS t SET tried = p_slot, attempt = s.attempt, token = l.token, started_at = l.since,
+            tried_offset = p_offset, done_offset = CASE WHEN t.done = t.tried THEN t.tried_offset ELSE t.done_offset END
         WHERE t.name = p_name;
     END IF;
     RETURN QUERY SELECT CASE WHEN l.granted THEN 'granted' ELSE 'busy' END, l.token, l.expires_at, l.remaining,
