@@ -82,7 +82,7 @@ def engine(dsn: str, place: Place) -> Iterator[Engine]:
 def test_a_dead_holder_blocks_for_one_ttl_after_the_clock_was_set_back(
     engine: Engine, clock: Clock, rival: Caller, name: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Granted by a clock that was an hour ahead, a lease whose holder died is free one TTL after the first question."""
+    """C073: granted by a clock that was an hour ahead, a lease whose holder died is free one TTL after the first question."""
     wanted = Lease(engine, name, ttl=TTL) if kind == "lease" else AdvisoryLock(engine, name, token=True)
     clock.set(HOUR)
     rival.acquire(TTL, lock_delay=5)

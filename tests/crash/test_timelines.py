@@ -76,7 +76,7 @@ HOW = ("acquire", "lock", "evict")
 def test_no_token_is_issued_twice_across_an_asynchronous_failover(
     primary: OwnServer, caller: Callable[[OwnServer, str], Caller]
 ) -> None:
-    """The old primary issued tokens that were not replicated: the new one issues none of them, and its fence admits none."""
+    """C080: the old primary issued tokens that were not replicated: the new one issues none of them, and its fence admits none."""
     with standbys.standby(primary) as copy:
         for how in HOW:
             assert issued(caller(primary, how), "acquire") == 1
@@ -117,7 +117,7 @@ def test_a_lease_that_was_replicated_is_held_across_a_failover(
 def test_no_token_is_issued_twice_after_a_restore(
     primary: OwnServer, caller: Callable[[OwnServer, str], Caller]
 ) -> None:
-    """Restored to a point in time, a server goes on above everything that was issued after that moment."""
+    """C080: restored to a point in time, a server goes on above everything that was issued after that moment."""
     for how in HOW:
         assert issued(caller(primary, how), "acquire") == 1
     with standbys.restored(primary) as restored:
