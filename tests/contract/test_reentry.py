@@ -135,3 +135,22 @@ async def test_a_lock_waits_for_none_of_its_own_on_another_engine(world: World, 
         with pytest.raises(SelfDeadlockError, match="another connection"):
             await world.call(advisory(world, two, name).acquire, timeout=20)
         held.check()
+
+
+@both
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(with_token, leases.lease), (leases.lease, with_token), (once, with_token)]
+)
+async def test_a_lease_and_a_token_lock_of_one_name_know_each_other(
+    world: World, outer: Any, inner: Any, name: str
+) -> None:
+    """They exclude each other by their row, so a wait for the one under the other raises, and a try is busy."""
+    engine = world.engine()
+    async with world.enter(outer(world, engine, name).hold()) as held:
+        one = inner(world, engine, name)
+        assert await world.call(one.try_acquire) is None
+        with pytest.raises(LockTimeoutError, match="holds it already"):
+            await world.call(one.acquire, timeout=0)
+        with pytest.raises(SelfDeadlockError, match="already"):
+            await world.call(one.acquire, timeout=20)
+        held.check()

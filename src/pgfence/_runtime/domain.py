@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
 from pgfence._runtime.opening import lost_connection
 from pgfence._runtime.outages import Patience, gone_error
-from pgfence._runtime.own_holds import self_deadlock
+from pgfence._runtime.own_holds import is_held_by, self_deadlock
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
 from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, GoneError, Session
@@ -96,7 +96,7 @@ class Domain(ABC, Generic[S]):
         self.config = config
         self.style: Style = server.style_of(engine.dialect)
         self.pid = PROCESS.pid
-        self.lines = Lines()
+        self.lines = Lines(engine.dialect)
 
     # ------------------------------------------------------------ lines
 
@@ -120,7 +120,7 @@ class Domain(ABC, Generic[S]):
             SelfDeadlockError: the wait would never end inside this process.
         """
         owner, names = request.owner, request.names
-        if self.lines.held_by(owner, request.sql.places):
+        if self.lines.held_by(owner, request.sql.places) or is_held_by(owner, self.lines, request.sql):
             if not request.waits:  # a try cannot deadlock
                 return False
             raise SelfDeadlockError(
@@ -245,11 +245,10 @@ class Domain(ABC, Generic[S]):
     # ------------------------------------------------------------ telling
 
     def timed_out(self, request: Request, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
-        owner, places = request.owner, set(request.sql.places)
-        held_here = _held_here(owner)
+        owner, held_here = request.owner, _held_here(request.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
         emit(self.config, "timeout", request.names)
-        if any(hold.ticket.lines is self.lines and places & set(hold.ticket.places) for hold in tuple(owner.holds)):
+        if is_held_by(owner, self.lines, request.sql):
             nested = f"; this {owner.kind} holds it already, and {self.once_only}"
         else:
             nested = f". This {owner.kind} also holds {named(held_here)}" if held_here else ""

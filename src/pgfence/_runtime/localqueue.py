@@ -75,9 +75,11 @@ class Ticket:
 class Lines:
     """The lines of one engine."""
 
-    __slots__ = ("_lines",)
+    __slots__ = ("_lines", "home")
 
-    def __init__(self) -> None:
+    def __init__(self, home: object = None) -> None:
+        self.home = home
+        """What all lines of one engine have in common: of its session locks, and of its leases."""
         self._lines: dict[Hashable, deque[Ticket]] = {}
 
     def arrive(self, ticket: Ticket) -> bool:

@@ -1,6 +1,6 @@
-"""Waits for what the caller itself holds on another connection.
+"""Waits for what the caller itself holds: in this process, and on another connection.
 
-The lines of `localqueue` show them only where both locks are taken through one engine. The server shows all of them: a
+The lines of `localqueue` show the latter only where both locks are taken through one engine. The server shows all of them: a
 session that holds the key, and is one of the contender's own.
 """
 
@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pgfence._runtime.claims import Claim
+from pgfence._runtime.grant import Grant
 from pgfence._runtime.state import Hold, named
 from pgfence._sql import activity, server
+from pgfence._sql.token import TokenSql
 from pgfence.errors import SelfDeadlockError
 
 if TYPE_CHECKING:
@@ -17,9 +20,37 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._runtime.localqueue import Contender
+    from pgfence._runtime.localqueue import Contender, Lines
+    from pgfence._sql.storage import Place
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
+
+
+def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
+    """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
+
+    A lease and a session lock with a token stand in different lines, and exclude each other by their row.
+    """
+    if not owner.holds:
+        return False
+    places, row = set(sql.places), _row_of(sql)
+    for hold in tuple(owner.holds):
+        theirs = hold.ticket.lines
+        same_place = theirs is lines and not places.isdisjoint(hold.ticket.places)
+        same_row = row is not None and theirs.home is lines.home is not None and _row_of(hold) == row
+        if (same_place or same_row) and hold.state in ("held", "unknown"):
+            return True
+    return False
+
+
+def _row_of(asked: Any) -> tuple[Place, str] | None:
+    """Return the row of the lease table that a claim, a grant or a session lock stands on; None: none."""
+    sql = asked.sql if isinstance(asked, Hold) else asked
+    if isinstance(sql, TokenSql):
+        return sql.place, sql.name
+    if isinstance(sql, Grant):
+        return (sql.place, sql.stored) if sql.family == "lease" else None
+    return (sql.place, sql.stored) if isinstance(sql, Claim) and sql.kind != "effect" else None
 
 
 def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
