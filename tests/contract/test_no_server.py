@@ -12,8 +12,8 @@ from sqlalchemy import text
 from pgfence import AsyncTransactionLock, TransactionLock, idempotent, run_transaction
 from pgfence.errors import UnreachableError
 from support.leases import lease
-from support.locking import lock
-from support.transactions import factory
+from support.locking import lock, run
+from support.transactions import connection, factory
 
 if TYPE_CHECKING:
     from support.worlds import World
@@ -115,6 +115,33 @@ async def test_messages_name_the_hosts_of_a_list(
     (warning,) = [each.getMessage() for each in caplog.records if "several hosts" in each.getMessage()]
     assert place.removesuffix("/d") in warning
     assert ("HAProxy" if world.name == "asyncpg" else "connect_timeout=2") in warning
+
+
+async def test_a_creator_of_the_application_is_not_taken_for_the_default_host(world: World, name: str) -> None:
+    """Where an engine has a creator and its URL names no host, the message says so; the driver's own text names the host."""
+
+    def create() -> Any:
+        raise ConnectionRefusedError("10.0.0.5 refused")
+
+    async def create_async() -> Any:
+        create()
+
+    key = world.pick("creator", "async_creator")
+    engine = world.engine(dsn="postgresql://", **{key: world.pick(create, create_async)})
+    with pytest.raises(UnreachableError, match=r"no session at the host of the engine's creator: 10\.0\.0\.5 refused"):
+        await world.call(lock(world, engine, name).try_acquire)
+
+
+async def test_a_connection_that_is_dead_already_is_unreachable(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A session lock on the caller's own connection, whose server process has ended: no error of the driver's own."""
+    async with connection(world, world.engine()) as borrowed:
+        pid = await run(world, borrowed, "SELECT pg_backend_pid()")
+        await world.call(borrowed.rollback)
+        admin.execute("SELECT pg_terminate_backend(%s, 5000)", (pid,))
+        with pytest.raises(UnreachableError):
+            await world.call(lock(world, borrowed, name).acquire)
 
 
 async def test_a_list_of_hosts_with_a_limit_is_not_warned_of(

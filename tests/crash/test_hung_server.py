@@ -13,6 +13,7 @@ from pgfence._runtime import lease_aio, lease_sync
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.locking import background, freed, is_free, labelled, lock, run, sessions, take, waits
 from support.processes import family, frozen
+from support.transactions import connection
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
@@ -138,6 +139,21 @@ async def test_an_acquire_on_a_hung_server_ends_soon_after_its_timeout(
                 with pytest.raises(UnreachableError):
                     await waiting
         await world.call((await world.call(one.acquire, timeout=20)).release)
+
+
+async def test_a_first_lock_on_the_callers_connection_ends_soon(
+    world: World, name: str, private_server: OwnServer, short_statements: float
+) -> None:
+    """The question about the server that comes before the first lock on a connection is bounded too."""
+    async with connection(world, labelled(world, name, dsn=private_server.dsn)) as borrowed:
+        one = lock(world, borrowed, name)
+        with psycopg.connect(private_server.dsn) as admin:
+            (session,) = sessions(admin, name)
+        with frozen(session.pid):
+            async with background(world.call(one.acquire, timeout=1)) as waiting:
+                await eventually(waiting.done)
+                with pytest.raises(UnreachableError):
+                    await waiting
 
 
 async def test_an_adoption_on_a_hung_server_ends_soon(

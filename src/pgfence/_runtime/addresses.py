@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
 
 DEFAULT = "the default host"
+CREATOR = "the host of the engine's creator"
 # What libpq takes from its environment where a parameter is not given; asyncpg reads most of them too.
 _VARIABLES = {
     "host": "PGHOST",
@@ -65,7 +66,8 @@ def _parameters(engine: Engine) -> Mapping[str, Any]:
     known = inspect.getclosurevars(creator).nonlocals.get("cparams") if inspect.isfunction(creator) else None
     if isinstance(known, dict):
         return known
-    parameters: Mapping[str, Any] = engine.dialect.create_connect_args(engine.url)[1]
+    # A creator of the application's own: the URL may be all that it uses, or say nothing.
+    parameters: Mapping[str, Any] = {"host": CREATOR, **engine.dialect.create_connect_args(engine.url)[1]}
     return parameters
 
 
@@ -78,7 +80,7 @@ def _hosts(given: Mapping[str, Any]) -> list[str]:
     if not hosts and (service := _parameter(given, "service")):
         return [f"service {service}"]
     hosts = hosts or _listed(_parameter(given, "host") or _parameter(given, "hostaddr"))
-    ports = _listed(_parameter(given, "port"))
+    ports = [] if hosts == [CREATOR] else _listed(_parameter(given, "port"))
     if len(ports) == 1:
         ports *= max(1, len(hosts))
     places = [f"[{host}]" if ":" in host else host for host in hosts] or [DEFAULT]

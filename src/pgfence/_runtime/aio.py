@@ -195,7 +195,7 @@ class AsyncDomain(Domain[AsyncSession]):
 
     async def _session(self, request: Request, on: AsyncConnection | None, failures: int) -> AsyncSession:
         if on is not None:
-            return await self.keeper.borrow(on)
+            return await self.keeper.borrow(on, request.budget)
         session = await self.keeper.checkout(request.left, len(request.keys), again=failures > 0)
         if session is None:
             raise self.timed_out(request, (), why=NO_CONNECTION)

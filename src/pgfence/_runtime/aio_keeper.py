@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pgfence._runtime.aio_sessions import AsyncSession, BorrowedAsyncSession, keep, on_loop
 from pgfence._runtime.drivers import ASYNC_WIRES, wire_for
 from pgfence._runtime.localqueue import MUTEX
-from pgfence._runtime.opening import in_greenlet, judge, open_connection
+from pgfence._runtime.opening import in_greenlet, judge, open_connection, unreachable
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn, close_all
 from pgfence.errors import CapacityError
@@ -174,9 +174,14 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 return session
             session.close()
 
-    async def borrow(self, connection: AsyncConnection) -> AsyncSession:
-        """Make the caller's own connection a session, for one lock."""
-        session = await BorrowedAsyncSession.of(connection)
+    async def borrow(self, connection: AsyncConnection, limit: float) -> AsyncSession:
+        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+        try:
+            session = await BorrowedAsyncSession.of(connection, limit)
+        except Exception as error:
+            if told := unreachable(self.engine, error):
+                raise told from error
+            raise
         engine, facts, driver, pooler = self.engine, session.facts, session.wire.driver, self.config.pooler
         try:
             await in_greenlet(lambda: judge(engine, facts, driver, pooler))

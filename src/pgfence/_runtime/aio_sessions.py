@@ -99,7 +99,7 @@ class AsyncSession(Session):
         else:
             granted = await self.ask(engine, sql.try_text, args, limit=limit)
         if granted is None:
-            raise strange_backend()
+            raise strange_backend(engine)
         return bool(granted)
 
     async def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
@@ -119,7 +119,7 @@ class AsyncSession(Session):
                 # The session lock came before a commit that failed, or not at all.
                 await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
-            raise strange_backend()
+            raise strange_backend(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
             await asyncio.sleep(left)  # a lease of this name is in the way, and nothing in the server waits for that
@@ -259,8 +259,8 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
             at_once(self.connection.invalidate)
 
     @classmethod
-    async def of(cls, connection: AsyncConnection) -> BorrowedAsyncSession:
-        """Borrow a connection that is outside a transaction."""
+    async def of(cls, connection: AsyncConnection, limit: float) -> BorrowedAsyncSession:
+        """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
         raw = await connection.get_raw_connection()
         inner: Any = connection.sync_connection
         dbapi_connection: Any = raw.dbapi_connection
@@ -269,22 +269,28 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
         )
         cls.fit(inner, dbapi_connection, wire)
         facts = cls.known_facts(inner, dbapi_connection)
+        session = cls(inner, dbapi_connection, wire, facts or server.UNKNOWN)
         if facts is None:
-            before = await wire.set_autocommit(True)
             try:
-                facts = server.Facts.of(await wire.query(server.READ_FACTS, ()), set_up=False)
-            finally:
-                await wire.set_autocommit(before)
+                facts = server.Facts.of(await session.ask_row(server.READ_FACTS, limit), set_up=False)
+            except BaseException:
+                session.forgo()
+                raise
+            session.know(facts)
             cls.learn(inner, dbapi_connection, facts)
-        return cls(inner, dbapi_connection, wire, facts)
+        return session
 
     async def ask(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
     ) -> Any:
+        return (await self.ask_row(text, limit, args))[0]
+
+    async def ask_row(self, text: str, limit: float, args: Sequence[Any] = ()) -> Any:
+        """Run a statement in autocommit and return its one row."""
         self.begin(limit)
         before = await self.wire.set_autocommit(True)
         try:
-            return (await self.wire.query(text, args))[0]
+            return await self.wire.query(text, args)
         finally:
             self.end()
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode

@@ -148,6 +148,7 @@ def unreachable(engine: Engine, error: Exception, otherwise: str = UNKNOWN) -> U
 
 
 _REJECTED = re.compile(
+    r"server does not support SSL|rejected SSL upgrade|certificate verify failed|certificate file|"
     r"authentication failed|no password supplied|no pg_hba\.conf entry|is not permitted to log in"
     r"|(?:role|database) \".*\" does not exist|no such (?:user|database)|permission denied for database"
 )
@@ -158,7 +159,7 @@ _NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") 
 
 
 def rejected(state: str | None, reason: str) -> bool:
-    """Say whether the server rejected the login or the database, which no retry cures.
+    """Say whether the server rejected the login, the encryption or the database, which no retry cures.
 
     libpq passes no SQLSTATE on, so its text decides; that of a server with messages in another language is not recognized.
     """
@@ -227,11 +228,11 @@ def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -
     return Connection(engine, connection=pool.connect(), _allow_revalidate=reconnects)
 
 
-def strange_backend() -> PoolerError:
+def strange_backend(engine: Engine) -> PoolerError:
     """Another server process answered than the one the connection began with; nothing was taken there."""
     return PoolerError(
-        "another server process answered than the one this connection began with: a pooler in transaction mode stands in"
-        " between. Give an engine with a direct URL as configure(engine, lock_engine=...)",
+        f"{place(engine)}: another server process responded than the one this connection began with, so a pooler in transaction"
+        " mode is in between. Pass an engine with a direct URL as configure(engine, lock_engine=...)",
         mode="transaction",
     )
 

@@ -71,11 +71,7 @@ class Session(ABC):
     def __init__(self, dbapi_connection: Any, wire: Wire, facts: server.Facts) -> None:
         self.dbapi_connection = dbapi_connection
         self.wire = wire
-        self.pid = facts.backend_pid
-        self.slice = slice_for(facts.deadlock_timeout)
-        if 0 < facts.statement_timeout < 2 * self.slice:
-            self.slice = 0.0  # the site would end a wait in the server: poll instead
-        self.facts = facts
+        self.know(facts)
         self.hold: Hold[Any] | None = None
         self.lent = False
         """The user's code runs on it (`connect()`): it may be told dead, but no statement of ours goes in between."""
@@ -98,6 +94,14 @@ class Session(ABC):
         self.token = 0
         """What came with the last grant, of a lock that brings one."""
         self.on_death: Callable[[Hold[Any] | None], object] | None = None
+
+    def know(self, facts: server.Facts) -> None:
+        """Take over what the server has told of itself and of this session."""
+        self.pid = facts.backend_pid
+        self.slice = slice_for(facts.deadlock_timeout)
+        if 0 < facts.statement_timeout < 2 * self.slice:
+            self.slice = 0.0  # the site would end a wait in the server: poll instead
+        self.facts = facts
 
     direct = True
     """Statements may go straight to the driver's connection as it is."""
@@ -246,6 +250,13 @@ class Borrowed(Session):
     def learn(connection: Connection, dbapi_connection: Any, facts: server.Facts) -> None:
         """Keep with the pooled connection what one round trip told of it."""
         connection.info[_FACTS] = dbapi_connection, facts
+
+    def forgo(self) -> None:
+        """Leave the connection to its owner after a first question that failed; one that was cut off is closed."""
+        if self.dead is None:
+            self.let_go()
+        else:
+            self.close()
 
     def _guard(self, connection: Connection, *_: Any) -> None:
         """SQLAlchemy reconnects after a lost connection without a word: refuse to go on there without the lock."""

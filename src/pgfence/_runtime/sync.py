@@ -179,7 +179,7 @@ class SyncDomain(Domain[SyncSession]):
 
     def _session(self, request: Request, on: Connection | None, failures: int) -> SyncSession:
         if on is not None:
-            return self.keeper.borrow(on)
+            return self.keeper.borrow(on, request.budget)
         session = self.keeper.checkout(request.left, len(request.keys), again=failures > 0)
         if session is None:
             raise self.timed_out(request, (), why=NO_CONNECTION)

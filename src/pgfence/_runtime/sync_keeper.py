@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pgfence._runtime import native
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
 from pgfence._runtime.localqueue import MUTEX
-from pgfence._runtime.opening import judge, open_connection
+from pgfence._runtime.opening import judge, open_connection, unreachable
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
 from pgfence._runtime.sync_sessions import BorrowedSyncSession, SyncSession
@@ -177,9 +177,14 @@ class SyncKeeper(Keeper[SyncSession]):
                 return session
             session.close()
 
-    def borrow(self, connection: Connection) -> SyncSession:
-        """Make the caller's own connection a session, for one lock."""
-        session = BorrowedSyncSession.of(connection)
+    def borrow(self, connection: Connection, limit: float) -> SyncSession:
+        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+        try:
+            session = BorrowedSyncSession.of(connection, limit)
+        except Exception as error:
+            if told := unreachable(self.engine, error):
+                raise told from error
+            raise
         try:
             judge(self.engine, session.facts, session.wire.driver, self.config.pooler)
         except BaseException:

@@ -81,7 +81,7 @@ class SyncSession(Session):
         else:
             granted = self.ask(engine, sql.try_text, args, limit=limit)
         if granted is None:
-            raise strange_backend()
+            raise strange_backend(engine)
         return bool(granted)
 
     def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
@@ -101,7 +101,7 @@ class SyncSession(Session):
                 # The session lock came before a commit that failed, or not at all.
                 self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
-            raise strange_backend()
+            raise strange_backend(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
             time.sleep(left)  # a lease of this name is in the way, and nothing in the server waits for that
@@ -193,29 +193,35 @@ class BorrowedSyncSession(Borrowed, SyncSession):
     """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
 
     @classmethod
-    def of(cls, connection: Connection) -> BorrowedSyncSession:
-        """Borrow a connection that is outside a transaction."""
+    def of(cls, connection: Connection, limit: float) -> BorrowedSyncSession:
+        """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
         dbapi_connection = connection.connection.dbapi_connection
         driver = connection.dialect.get_driver_connection(dbapi_connection)  # type: ignore[arg-type]
         wire = wire_for(connection.dialect.driver, SYNC_WIRES, "sync")(driver)
         cls.fit(connection, dbapi_connection, wire)
         facts = cls.known_facts(connection, dbapi_connection)
+        session = cls(connection, dbapi_connection, wire, facts or server.UNKNOWN)
         if facts is None:
-            before = wire.set_autocommit(True)
             try:
-                facts = server.Facts.of(wire.query(server.READ_FACTS, ()), set_up=False)
-            finally:
-                wire.set_autocommit(before)
+                facts = server.Facts.of(session.ask_row(server.READ_FACTS, limit), set_up=False)
+            except BaseException:
+                session.forgo()
+                raise
+            session.know(facts)
             cls.learn(connection, dbapi_connection, facts)
-        return cls(connection, dbapi_connection, wire, facts)
+        return session
 
     def ask(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
     ) -> Any:
+        return (self.ask_row(text, limit, args))[0]
+
+    def ask_row(self, text: str, limit: float, args: Sequence[Any] = ()) -> Any:
+        """Run a statement in autocommit and return its one row."""
         self.begin(limit)
         before = self.wire.set_autocommit(True)
         try:
-            return self.wire.query(text, args)[0]
+            return self.wire.query(text, args)
         finally:
             self.end()
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode

@@ -125,6 +125,10 @@ class Facts:
         return cls(pid, standby, version, number, deadlock, limit, used, seen, started, found, set_up)
 
 
+UNKNOWN = Facts(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
+"""Before anything was asked."""
+
+
 def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Facts:
     """Return the facts of a connection in autocommit; `set_up` also makes the session fit for holding locks.
 

@@ -131,7 +131,7 @@ class SessionLock:
         asked = self._facts.backend_pid, *self._sql.unlock_args
         granted: bool | None = own.exec_driver_sql(self._sql.try_text, asked).scalar_one()
         if granted is None:
-            raise strange_backend()
+            raise strange_backend(own.engine)
         return granted
 
     def _holders(self, own: Connection) -> tuple[list[Holder], str]:
