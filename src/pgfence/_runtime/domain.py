@@ -24,7 +24,7 @@ from pgfence._runtime.own_holds import is_held_by, self_deadlock
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.roster import S
 from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, GoneError, Session
-from pgfence._runtime.state import Hold, emit, log, named
+from pgfence._runtime.state import Hold, emit, here, log, named
 from pgfence._sql import server
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
 from pgfence._sql.token import TokenSql
@@ -35,7 +35,6 @@ from pgfence.errors import (
     SelfDeadlockError,
     TransactionStateError,
 )
-from pgfence.grants import Holder
 from pgfence.timing import NESTED_LIMIT, Deadline, clock, seconds
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from pgfence._runtime.outages import Away
     from pgfence._sql.advisory import LockSql, Style
     from pgfence.config import Config
+    from pgfence.grants import Holder
     from pgfence.keys import LockKey
     from pgfence.timing import Seconds
 
@@ -268,7 +268,12 @@ class Domain(ABC, Generic[S]):
         away = [front.away for front in fronts if front.away is not None]
         if not away:
             return self.timed_out(request, holders)
-        return request.patience.ended(request.names, away[0], request.deadline.timeout)
+        request.patience.failures += 1  # so that it gets an error of its own, and not that of another contender
+        return self.ended(request, away[0])
+
+    def ended(self, request: Request, error: Away) -> Away:
+        """Return the error that a call ends with that finds no server."""
+        return request.patience.ended(request.names, error, request.deadline.timeout)
 
     def saw_line(self, request: Request, ticket: Ticket) -> None:
         """Note, under the mutex, whether somebody in front in this process holds it, or was told that another one does."""
@@ -291,7 +296,7 @@ class Domain(ABC, Generic[S]):
         if pause is not None:
             ticket.away = error
             return pause
-        ended = request.patience.ended(request.names, error, request.deadline.timeout)
+        ended = self.ended(request, error)
         if ended is error:
             raise error
         raise ended from error
@@ -324,25 +329,6 @@ class Domain(ABC, Generic[S]):
         if not log.isEnabledFor(news[0]):
             return
         log.log(news[0], "waiting for the lock %s (%s) for %.1f s, held by %s", named(request.names), keys, news[1], by)
-
-
-def here(key: LockKey, hold: Hold[Any]) -> Holder:
-    """Describe a holder in this process."""
-    return Holder(
-        name=key.name,
-        key=key,
-        kind="advisory",
-        mode="exclusive",
-        owner=f"another {hold.owner.kind} of this process",
-        host=None,
-        pid=hold.pid,
-        backend_pid=hold.session.pid,
-        application_name=None,
-        purpose="",
-        token=hold.token,
-        since=None,
-        expires_at=None,
-    )
 
 
 NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"

@@ -100,13 +100,12 @@ class LeaseDomain(Domain[S]):
         # It may have been renewed since then, unseen, for a whole TTL; which is ours wherever one name has one TTL.
         self._held_until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
 
-    def outlast(self, request: Request, ticket: Ticket, error: Away) -> float:
-        try:
-            return super().outlast(request, ticket, error)
-        except UnreachableError as ended:
+    def ended(self, request: Request, error: Away) -> Away:
+        ended = super().ended(request, error)
+        if isinstance(ended, UnreachableError):
             claim: Any = request.sql
             ended._held_until = self._held_until.get(claim.stored)
-            raise
+        return ended
 
     # ------------------------------------------------------------ grants
 

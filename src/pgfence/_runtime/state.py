@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.process import PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
-from pgfence.grants import Event
+from pgfence.grants import Event, Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -225,3 +225,22 @@ def emit(
     if hook is not None:
         what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
         tell(lambda: hook(what))
+
+
+def here(key: LockKey, hold: Hold[Any]) -> Holder:
+    """Describe a holder in this process."""
+    return Holder(
+        name=key.name,
+        key=key,
+        kind="advisory",
+        mode="exclusive",
+        owner=f"another {hold.owner.kind} of this process",
+        host=None,
+        pid=hold.pid,
+        backend_pid=hold.session.pid,
+        application_name=None,
+        purpose="",
+        token=hold.token,
+        since=None,
+        expires_at=None,
+    )
