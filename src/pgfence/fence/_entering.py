@@ -189,7 +189,7 @@ def _expect_same(place: Place, issued: Place, names: Iterable[str]) -> None:
 def _meaning(error: DBAPIError, place: Place, connection: Connection) -> PgfenceError | None:
     if sqlstate(error) == READ_ONLY:
         return StandbyError(
-            f"{primary(error)}: a gate is entered on the primary, in a transaction that may write. {SWITCHING}"
+            f"{primary(error)}: a gate is entered where rows are written. Begin on the primary, not read-only. {SWITCHING}"
         )
     return translated(error, place, database=connection.engine.url.database)
 
