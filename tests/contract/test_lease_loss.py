@@ -89,7 +89,7 @@ async def test_nothing_a_former_holder_does_reaches_the_next_one(
     """C077, C078: renew, release, hand over after an expiry are refused, and the next holder's row stays as it is."""
     engine = world.engine()
     for call in ("renew", "hand_over", "release"):
-        held = await world.call(lease(world, engine, f"{name}:{call}", ttl=30).acquire)
+        held = await world.call(lease(world, engine, f"{name}:{call}", ttl=30, heartbeat="manual").acquire)
         lapse(admin, f"{name}:{call}")
         if taken:
             rival(admin, f"{name}:{call}")
