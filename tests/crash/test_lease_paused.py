@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import event
 
 from pgfence import schema
 from pgfence.errors import StandbyError
 from support.leases import lease, rival, row
-from support.locking import background
-from support.waiting import FAR, eventually
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +39,7 @@ say("held")
 while True:
     now = time.monotonic()
     state = held.state
-    if now - last > 0.5:
+    if now - last > 1.5:
         say("woke", state, held.loss_reason)
         break
     last = now
@@ -57,13 +59,13 @@ async def test_a_process_that_wakes_after_its_ttl_knows_at_once(
     script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any], taken: bool
 ) -> None:
     """C045, C062: stopped, somebody else has it after one TTL; woken, the first look says "lost", with no I/O."""
-    holder = holding(script, dsn, name, 1.0, OBSERVER)
+    holder = holding(script, dsn, name, 2.0, OBSERVER)
     holder.wait_for("held")
     holder.kill(signal.SIGSTOP)
     stopped = time.monotonic()
     if taken:
         await eventually(lambda: rival(admin, name) == 2)
-    await eventually(lambda: time.monotonic() - stopped > 1.6)
+    await eventually(lambda: time.monotonic() - stopped > 3)
     before = row(admin, name)
     holder.kill(signal.SIGCONT)
     woke, state, reason = holder.read_line().split()
@@ -73,23 +75,71 @@ async def test_a_process_that_wakes_after_its_ttl_knows_at_once(
         assert row(admin, name)[:-1] == before[:-1]
 
 
+TTLS = (1.0, 1.4, 1.8, 2.2, 2.6)
+SEVERAL = f"""
+kept = [Lease(engine, f"{{sys.argv[2]}}:{{ttl}}", ttl=ttl).acquire() for ttl in {TTLS}]
+say("held")
+park()
+"""
+
+
 @pytest.mark.usefixtures("tables")
-async def test_a_killed_holder_is_followed_after_one_ttl(
+async def test_a_killed_holder_is_followed_within_half_a_second_of_its_ttl(
     world: World, script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C085: SIGKILL; who waits has it when the TTL is over."""
-    holder = holding(script, dsn, name, 1.0, "say('held'); park()")
+    """C085: SIGKILL; by the server's clock a waiter has it when the TTL is over, never before, and at most half a second later.
+
+    Five leases that expire at different moments, of which the median counts: the machine may be busy at one of them.
+    """
+    if world.name in ("psycopg2", "psycopg_async"):
+        pytest.skip("it waits for some seconds, and the other drivers stand for these")
+    holder = holding(script, dsn, name, 30, SEVERAL)
     holder.wait_for("held")
-    one = lease(world, world.engine(), name)
-    async with background(world.other().call(one.acquire, timeout=20)) as waiting:
-        await eventually(lambda: not waiting.done())
-        holder.kill()
-        left = row(admin, name).left
-        start = time.monotonic()
-        held = await waiting
-    assert left - 0.1 < time.monotonic() - start < FAR
-    assert held.token == 2
-    await world.call(held.release)
+    engine, names = world.engine(), [f"{name}:{ttl}" for ttl in TTLS]
+    asked: list[str] = []
+    event.listen(getattr(engine, "sync_engine", engine), "after_cursor_execute", lambda *args: asked.append(args[2]))
+    waiting = [
+        asyncio.create_task(world.other().call(lease(world, engine, each).acquire, timeout=20)) for each in names
+    ]
+    await eventually(lambda: sum("acquire_lease" in text for text in asked) >= len(names))
+    holder.kill()
+    over = [row(admin, each).expires_at for each in names]
+    granted = await asyncio.gather(*waiting)
+    late = [(row(admin, each).acquired_at - end).total_seconds() for each, end in zip(names, over, strict=True)]
+    assert min(late) >= 0
+    assert statistics.median(late) < 0.5, late
+    assert [held.token for held in granted] == [2] * len(TTLS)
+    for held in granted:
+        await world.call(held.release)
+
+
+PAUSED = """
+import logging
+class Said(logging.Handler):
+    def emit(self, record):
+        if "stood still" in record.getMessage():
+            say(record.levelname, record.getMessage().partition(":")[0])
+logging.getLogger("pgfence.lease").addHandler(Said())
+say("held")
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.usefixtures("tables")
+async def test_a_process_that_stood_still_is_warned_while_it_holds(
+    script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A pause that took a quarter of the margin of its lease, or more, is a warning in the log; the lease is held still."""
+    holder = holding(script, dsn, name, 20.0, PAUSED)
+    holder.wait_for("held")
+    stopped = time.monotonic()
+    holder.kill(signal.SIGSTOP)
+    await eventually(lambda: time.monotonic() - stopped > 2)  # it sleeps for a second at most, and the margin is 2 s
+    holder.kill(signal.SIGCONT)
+    assert holder.read_line().startswith("WARNING this process stood still for ")
+    assert row(admin, name).token == 1
+    assert rival(admin, name) is None
 
 
 FORK = """

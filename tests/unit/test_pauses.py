@@ -1,0 +1,39 @@
+"""The warning about a process that stood still."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from pgfence._runtime.pauses import Pauses
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def told(caplog: pytest.LogCaptureFixture) -> int:
+    """Return how many warnings there were since the last look."""
+    count = len(caplog.records)
+    caplog.clear()
+    return count
+
+
+def test_a_pause_is_told_when_it_takes_a_share_of_the_shortest_margin(caplog: pytest.LogCaptureFixture) -> None:
+    """A quarter of a margin of 1 s; the ttl of the shortest lease is named; without a lease there is nothing to say."""
+    held: list[Any] = [SimpleNamespace(ttl=60.0), SimpleNamespace(ttl=10.0)]
+    pauses = Pauses()
+    pauses.note(5, [])
+    pauses.note(0.2, held)
+    assert told(caplog) == 0
+    pauses.note(0.3, held)
+    assert "stood still for 0.30 s: of a lease with ttl=10 s" in caplog.text
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_a_pause_is_told_again_only_when_it_is_twice_as_long(caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that is always a little late does not fill the log."""
+    held: list[Any] = [SimpleNamespace(ttl=10.0)]
+    pauses = Pauses()
+    for late, lines in ((0.3, 1), (0.3, 0), (0.6, 0), (0.61, 1), (1.2, 0), (3, 1)):
+        pauses.note(late, held)
+        assert told(caplog) == lines
