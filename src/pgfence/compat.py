@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from sqlalchemy import Connection, Text, cast, func, literal, select
 
+from pgfence._sql.encoding import sending
 from pgfence.keys import LockKey
 
 if TYPE_CHECKING:
@@ -119,7 +120,9 @@ def hashtext_key(connection: Connection | AsyncConnection, name: str) -> LockKey
 def _hashtext(connection: Connection, name: str) -> LockKey:
     ours = not connection.in_transaction()
     try:
-        return LockKey.raw(connection.execute(select(func.pg_catalog.hashtext(cast(literal(name), Text)))).scalar_one())
+        with sending(connection, name):
+            asked = select(func.pg_catalog.hashtext(cast(literal(name), Text)))
+            return LockKey.raw(connection.execute(asked).scalar_one())
     finally:
         if ours:
             connection.rollback()

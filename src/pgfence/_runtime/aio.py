@@ -25,6 +25,7 @@ from pgfence._runtime.roster import MANY_KEYS
 from pgfence._runtime.sessions import STATEMENT_BUDGET, WAIT_GRACE, GoneError
 from pgfence._runtime.state import log
 from pgfence._sql import server
+from pgfence._sql.encoding import TextError
 from pgfence._sql.token import TokenSql
 from pgfence.errors import StandbyError, UnreachableError
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
@@ -171,6 +172,8 @@ class AsyncDomain(Domain[AsyncSession]):
                     if not granted and request.waits:
                         self.saw_held(request, ticket)
                         granted = await self._wait(session, request, ticket)
+                except TextError:
+                    raise
                 except Exception as error:
                     raise translated(session, error, request.sql) from error
                 if granted:

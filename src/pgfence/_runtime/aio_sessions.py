@@ -18,6 +18,7 @@ from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, WAIT_GRA
 from pgfence._runtime.watch import reason_of
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence._sql.encoding import text_error
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
 from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
@@ -73,6 +74,10 @@ class AsyncSession(Session):
             if listened(engine):
                 return await self._through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).one()[0])
             return (await self.wire.query(text, args, prepare=prepare))[0]
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
         finally:
             self.end()
 
@@ -83,6 +88,10 @@ class AsyncSession(Session):
             if listened(engine):
                 return await self._through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
             return await self.wire.query(text, args, prepare=True)
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
         finally:
             self.end()
 
@@ -291,6 +300,10 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
         before = await self.wire.set_autocommit(True)
         try:
             return await self.wire.query(text, args)
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
         finally:
             self.end()
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode

@@ -212,4 +212,10 @@ def json_text(value: Any, what: str) -> str | None:
         raise ValueError(f"{what} must be JSON: {error}") from None
     if "\\u0000" in text:
         raise ValueError(f"{what} must not contain NUL: PostgreSQL's jsonb cannot hold it")
+    if "\\ud" in text:
+        try:
+            json.dumps(json.loads(text), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = error.object[max(0, error.start - 20) : error.end + 20]
+            raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {found!r}") from None
     return text

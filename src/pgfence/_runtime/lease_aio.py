@@ -31,6 +31,7 @@ from pgfence._runtime.localqueue import MUTEX, Lines, Ticket
 from pgfence._runtime.process import PROCESS
 from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER
+from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import NO_RIGHT
 from pgfence._sql.storage import WHERE, missing
@@ -144,7 +145,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 told = await self._drive(session, request, claim, str(lease_id))
                 if isinstance(told, Granted):
                     grant = self.granted(claim, ticket, lease_id, started, told)
-            except Refused:
+            except (Refused, TextError):
                 refused = True
                 raise
             except BaseException as error:
@@ -325,6 +326,8 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 row = await self._ask(claim.place, text, args, limit=RELEASE_BUDGET)
                 break
             except BaseException as error:
+                if isinstance(error, TextError):
+                    raise
                 if clock() > until or not ask_again(error):
                     beat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
                     raise

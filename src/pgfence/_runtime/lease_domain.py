@@ -22,6 +22,7 @@ from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import from_driver, lost_connection, unreachable
 from pgfence._runtime.roster import S
 from pgfence._runtime.state import emit, log, named
+from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
 from pgfence._sql.storage import LEASES, translated
@@ -317,6 +318,8 @@ class LeaseDomain(Domain[S]):
 
 def spoke(session: Any, error: BaseException) -> bool:
     """Say whether the server itself refused: then nothing was granted, and the session is as it was."""
+    if isinstance(error, TextError):
+        return True  # the driver itself rejects some texts, before anything is sent
     return sqlstate(error) is not None and isinstance(error, Exception) and not lost_connection(session, error)
 
 

@@ -25,6 +25,7 @@ from pgfence._runtime.sync import contender, for_certain
 from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
+from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import NO_RIGHT, sqlstate
 from pgfence._sql.storage import WHERE, missing
@@ -155,7 +156,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 told = self._drive(session, request, claim, str(lease_id))
                 if isinstance(told, Granted):
                     grant = self.granted(claim, ticket, lease_id, started, told)
-            except Refused:
+            except (Refused, TextError):
                 refused = True
                 raise
             except BaseException as error:
@@ -349,6 +350,8 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 row = self._ask(claim.place, text, args, limit=RELEASE_BUDGET)
                 break
             except BaseException as error:
+                if isinstance(error, TextError):
+                    raise
                 if clock() > until or not ask_again(error):
                     beat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
                     raise

@@ -17,6 +17,7 @@ from sqlalchemy.pool import StaticPool
 
 from pgfence._runtime.addresses import place, warn_of_slow_hosts
 from pgfence._sql import server
+from pgfence._sql.encoding import TextError
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.errors import PgfenceError, PoolerError, UnreachableError
 
@@ -129,7 +130,7 @@ def _driver_pid(driver: Any) -> int:
 
 def unreachable(engine: Engine, error: Exception, otherwise: str = UNKNOWN) -> UnreachableError | None:
     """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
-    if isinstance(error, PgfenceError):
+    if isinstance(error, (PgfenceError, TextError)):
         return None
     state = sqlstate(error)
     dbapi: Any = engine.dialect.loaded_dbapi

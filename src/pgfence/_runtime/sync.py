@@ -21,6 +21,7 @@ from pgfence._runtime.sync_keeper import Gate, SyncKeeper
 from pgfence._runtime.sync_sessions import SyncSession
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
+from pgfence._sql.encoding import TextError
 from pgfence._sql.token import TokenSql
 from pgfence.errors import LockNotHeldError, StandbyError, UnreachableError
 from pgfence.timing import WARN_AFTER, WaitPlan, clock
@@ -155,6 +156,8 @@ class SyncDomain(Domain[SyncSession]):
                     if not granted and request.waits:
                         self.saw_held(request, ticket)
                         granted = self._wait(session, request, ticket)
+                except TextError:
+                    raise
                 except Exception as error:
                     raise translated(session, error, request.sql) from error
                 if granted:

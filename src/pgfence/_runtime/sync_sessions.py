@@ -13,6 +13,7 @@ from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET, WAIT_GRA
 from pgfence._runtime.watch import WATCHER
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence._sql.encoding import text_error
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
 from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
@@ -45,6 +46,10 @@ class SyncSession(Session):
                 with through(engine, self.dbapi_connection) as connection:
                     return connection.exec_driver_sql(text, tuple(args)).one()[0]
             return self.wire.query(text, args, prepare=prepare)[0]
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
         finally:
             self.end()
 
@@ -56,6 +61,10 @@ class SyncSession(Session):
                 with through(engine, self.dbapi_connection) as connection:
                     return connection.exec_driver_sql(text, tuple(args)).first()
             return self.wire.query(text, args, prepare=True)
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
         finally:
             self.end()
 
@@ -222,6 +231,10 @@ class BorrowedSyncSession(Borrowed, SyncSession):
         before = self.wire.set_autocommit(True)
         try:
             return self.wire.query(text, args)
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
         finally:
             self.end()
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode

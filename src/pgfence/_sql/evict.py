@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
+from pgfence._sql.encoding import sending
 from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import (
@@ -254,4 +255,5 @@ def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
     if style == "format":
         names = {what: name.replace("%", "%%") for what, name in names.items()}
     marks = [f"${n}" if style == "numeric" else "%s" for n in range(1, len(args) + 1)]
-    return connection.exec_driver_sql(text.format(*marks, **names), args)
+    with sending(connection, args):
+        return connection.exec_driver_sql(text.format(*marks, **names), args)

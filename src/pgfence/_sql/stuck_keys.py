@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql.calls import mark, name_of
+from pgfence._sql.encoding import sending
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
@@ -203,4 +204,7 @@ def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}
-    return connection.exec_driver_sql(text.format(*(mark(style, n) for n in range(1, len(args) + 1)), **names), args)
+    with sending(connection, args):
+        return connection.exec_driver_sql(
+            text.format(*(mark(style, n) for n in range(1, len(args) + 1)), **names), args
+        )

@@ -10,6 +10,7 @@ from sqlalchemy import Index, MetaData
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pgfence._sql.columns import added_columns, column_types, define, dialect
+from pgfence._sql.encoding import sending
 from pgfence._sql.storage import KEYS, VERSION, WHERE, Place, block, function_texts, quoted
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
@@ -340,4 +341,5 @@ def drop(connection: Connection, place: Place) -> None:
 
 def plainly(connection: Connection, statement: str) -> CursorResult[Any]:
     """Execute a text as it stands: no sign in it is a parameter."""
-    return connection.exec_driver_sql(statement, execution_options=_PLAIN)
+    with sending(connection, statement):
+        return connection.exec_driver_sql(statement, execution_options=_PLAIN)

@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.calls import call
+from pgfence._sql.encoding import sending
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import READ_ONLY, sqlstate
 from pgfence._sql.storage import LEASES, translated
@@ -61,7 +62,8 @@ class TokenSql(LockSql):
         """Return who holds the key, and who holds a lease of that name, which keeps the lock busy too. Two round trips."""
         look = lease_sql(self.place, self.style).look
         try:
-            leases = connection.exec_driver_sql(look, (self.name,)).all()
+            with sending(connection, self.name):
+                leases = connection.exec_driver_sql(look, (self.name,)).all()
         except DBAPIError as error:
             if (told := self.meaning(error)) is None:
                 raise

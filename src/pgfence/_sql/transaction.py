@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.util import immutabledict
 
+from pgfence._sql.encoding import sending
 from pgfence._sql.server import style_of
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ def _values(keys: Sequence[LockKey]) -> tuple[int, ...]:
 def send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> CursorResult[Any]:
     """Send a statement of ours in the caller's transaction."""
     # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
-    return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
+    with sending(connection, values):
+        return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
 
 def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> Any:
@@ -126,7 +128,8 @@ def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> An
     except BaseException as error:
         # It closes the connection where that is lost, or was left in the middle of the answer.
         statement = text if isinstance(error, connection.dialect.loaded_dbapi.Error) else None
-        connection._handle_dbapi_exception(error, statement, values, cursor, None)
+        with sending(connection, values):
+            connection._handle_dbapi_exception(error, statement, values, cursor, None)
         raise
     return answer
 

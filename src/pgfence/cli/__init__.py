@@ -7,6 +7,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
+from pgfence._sql.encoding import TextError
 from pgfence.cli.app import app
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.report import Speaker
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         app(args=words or ["--help"], prog_name="pgfence")
     except Finish as end:
         return end.code
-    except MisuseError as error:
+    except (MisuseError, TextError) as error:
         Speaker().warn(str(error))
         return Code.MISUSE
     except SystemExit as end:

@@ -115,8 +115,12 @@ def _created(url: URL, source: str) -> Engine:
     url = url.set(drivername=f"postgresql+{_installed(driver)}")
     # How others see us when they ask who holds a lock, unless the user has given a name.
     called = f"pgfence (pid {os.getpid()} on {socket.gethostname()})"
+    arguments = {"fallback_application_name": called}
+    if "client_encoding" not in url.query and not os.environ.get("PGCLIENTENCODING"):
+        # psycopg takes the encoding of the database, and SQLAlchemy cannot work with what it returns in SQL_ASCII.
+        arguments["client_encoding"] = "utf8"
     try:
-        return create_engine(url, connect_args={"fallback_application_name": called})
+        return create_engine(url, connect_args=arguments)
     except (ArgumentError, TypeError):
         raise MisuseError(f"{source} has an option that SQLAlchemy does not know") from None
 

@@ -10,6 +10,7 @@ from pgfence._runtime.lease_domain import ask_again
 from pgfence._runtime.sessions import RELEASE_BUDGET
 from pgfence._runtime.state import emit
 from pgfence._sql.effects import effect_sql
+from pgfence._sql.encoding import TextError
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, LockNotHeldError, UnreachableError
 from pgfence.timing import clock
@@ -191,6 +192,8 @@ class Record:
 
     def _unfinished(self, args: tuple[Any, ...], error: BaseException) -> None:
         """Have it stored in the background, unless the server itself has refused what is to be stored."""
+        if isinstance(error, TextError):
+            return  # it can never be stored
         silent = isinstance(error, UnreachableError) or sqlstate(error) is None
         if silent or str(sqlstate(error)).startswith(_TROUBLE):
             if not silent:

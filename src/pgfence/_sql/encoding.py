@@ -1,0 +1,105 @@
+"""Text that a connection cannot carry: the drivers and the server report it in four ways, callers get one."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pgfence._sql.sqlstate import sqlstate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import Connection
+
+UNTRANSLATABLE = "22P05"
+BAD_BYTES = "22021"
+UNSUPPORTED = "0A000"
+_SHOWN = 40
+_BYTE = re.compile(r"0x([0-9a-f]{2})")
+_ESCAPES = re.compile(r"(?:\\u[0-9a-f]{4})+")
+
+
+class TextError(ValueError):
+    """A text of a statement cannot be sent over this connection. The statement has done nothing."""
+
+
+def text_error(error: BaseException, values: object, driver: Callable[[], Any]) -> TextError | None:
+    """Return what an error of a statement means if it is about one of its texts; None if it is about something else.
+
+    Args:
+        error: of the driver, or of SQLAlchemy.
+        values: the statement's parameters.
+        driver: returns the driver's own connection, which knows the encodings. Called for such an error alone: of a Connection
+            that is lost, SQLAlchemy would make another one.
+    """
+    codec, state = _of_the_driver(error), sqlstate(error)
+    if codec is not None:
+        shown = codec.object[max(0, codec.start - _SHOWN // 2) : codec.end + _SHOWN // 2]
+        if any("\ud800" <= letter <= "\udfff" for letter in codec.object[codec.start : codec.end]):
+            return TextError(f"{_cut(shown)} must be valid Unicode, it holds a lone surrogate")
+    elif state in (UNTRANSLATABLE, BAD_BYTES) or (state == UNSUPPORTED and "SQL_ASCII" in str(error)):
+        shown = _culprit(str(error), list(_texts(values)))
+    else:
+        return None
+    server, client = _setting(driver(), "server_encoding"), _setting(driver(), "client_encoding")
+    if codec is not None and server == "UTF8":
+        return TextError(f"{_cut(shown)} cannot be sent in client_encoding {client}: set client_encoding to UTF8")
+    return TextError(
+        f"{_cut(shown)} cannot be represented in the encoding of this database, {server}: use other characters, or a database"
+        " with the encoding UTF8"
+    )
+
+
+@contextmanager
+def sending(connection: Connection, values: object) -> Iterator[None]:
+    """Translate the error of a statement on a SQLAlchemy Connection, if it is about one of its texts."""
+    try:
+        yield
+    except Exception as error:
+        if told := text_error(error, values, lambda: connection.connection.driver_connection):
+            raise told from error
+        raise
+
+
+def _of_the_driver(error: BaseException | None) -> UnicodeEncodeError | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, UnicodeEncodeError):
+            return error
+        error = getattr(error, "orig", None) or error.__cause__
+    return None
+
+
+def _texts(values: object) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _texts(value)
+
+
+def _culprit(said: str, texts: list[str]) -> str:
+    """Return the text that the server means: it names the bytes of one character, in UTF-8, in any language."""
+    letter = bytes(int(byte, 16) for byte in _BYTE.findall(said)).decode(errors="ignore")[:1]
+    forms = (letter, json.dumps(letter)[1:-1]) if letter else ()
+    for text in texts:
+        for form in forms:
+            if form in text:
+                at = text.index(form)
+                return text[max(0, at - _SHOWN // 2) : at + len(form) + _SHOWN // 2]
+    return next((text for text in texts if not text.isascii() or "\\u" in text), "a text")
+
+
+def _cut(text: str) -> str:
+    plain = _ESCAPES.sub(lambda found: str(json.loads(f'"{found[0]}"')), text)
+    return repr(plain if len(plain) <= _SHOWN * 2 else f"{plain[: _SHOWN * 2]}...")
+
+
+def _setting(driver: Any, name: str) -> str:
+    settings = driver.get_settings() if hasattr(driver, "get_settings") else None
+    found = getattr(settings, name, None) if settings is not None else driver.info.parameter_status(name)
+    return found or "unknown"
