@@ -1,7 +1,8 @@
 """Run migrations: one process at a time, however many start them.
 
-The database is that of MIGRATION_URL, or sqlalchemy.url of the ini file; it must be reached without a pooler in
-transaction mode. Exit code 75: somebody else has been migrating for longer than LOCK_WAIT.
+The database is that of MIGRATION_URL, DATABASE_URL or sqlalchemy.url of the ini file: the first that is set. It must be reached
+without a pooler in transaction mode. The driver is the ini file's where a URL names none. Exit code 75: somebody else
+has been migrating for longer than LOCK_WAIT.
 """
 # ruff: noqa: D103, I002, T201
 
@@ -11,7 +12,7 @@ import time
 from logging.config import fileConfig
 
 from alembic import context
-from sqlalchemy import Connection, MetaData, create_engine, event, pool
+from sqlalchemy import URL, Connection, MetaData, create_engine, event, make_url, pool
 from sqlalchemy.exc import OperationalError
 
 from pgfence import LockTimeoutError, schema
@@ -36,8 +37,13 @@ if config.config_file_name is not None:
     fileConfig(config.config_file_name, disable_existing_loggers=False)
 
 
-def url() -> str:
-    return os.environ.get("MIGRATION_URL") or config.get_main_option("sqlalchemy.url") or ""
+def url() -> URL:
+    own = make_url(config.get_main_option("sqlalchemy.url") or "postgresql+psycopg://")
+    given = os.environ.get("MIGRATION_URL") or os.environ.get("DATABASE_URL")
+    if not given:
+        return own
+    found = make_url(given)
+    return found.set(drivername=own.drivername) if found.drivername in {"postgres", "postgresql"} else found
 
 
 def limit_waits(connection: Connection) -> None:

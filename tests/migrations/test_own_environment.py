@@ -41,7 +41,7 @@ def test_it_differs_from_the_template_in_its_metadata_alone() -> None:
     added = [line for line in difflib.ndiff(template, ours) if line.startswith("+ ")]
     assert added == [
         "+ # ruff: noqa: D103, I002, T201",
-        "+ from sqlalchemy import Connection, MetaData, create_engine, event, pool",
+        "+ from sqlalchemy import URL, Connection, MetaData, create_engine, event, make_url, pool",
         "+ from pgfence import LockTimeoutError, schema",
         "+ target_metadata = MetaData()",
         "+ schema.tables(target_metadata)",

@@ -48,6 +48,17 @@ def test_an_empty_database_and_no_revision_is_no_error(tmp_path: Path, own: str,
                 connection.execute(f"DROP TABLE {schema}.alembic_version".encode())
 
 
+@pytest.mark.parametrize(("template", "driver"), TEMPLATES)
+def test_the_database_is_that_of_database_url(tmp_path: Path, own: str, template: str, driver: str) -> None:
+    """As of all commands, with the driver of the ini file where it names none; MIGRATION_URL goes before it."""
+    project = without_revisions(Project(tmp_path, template, driver, own))
+    nowhere = "postgres://127.0.0.1:1/nowhere"
+    ended = project.run("current", MIGRATION_URL="", DATABASE_URL=own)
+    assert ended.code == 0, ended.said
+    assert project.run("current", MIGRATION_URL=own, DATABASE_URL=nowhere).code == 0
+    assert project.run("current", MIGRATION_URL="", DATABASE_URL=nowhere).code == 1
+
+
 def test_a_write_beside_the_table_for_the_versions_is_told(tmp_path: Path, own: str) -> None:
     """What env.py itself has written and not committed would be lost, whether Alembic has written before or not."""
     run = "            context.run_migrations()\n"

@@ -50,7 +50,7 @@ def init(
         return
     Speaker(quiet=quiet).tell(
         f"made {directory}{'' if kept else f' and {ini}'}: set target_metadata in {directory / 'env.py'}, the database in"
-        " MIGRATION_URL, then `alembic revision --autogenerate` and `alembic upgrade head`"
+        " DATABASE_URL, then `alembic revision --autogenerate` and `alembic upgrade head`"
     )
 
 
