@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
 
-LossReason: TypeAlias = Literal["expired", "superseded", "evicted", "overdue", "cut off", "killed"]
+LossReason: TypeAlias = Literal["expired", "superseded", "evicted", "overdue", "cut off", "killed", "returned"]
 PoolerMode: TypeAlias = Literal["direct", "session", "transaction", "unknown"]
 
 

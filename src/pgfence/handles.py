@@ -74,7 +74,10 @@ class _Handle:
 
     @property
     def loss_reason(self) -> LossReason | None:
-        """Why it was lost: "killed" (the server ended the session) or "cut off" (no answer any more)."""
+        """Why it was lost: "killed" (the server ended the session), "cut off" (no answer any more), or "returned".
+
+        "returned": the lock was made with a Connection, and that was closed.
+        """
         return self._hold.loss_reason
 
     def check(self) -> None:

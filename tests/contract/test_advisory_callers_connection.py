@@ -256,8 +256,9 @@ async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
     """C008: given back to the pool too early, the connection does not keep the lock past the block."""
     engine = world.engine(pool_size=1, max_overflow=0)
     async with world.enter(engine.connect()) as connection:
-        async with world.enter(lock(world, connection, name).hold()):
-            await world.call(connection.close)
+        with pytest.raises(LockLostError, match="its Connection was closed"):
+            async with world.enter(lock(world, connection, name).hold()):
+                await world.call(connection.close)
         await freed(admin, name)
     async with world.enter(engine.connect()) as connection:
         assert await run(world, connection, "SELECT 1") == 1

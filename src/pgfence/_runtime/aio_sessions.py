@@ -296,6 +296,7 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
 
     async def ask_row(self, text: str, limit: float, args: Sequence[Any] = ()) -> Any:
         """Run a statement in autocommit and return its one row."""
+        self.expect_attached()
         self.begin(limit)
         before = await self.wire.set_autocommit(True)
         try:
@@ -310,6 +311,7 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
                 await self.wire.set_autocommit(before)
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
+        self.expect_attached()
         before = await self.wire.set_autocommit(True)
         try:
             return await self.wire.script(f"{wait}; {QUIET_CHECK}")

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -41,6 +42,8 @@ from pgfence.timing import slice_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sqlalchemy.pool import ConnectionPoolEntry
 
     from pgfence._runtime.drivers import Wire
     from pgfence._runtime.state import Hold
@@ -223,6 +226,14 @@ class Borrowed(Session):
     def __init__(self, connection: Connection, dbapi_connection: Any, wire: Wire, facts: server.Facts) -> None:
         super().__init__(dbapi_connection, wire, facts)
         self.connection = connection
+        self._fairy = connection.connection
+        self._ending = threading.RLock()
+        """Held while the driver's connection is closed: meanwhile the pool must not give it to somebody else."""
+        self._with_it: list[Borrowed] = connection.info.setdefault(_LOCKS, [])
+        self._with_it.append(self)
+        pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
+        if not event.contains(pool, "checkin", _returned):
+            event.listen(pool, "checkin", _returned)
         self.watch()
         event.listen(connection, "before_cursor_execute", self._guard)
 
@@ -267,29 +278,65 @@ class Borrowed(Session):
                 raise hold.lost_error()
 
     @property
+    def attached(self) -> bool:
+        """Whether the driver's connection is still that of the caller's Connection, and no one else's."""
+        connection = self.connection
+        if self.closed or connection.closed or connection.invalidated:
+            return False
+        return connection.connection.dbapi_connection is self.dbapi_connection
+
+    def expect_attached(self) -> None:
+        """Raise before a statement of ours that would reach another user of the driver's connection."""
+        if not self.attached:
+            self.dead = self.dead or "returned"
+            raise GoneError("the Connection was closed")
+
+    @property
     def spoiled(self) -> bool:  # type: ignore[override]
         """Whether the lock cannot be given back at this moment, for a transaction is open."""
-        return self.dead is None and in_transaction(self.connection, self.dbapi_connection, self.wire)
+        return self.dead is None and self.attached and in_transaction(self.connection, self.dbapi_connection, self.wire)
+
+    @property
+    def shared(self) -> bool:
+        """Whether another Connection was closed, and the caller's still has the driver's connection (StaticPool)."""
+        return bool(getattr(self._fairy, "_counter", 0))
+
+    def returned(self, record: ConnectionPoolEntry) -> None:
+        """End the lock, because the Connection is given back: the pool opens another one for its next user."""
+        with self._ending:
+            if self.closed:
+                return
+            self.let_go()
+            self.dead = self.dead or "returned"
+            with contextlib.suppress(Exception):
+                self.wire.close()
+        # An async driver would be awaited: a cancel there would cost the pool a place.
+        record.invalidate(soft=self.connection.dialect.is_async)
+        self.died(self.dead)
 
     def let_go(self) -> None:
         """Leave the connection to its owner, as it was."""
         if self.closed:
             return
         self.closed = True
+        if self in self._with_it:
+            self._with_it.remove(self)
         WATCHER.unwatch(self)
         _OPEN.discard(self)
         event.remove(self.connection, "before_cursor_execute", self._guard)
 
     def close(self) -> None:
         """End the caller's connection, for a lock would stay on it; SQLAlchemy learns that it is gone."""
-        if self.closed:
-            return
-        self.let_go()
-        self.dead = self.dead or "killed"
-        with contextlib.suppress(Exception):
-            self.wire.close()
-        with contextlib.suppress(Exception):
-            self.invalidate()
+        PROCESS.notice_fork()
+        with self._ending:
+            attached = self.attached
+            self.let_go()
+            self.dead = self.dead or "killed"
+            if attached:
+                with contextlib.suppress(Exception):
+                    self.wire.close()
+                with contextlib.suppress(Exception):
+                    self.invalidate()
 
     def invalidate(self) -> None:
         """Tell SQLAlchemy that the connection is gone."""
@@ -302,3 +349,11 @@ def in_transaction(connection: Connection, dbapi_connection: Any, wire: Wire) ->
 
 
 _FACTS = "pgfence.facts"
+_LOCKS = "pgfence.locks"
+
+
+def _returned(_: Any, record: ConnectionPoolEntry) -> None:
+    """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
+    for session in list(record.info.get(_LOCKS, ())):
+        if not session.shared:
+            session.returned(record)

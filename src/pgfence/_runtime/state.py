@@ -188,6 +188,7 @@ class Hold(BaseHold, Generic[SessionT]):
 _TOLD: dict[LossReason, str] = {
     "killed": "its server session ended",
     "cut off": "the server cannot be reached any more",
+    "returned": "its Connection was closed, and with that returned to the pool",
     "expired": "it was not renewed in time",
     "superseded": "it is somebody else's by now",
     "evicted": "an operator evicted its holder",

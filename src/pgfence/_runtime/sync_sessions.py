@@ -227,6 +227,7 @@ class BorrowedSyncSession(Borrowed, SyncSession):
 
     def ask_row(self, text: str, limit: float, args: Sequence[Any] = ()) -> Any:
         """Run a statement in autocommit and return its one row."""
+        self.expect_attached()
         self.begin(limit)
         before = self.wire.set_autocommit(True)
         try:
@@ -241,6 +242,7 @@ class BorrowedSyncSession(Borrowed, SyncSession):
                 self.wire.set_autocommit(before)
 
     def run_script(self, engine: Engine, wait: str) -> bool:
+        self.expect_attached()
         before = self.wire.set_autocommit(True)
         try:
             return self.wire.script(f"{wait}; {QUIET_CHECK}")

@@ -52,7 +52,8 @@ class AdvisoryLock(Named, Verbs[H]):
 
     Args:
         engine: an Engine; or a function that returns one, called at each use; or the caller's own Connection, outside a
-            transaction: there the lock lives on that connection, and is given back outside a transaction too.
+            transaction: there the lock lives on that connection, and is given back outside a transaction too. Release it
+            before you close the Connection: closing that ends the lock, and the pool opens another connection.
         names: one or more names or ready keys.
         namespace: instead of the configured one, for names that are text.
         token: each grant brings a fencing token (`FencedHeld`), a number that only grows for this name, in the same round
