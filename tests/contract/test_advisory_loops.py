@@ -261,8 +261,8 @@ async def test_the_longest_waits_are_waits(
 
 async def test_a_wait_that_hardly_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A nanosecond is a wait, not "for ever": it ends, and takes what is free."""
-    one = world.engine()
-    async with world.enter(lock(world, world.engine(), name).hold()):
+    one, other = world.engine(), world.other()
+    async with other.enter(lock(world, world.engine(), name).hold()):
         with pytest.raises(pgfence.errors.LockTimeoutError):
             await world.call(lock(world, one, name).acquire, timeout=1e-9)
     async with world.enter(lock(world, one, name).hold(timeout=1e-9)):
