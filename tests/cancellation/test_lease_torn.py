@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 TTL = 600
-SOON = 5
+SOON = 20
 MOMENTS = int(os.environ.get("PGFENCE_TEST_MOMENTS", "10"))
 """How many of the moments of a cycle are interrupted, at random."""
 

@@ -276,14 +276,15 @@ def test_the_token_of_a_waiter_is_drawn_after_the_wait(
 
 
 def test_a_lock_does_not_take_the_token_of_whoever_holds_a_lease(one: Caller, other: Caller) -> None:
-    """Busy while a lease of that name is held, and no lock is kept; afterwards above its token."""
+    """Busy while a lease of that name is held, and no lock is kept; afterwards above its token, and the lease is busy."""
     one.acquire()
     assert other.lock(KEY) is None
     assert one.renew()[0] == "ok"
     one.release()
     assert other.lock(KEY) == 2
-    assert one.acquire().token == 3
+    assert not one.acquire().granted
     other.one("SELECT pg_advisory_unlock(%s)", KEY)
+    assert one.acquire().token == 3
 
 
 def test_a_lock_ends_an_expired_lease_for_good(
@@ -297,8 +298,8 @@ def test_a_lock_ends_an_expired_lease_for_good(
     assert other.lock(KEY) == 2
     admin.execute("UPDATE pgfence_lease SET expires_at = now() + interval '1 h' WHERE name = %s", [name])
     assert one.renew() == ["lost", "superseded"]
-    assert one.acquire().token == 3
     other.one("SELECT pg_advisory_unlock(%s)", KEY)
+    assert one.acquire().token == 3
 
 
 def test_another_server_process_than_the_one_named_takes_no_lock(one: Caller) -> None:

@@ -40,9 +40,9 @@ class Schedule:
     def plan(self, grant: Grant) -> None:
         """Enter a grant, or enter it anew after its times have changed."""
         if grant not in self._grants:
-            self._grants.add(grant)
             if grant.family == "lease":
                 self.places[grant.place] = self.places.get(grant.place, 0) + 1
+            self._grants.add(grant)
         grant.turn += 1
         self._entries += 1
         at = grant.deadline if grant.asked else min(grant.deadline, grant.next_beat)
@@ -57,6 +57,8 @@ class Schedule:
             self.places[grant.place] -= 1
             if not self.places[grant.place]:
                 del self.places[grant.place]
+        if not self._grants:  # a signal handler's exception may have come between the two of an earlier call
+            self.places.clear()
         grant.turn += 1
         if len(self._heap) > 64 and len(self._heap) > 4 * len(self._grants):
             self._heap = [entry for entry in self._heap if self._counts(entry)]
