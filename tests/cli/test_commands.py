@@ -43,6 +43,15 @@ def test_help_is_no_misuse(words: list[str], capsys: pytest.CaptureFixture[str])
     assert "Usage: pgfence" in capsys.readouterr().out
 
 
+def test_help_of_run_says_what_it_excludes(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the table in the docs does: a plain lock and a lease of one name do not meet."""
+    assert main(["run", "--help"]) == 0
+    assert (
+        "excludes other runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once."
+        in " ".join(capsys.readouterr().out.split())
+    )
+
+
 def test_python_m_pgfence_is_the_same_program() -> None:
     """`python -m pgfence` works where no script is on PATH."""
     done = subprocess.run(

@@ -120,6 +120,9 @@ def run(
 ) -> None:
     """Run a command while this host holds a lock: flock(1) for a fleet. With --once-per: once, whoever comes first.
 
+    Under one name it excludes other runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once.
+    AdvisoryLock(token=True) excludes all of these.
+
     The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
     """
     if nonblock and wait is not None:
