@@ -13,7 +13,7 @@ from sqlalchemy import create_engine
 from pgfence import AsyncLease, AsyncOnce, Lease, Once, schema
 from pgfence._runtime.domain import Homes
 from pgfence._runtime.lease_domain import LeaseDomain
-from pgfence.errors import LockLostError, UnreachableError
+from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.commandline import Cli, first_line
 from support.locking import background, is_free, labelled, lock, run, waits
 from support.waiting import eventually
@@ -113,6 +113,9 @@ async def test_a_timeout_that_was_passed_is_waited_for_a_server_too(
         await asyncio.to_thread(private_server.start)
         held = await waiting
     held.check()
+    # The outage is over: who stands in line behind the holder finds the lock held, not the server away.
+    with pytest.raises(LockTimeoutError):
+        await world.other().call(one.acquire, timeout=0.3)
     await world.call(held.release)
     await world.call(schema.drop_all, world.engine(dsn=private_server.dsn))
 

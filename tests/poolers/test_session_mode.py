@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
 from pgfence import configure
-from pgfence.errors import LockLostError, LockTimeoutError, PoolerError
+from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, UnreachableError
 from support.locking import background, elsewhere, freed, give, is_free, lock, run, terminate, waits
 from support.waiting import FAR, eventually
 
@@ -51,7 +52,19 @@ async def test_it_is_refused_while_nobody_vouches_for_it(
         with pytest.raises(PoolerError, match=r"(?s)lock_engine=.*pooler=\"session\"") as caught:
             await world.call(lock(world, engine, name).acquire)
         assert caught.value.mode == "unknown"
+        assert f":{urlsplit(through).port}/" in str(caught.value)
     assert advisory_rows() == []
+
+
+async def test_a_database_that_the_pooler_does_not_know_is_not_retried(
+    world: World, name: str, pgbouncer: Callable[..., str]
+) -> None:
+    """PgBouncer's own rejection counts as that of a server; the message names the pooler, for that is where to look."""
+    through = pgbouncer("session")
+    engine = world.engine(dsn=f"{through.rpartition('/')[0]}/no_such_database")
+    with pytest.raises(UnreachableError, match=f":{urlsplit(through).port}/no_such_database: ") as caught:
+        await world.call(lock(world, engine, name).acquire, timeout=60)
+    assert (caught.value.retryable, caught.value.http_status) == (False, 500)
 
 
 async def test_it_works_once_it_is_declared(

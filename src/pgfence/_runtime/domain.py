@@ -177,7 +177,7 @@ class Domain(ABC, Generic[S]):
         if isinstance(request.sql, TokenSql):
             hold.token, hold.stored, hold.place = session.token, request.sql.name, request.sql.place
         with MUTEX:
-            ticket.owner.waits = None
+            ticket.owner.waits = ticket.away = None
             ticket.owner.holds.append(hold)
             session.hold = ticket.hold = hold
         if session.dead is not None:  # it died between the answer and this line

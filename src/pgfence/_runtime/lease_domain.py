@@ -127,7 +127,7 @@ class LeaseDomain(Domain[S]):
     def record(self, grant: Grant) -> None:
         ticket = grant.ticket
         with MUTEX:
-            ticket.owner.waits = None
+            ticket.owner.waits = ticket.away = None
             ticket.owner.holds.append(grant)
             ticket.hold = grant
         grant.subscribe(lambda: self.step_out(ticket))

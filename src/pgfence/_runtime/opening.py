@@ -149,7 +149,7 @@ def unreachable(engine: Engine, error: Exception, otherwise: str = UNKNOWN) -> U
 
 
 _REJECTED = re.compile(
-    r"server does not support SSL|rejected SSL upgrade|certificate verify failed|certificate file|"
+    r"server does not support SSL|rejected SSL upgrade|certificate verify failed|certificate file|bouncer config error|"
     r"authentication failed|no password supplied|no pg_hba\.conf entry|is not permitted to log in"
     r"|(?:role|database) \".*\" does not exist|no such (?:user|database)|permission denied for database"
 )
@@ -164,7 +164,9 @@ def rejected(state: str | None, reason: str) -> bool:
 
     libpq passes no SQLSTATE on, so its text decides; that of a server with messages in another language is not recognized.
     """
-    return _REJECTED.search(reason) is not None if state is None else state[:2] in ("28", "3D", "42")
+    if state in (None, "08P01"):  # the latter is all that older releases of PgBouncer say
+        return _REJECTED.search(reason) is not None
+    return state[:2] in ("28", "3D", "42")
 
 
 def unresolved(error: BaseException, reason: str) -> bool:
