@@ -149,7 +149,9 @@ async def test_a_token_above_the_leases_row_was_never_issued(world: World, name:
         (name,),
     )
     async with session(world, world.engine()) as work:
-        with pytest.raises(StaleFencingTokenError, match=r"(?s)former primary.*engine\.dispose\(\)") as caught:
+        with pytest.raises(
+            StaleFencingTokenError, match=r"(?s)never issued here.*former primary.*engine\.dispose\(\)"
+        ) as caught:
             await world.call(fence, work, name, 9)
     assert (caught.value.token, caught.value.newest) == (9, 1)
 

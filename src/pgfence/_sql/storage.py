@@ -190,8 +190,8 @@ def translated(
         why = (
             "a newer holder has taken over"
             if token < newest
-            else "the server of this connection has not issued it. It may be a former primary or a restored copy: close the"
-            " connection (engine.dispose()) and try again on a new one. Or the token was issued for another resource"
+            else "it was never issued here, or the lease's row was set back (a restore, a fail-over). If this connection leads to a"
+            " former primary, close it (engine.dispose()) and try again on a new one"
         )
         return StaleFencingTokenError(
             f"token {token} for {resource!r} is refused, the newest is {newest}: {why}. Nothing of this transaction is"
