@@ -259,8 +259,11 @@ def _dropped(hold: BaseHold, domain: Any, handle: _Handle) -> None:
     """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
     if not hold.ours or sys.is_finalizing():
         return
+    hold.dropped = True
     domain.abandon(hold)
     if hold.reason is None:
+        noun, names = hold.noun, named(hold.names)
+        WATCHER.post(lambda: log.warning("the %s %s was dropped without release(); it is being released", noun, names))
         warnings.warn(
             f"the lock {named(hold.names)} was dropped without release()", ResourceWarning, source=handle, stacklevel=2
         )

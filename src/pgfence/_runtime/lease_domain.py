@@ -303,7 +303,7 @@ class LeaseDomain(Domain[S]):
                 key=None,
                 kind="lease",
                 mode="exclusive",
-                owner=hold.label or f"another {hold.owner.kind} of this process",
+                owner=hold.label or hold.in_words,
                 host=None,
                 pid=hold.pid,
                 backend_pid=None,

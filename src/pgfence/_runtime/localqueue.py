@@ -71,6 +71,11 @@ class Ticket:
         """Whom it found when it last asked; for messages."""
         self.wake: Callable[[], object] | None = None
 
+    @property
+    def dropped(self) -> bool:
+        """Whether its holder has dropped the handle, and it is being given back."""
+        return self.hold is not None and self.hold.dropped
+
 
 class Lines:
     """The lines of one engine."""
@@ -133,10 +138,13 @@ class Lines:
         return heir
 
     def held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
-        """Say whether this contender stands first for one of the keys already, by a hold or a wait of its own."""
+        """Say whether this contender stands first for one of the keys already, by a hold or a wait of its own.
+
+        A hold whose handle was dropped does not count: it ends soon, so a wait for it does too.
+        """
         for place in places:
             line = self._lines.get(place)
-            if line is not None and line[0].owner is owner:
+            if line is not None and line[0].owner is owner and not line[0].dropped:
                 return True
         return False
 
@@ -162,6 +170,8 @@ def closes_circle(ticket: Ticket) -> bool:
             for other in current.lines.line(place):
                 if other is current:
                     break
+                if other.dropped:
+                    continue
                 if other.owner is ticket.owner:
                     return True
                 passed.add((place, id(other)))

@@ -38,7 +38,7 @@ def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
         theirs = hold.ticket.lines
         same_place = theirs is lines and not places.isdisjoint(hold.ticket.places)
         same_row = row is not None and theirs.home is lines.home is not None and _row_of(hold) == row
-        if (same_place or same_row) and hold.state in ("held", "unknown"):
+        if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True
     return False
 
@@ -59,7 +59,7 @@ def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
     return [
         hold
         for hold in tuple(owner.holds)
-        if isinstance(hold, Hold) and not wanted.isdisjoint(hold.keys) and hold.state == "held"
+        if isinstance(hold, Hold) and not wanted.isdisjoint(hold.keys) and not hold.dropped and hold.state == "held"
     ]
 
 

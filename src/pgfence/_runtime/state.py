@@ -40,6 +40,7 @@ class BaseHold:
     __slots__ = (
         "_enders",
         "_listeners",
+        "dropped",
         "handle",
         "names",
         "owner",
@@ -71,6 +72,8 @@ class BaseHold:
         self.reason: LossReason | None = None
         """What it was marked lost for."""
         self.released = False
+        self.dropped = False
+        """Whether the handle was dropped without release(): a thread or task of ours gives it back."""
         self.unsure = False
         self._listeners: tuple[Callable[[], object], ...] = ()
         self._enders: tuple[Callable[[], object], ...] = ()
@@ -107,6 +110,13 @@ class BaseHold:
             raise self.lost_error()
         if state == "released":
             raise self.not_held_error()
+
+    @property
+    def in_words(self) -> str:
+        """Who has it, for the others of this process."""
+        if self.dropped:
+            return "a handle of this process that was dropped without release()"
+        return f"another {self.owner.kind} of this process"
 
     def lost_error(self) -> LockLostError:
         reason = self.loss_reason or "killed"
@@ -235,7 +245,7 @@ def here(key: LockKey, hold: Hold[Any]) -> Holder:
         key=key,
         kind="advisory",
         mode="exclusive",
-        owner=f"another {hold.owner.kind} of this process",
+        owner=hold.in_words,
         host=None,
         pid=hold.pid,
         backend_pid=hold.session.pid,

@@ -51,6 +51,7 @@ class Record:
     def __del__(self) -> None:
         grant = getattr(self, "_grant", None)  # an interrupt may have torn its making
         if grant is not None and not grant.released and grant.ours:
+            grant.dropped = True
             self._domain.abandon(grant)
 
     @property

@@ -1,0 +1,51 @@
+"""A handle that was dropped without release() is given back: its own thread or task may take the lock again meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgfence import AdvisoryLock, AsyncAdvisoryLock, AsyncLease, Lease
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+KINDS = {
+    "lock": lambda world, engine, name: world.pick(AdvisoryLock, AsyncAdvisoryLock)(engine, name),
+    "lease": lambda world, engine, name: world.pick(Lease, AsyncLease)(engine, name, ttl=60),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_dropped_lock_is_waited_for_and_logged(
+    world: World, name: str, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Acquired with the result not kept, and acquired again: no SelfDeadlockError, and a WARNING that names the lock."""
+    make: Callable[..., Any] = KINDS[kind]
+    one = make(world, world.engine(), name)
+
+    async def acquire_twice() -> Any:
+        await one.acquire()
+        gc.collect()
+        return await one.acquire(timeout=30)
+
+    def acquire_twice_here() -> Any:
+        one.acquire()
+        gc.collect()
+        return one.acquire(timeout=30)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        held = await world.call(acquire_twice if world.is_async else acquire_twice_here)
+    await world.call(held.release)
+    noun = f"the {kind} {name!r} was dropped without release()"
+    await eventually(lambda: noun in caplog.text)
+    assert [r.levelname for r in caplog.records if noun in r.getMessage()] == ["WARNING"]
