@@ -24,8 +24,16 @@ def patched(name: str, **members: Any) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "members", "way"),
     [
-        ("gevent.monkey", {"is_module_patched": lambda name: name == "threading"}, r"patch_all\(thread=False\)"),
-        ("eventlet.patcher", {"is_monkey_patched": lambda name: name == "thread"}, r"monkey_patch\(thread=False\)"),
+        (
+            "gevent.monkey",
+            {"is_module_patched": lambda name: name == "queue"},
+            r"`queue`.*patch_all\(thread=False, select",
+        ),
+        (
+            "eventlet.patcher",
+            {"is_monkey_patched": lambda name: name == "socket"},
+            r"`socket`.*monkey_patch\(thread=False",
+        ),
         ("uwsgi", {"opt": {"http": b":8000"}}, "--enable-threads"),
         ("uwsgi", {"opt": {b"http": b":8000"}}, "--enable-threads"),
     ],

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
+from pgfence._runtime import native
 from pgfence._runtime.localqueue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
 from pgfence._runtime.opening import lost_connection
 from pgfence._runtime.outages import Patience, gone_error
@@ -92,6 +93,7 @@ class Domain(ABC, Generic[S]):
     once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
 
     def __init__(self, engine: Engine, config: Config) -> None:
+        native.refuse_without_threads()
         self.engine = engine
         self.config = config
         self.style: Style = server.style_of(engine.dialect)

@@ -73,26 +73,36 @@ def start(name: str, target: Callable[..., object], *args: object) -> threading.
     return thread
 
 
+_GEVENT = ("threading", "select", "queue")
+_EVENTLET = ("thread", "select", "socket")
+"""What our threads use and cannot share with the greenlets of a hub: without it they end, hang, or never run."""
+
+
 def refuse_without_threads() -> None:
-    """Raise where native threads do not run: no heartbeat could beat there.
+    """Raise where our native threads do not run: no loss would be noticed, and no lease renewed.
 
     Raises:
-        PgfenceError: gevent or eventlet has patched `threading`, or uWSGI runs without --enable-threads.
+        PgfenceError: gevent or eventlet has replaced what they need, or uWSGI runs without --enable-threads.
     """
-    patched = (
-        "a lease needs a native thread for its heartbeat, and {0} has replaced `threading`: a task that computes would"
-    )
-    patched += " keep it from beating. Call {1}, or hold leases in a process of their own"
     monkey = sys.modules.get("gevent.monkey")
-    if monkey is not None and monkey.is_module_patched("threading"):
-        raise PgfenceError(patched.format("gevent", "monkey.patch_all(thread=False)"))
+    if monkey is not None and (names := [name for name in _GEVENT if monkey.is_module_patched(name)]):
+        raise _replaced("gevent", names, "monkey.patch_all(thread=False, select=False, queue=False)")
     patcher = sys.modules.get("eventlet.patcher")
-    if patcher is not None and patcher.is_monkey_patched("thread"):
-        raise PgfenceError(patched.format("eventlet", "eventlet.monkey_patch(thread=False)"))
+    if patcher is not None and (names := [name for name in _EVENTLET if patcher.is_monkey_patched(name)]):
+        raise _replaced("eventlet", names, "eventlet.monkey_patch(thread=False, select=False, socket=False)")
     uwsgi = sys.modules.get("uwsgi")
     if uwsgi is not None:
         options = {name.decode() if isinstance(name, bytes) else str(name) for name in getattr(uwsgi, "opt", ())}
         if not options & {"enable-threads", "threads"}:
             raise PgfenceError(
-                "a lease needs a thread for its heartbeat, and this uWSGI runs none: start it with --enable-threads"
+                "pgfence needs threads to notice the loss of a lock and to renew leases, and this uWSGI runs none: start it"
+                " with --enable-threads"
             )
+
+
+def _replaced(who: str, names: list[str], call: str) -> PgfenceError:
+    return PgfenceError(
+        "pgfence needs native threads to notice the loss of a lock and to renew leases, and they cannot run here because"
+        f" {who} has replaced {', '.join(f'`{name}`' for name in names)}. Call {call}, or hold locks and leases in a process"
+        " without monkey-patching; a TransactionLock needs no thread"
+    )
