@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.place import Place
     from benchmarks.rounds import Make
 
-ACQUIRE = "SELECT * FROM pgfence_acquire_lease_v1(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+ACQUIRE = "SELECT * FROM pgfence_acquire_lease_v2(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, 'lease')"
 RELEASE = "SELECT pgfence_release_lease_v1(%s, %s, %s)"
 RAW, AGAIN, OURS = "the same SQL by raw psycopg", "the same, again", "pgfence, hold()"
 

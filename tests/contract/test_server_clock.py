@@ -135,14 +135,15 @@ def test_a_released_lease_is_free_when_the_clock_is_set_back(
     lease.acquire(timeout=0).release()
 
 
+@pytest.mark.parametrize("call", ["renew", "release"])
 def test_a_holder_is_notified_when_the_clock_is_set_forward(
-    engine: Engine, clock: Clock, name: str, caplog: pytest.LogCaptureFixture
+    engine: Engine, clock: Clock, name: str, call: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server has let the lease expire; the holder, by whose clock it has not, loses it and logs why."""
     held = Lease(engine, name, ttl=TTL).acquire()
     clock.set(HOUR)
     with pytest.raises(LockLostError) as caught:
-        held.renew()
+        getattr(held, call)()
     assert caught.value.reason == "expired"
     eventually(lambda: "the server's clock was set forward" in caplog.text)
 

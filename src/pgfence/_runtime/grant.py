@@ -32,7 +32,7 @@ log = logging.getLogger("pgfence.lease")
 CLOSE = 0.001
 """Seconds by which two of the server's numbers may differ and mean the same moment."""
 
-_BY_CLOCK: dict[LossReason, str] = {
+_BY_CLOCK = {
     "expired": "has let expire",
     "overdue": "has ended, because its max_hold is over,",
     "superseded": "has granted to another holder",
@@ -162,11 +162,16 @@ class Grant(BaseHold):
         return True
 
     def rejected(self, reason: LossReason) -> None:
-        """Lose it because the server rejected a renewal, and log if the clocks disagree on that. Not under the mutex."""
+        """Lose it because the server rejected a renewal. Not under the mutex."""
+        if self.reason is None:
+            self.warn_of_clock(reason)
+        self.lose(reason)
+
+    def warn_of_clock(self, reason: str) -> None:
+        """Log that the server ended it before its time was over by the clock of this host, if that is so."""
         left = self.deadline - clock()
         # An attempt is also superseded when an operator frees its key.
-        known = reason in _BY_CLOCK and (reason != "superseded" or self.family == "lease")
-        if left > 0 and self.reason is None and known:
+        if left > 0 and reason in _BY_CLOCK and (reason != "superseded" or self.family == "lease"):
             log.warning(
                 "the server %s the %s %s with %.1f s of its time left by the clock of this host: the server's clock was set"
                 " forward, or this is a copy of the server without the last commits (a failover, a restore)",
@@ -175,7 +180,6 @@ class Grant(BaseHold):
                 named(self.names),
                 left,
             )
-        self.lose(reason)
 
     def expire(self) -> bool:
         """Mark it lost if its time is over, and say whether it is lost. Not under the mutex."""

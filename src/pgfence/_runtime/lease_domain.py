@@ -185,6 +185,7 @@ class LeaseDomain(Domain[S]):
             LockLostError: it was not ours any more.
         """
         if answer != "released":
+            grant.warn_of_clock(answer)
             grant.reason = answer  # type: ignore[assignment]
             log.warning("the lease %s was lost before its release: %s", named(grant.names), answer)
             emit(self.config, "lost", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)

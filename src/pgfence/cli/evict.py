@@ -163,7 +163,7 @@ class _Eviction:
 
 
 def _described(holder: Holder) -> str:
-    kind = "a lease of " if holder.kind == "lease" else ""
+    kind = f"a {holder.kind} of " if holder.kind in ("lease", "slot", "session lock") else ""
     purpose = f", for {holder.purpose!r}" if holder.purpose else ""
     until = f", until {holder.expires_at.isoformat(timespec='seconds')}" if holder.expires_at else ""
     return f"{kind}{holder}{until}{purpose}"
