@@ -538,7 +538,8 @@ async def test_an_evicted_holder_writes_nothing_more(
     """After the eviction its token is refused by the fence, whoever brings it, though nobody took the lock since."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name, token=True).acquire)
-    await world.call(monitoring.evict, world.engine(), name, reason="hung")
+    (evicted,) = await world.call(monitoring.evict, world.engine(), name, reason="hung")
+    assert (evicted.kind, evicted.token, evicted.pid) == ("session lock", held.token, os.getpid())
     with pytest.raises(StaleFencingTokenError):
         async with world.enter(engine.begin()) as connection:
             await world.call(fence, connection, name, held.token)
