@@ -153,8 +153,8 @@ async def test_nothing_runs_unprotected_beside_a_holder_that_was_named(
         pytest.skip("one driver of each half is enough")
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)
-    held = await world.call(contended(world, "lease", engine, name).acquire)
-    other = contended(world, "lease", world.engine(dsn=private_server.dsn), name)
+    held = await world.call(contended(world, "lease", engine, name, 4).acquire)
+    other = contended(world, "lease", world.engine(dsn=private_server.dsn), name, 4)
     beside: list[bool] = []
     work = guarded(world, other, lambda: beside.append(not held.lost))
     async with background(world.other().call(work)) as first:
@@ -169,13 +169,13 @@ async def test_nothing_runs_unprotected_beside_a_holder_that_was_named(
     await world.call(schema.drop_all, world.engine(dsn=private_server.dsn))
 
 
-def contended(world: World, kind: str, engine: Any, name: str) -> Any:
-    """Return a lock, a lease or a slot of one day, with a short TTL."""
+def contended(world: World, kind: str, engine: Any, name: str, ttl: float = 60) -> Any:
+    """Return a lock, a lease or a slot of one day."""
     if kind == "lock":
         return lock(world, engine, name)
     if kind == "lease":
-        return world.pick(Lease, AsyncLease)(engine, name, ttl=4)
-    return world.pick(Once, AsyncOnce)(engine, name, at="2026-04-01", ttl=4)
+        return world.pick(Lease, AsyncLease)(engine, name, ttl=ttl)
+    return world.pick(Once, AsyncOnce)(engine, name, at="2026-04-01", ttl=ttl)
 
 
 def contended_for(one: Any) -> bool:
