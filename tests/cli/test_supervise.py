@@ -38,11 +38,12 @@ def watch(supervisor):
 
 def on_loss():
     os.write(2, b"asked\\n")
-    return answer == "stop"
+    return answer.startswith("stop")
 
 with Supervisor(grace=float(grace)) as supervisor:
     threading.Thread(target=watch, args=(supervisor,), daemon=True).start()
-    ended = supervisor.run(command, {**os.environ, "GIVEN": "yes"}, on_loss=on_loss)
+    on_continue = supervisor.lose if answer == "stop on CONT" else lambda: None
+    ended = supervisor.run(command, {**os.environ, "GIVEN": "yes"}, on_loss=on_loss, on_continue=on_continue)
     os.write(2, f"ended code={ended.code} signal={ended.signal} stopped={ended.stopped}\\n".encode())
 sys.exit(ended.code)
 """
@@ -218,6 +219,14 @@ def test_a_command_that_was_stopped_by_a_signal_still_ends_on_a_loss() -> None:
         lose()
         _out, err = process.communicate(timeout=20)
     assert b"code=143 signal=15 stopped=True" in err
+
+
+def test_a_loss_that_is_seen_when_continued_comes_before_the_command_continues() -> None:
+    """A lease may have expired while this process was stopped: the command must not write on before it gets SIGTERM."""
+    with supervised(*python(TELLER), answer="stop on CONT") as (process, _):
+        assert line(process) == "ready"
+        process.send_signal(signal.SIGCONT)
+        assert line(process) == "SIGTERM"
 
 
 def test_a_deaf_command_is_killed_after_the_grace() -> None:

@@ -195,7 +195,12 @@ class _Guarded:
             self._held.on_lost(supervisor.lose)
         start = clock()
         try:
-            ended = supervisor.run(self._options.command, environment, on_loss=self._on_loss)
+            ended = supervisor.run(
+                self._options.command,
+                environment,
+                on_loss=self._on_loss,
+                on_continue=lambda: self._on_continue(supervisor),
+            )
         except Interrupted as stop:
             self._release(well=False)
             return _interrupted(self._report, stop)
@@ -215,6 +220,11 @@ class _Guarded:
         name, why = self._options.name, self._report.loss_reason
         late = f"the lock {name!r} was lost ({why}) before it was given back: the command may have ended without it"
         return self._report.end("lost", Code.LOST, None if stopped else late)
+
+    def _on_continue(self, supervisor: Supervisor) -> None:
+        """Look at once whether a lease has expired while this process was stopped."""
+        if self._held is not None and self._held.lost:
+            supervisor.lose()
 
     def _on_loss(self) -> bool:
         assert self._held is not None

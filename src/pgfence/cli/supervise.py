@@ -305,13 +305,22 @@ class Supervisor:
                 with suppress(BlockingIOError):
                     os.write(self._writer, b"\0")
 
-    def run(self, command: Sequence[str], env: Mapping[str, str], *, on_loss: Callable[[], bool]) -> Ended:
+    def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        on_loss: Callable[[], bool],
+        on_continue: Callable[[], object] = lambda: None,
+    ) -> Ended:
         """Run a command to its end.
 
         Args:
             command: program and arguments.
             env: its whole environment.
             on_loss: called once, in this thread, when the lock is lost while the command runs; returns whether to stop it.
+            on_continue: called after SIGCONT: this process may have been stopped. If it calls `lose`, the command gets its
+                SIGTERM before the SIGCONT.
 
         Raises:
             Interrupted: a signal asked to stop before the command was started.
@@ -329,23 +338,31 @@ class Supervisor:
             _adopt_orphans(wanted=False)
             raise
         guarding.watch(job.process.pid)
-        stopped = self._until_over(job, guarding, on_loss)
+        stopped = self._until_over(job, guarding, on_loss, on_continue)
         # Any exception above leaves the guard in place: its pipe ends with us, and it ends the command.
         guarding.dismiss()
         _adopt_orphans(wanted=False)
         status: int = job.process.returncode
         return Ended(128 - status, -status, stopped) if status < 0 else Ended(status, None, stopped)
 
-    def _until_over(self, job: _Job, guarding: _Guard, on_loss: Callable[[], bool]) -> bool:
+    def _until_over(
+        self, job: _Job, guarding: _Guard, on_loss: Callable[[], bool], on_continue: Callable[[], object]
+    ) -> bool:
         told: set[int] = set()
         ending: Ending | None = None
         asked = stopped = False
-        pause = PAUSE
+        pause, signals = PAUSE, b""
         while True:
             if self._lost and not asked:
                 asked = True
                 if stopped := on_loss():
                     ending = Ending(job.everything, self._grace)
+                    ending.step()
+            for signum in signals:
+                if signum in FORWARDED and (self._own_group or not guarding.heard(signum)):
+                    job.send(signum)
+                if signum in STOPPING:
+                    told.add(signum)
             job.reap(guarding.process)
             if job.ended and ending is None:
                 if not told:
@@ -354,11 +371,9 @@ class Supervisor:
             left = ending is not None and ending.step()
             if job.ended and not left:
                 return stopped
-            for signum in self._wait(pause if left else LONGEST_SLEEP):
-                if signum in FORWARDED and (self._own_group or not guarding.heard(signum)):
-                    job.send(signum)
-                if signum in STOPPING:
-                    told.add(signum)
+            signals = self._wait(pause if left else LONGEST_SLEEP)
+            if signal.SIGCONT in signals:
+                on_continue()
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
     def _of_the_rest(self, job: _Job, told: set[int]) -> Ending:
