@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence import compat
+from pgfence._runtime.cancellation import cancel_waits
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
@@ -35,6 +36,7 @@ from pgfence.errors import (
     VersionConflict,
     VersionConflictError,
     VersionRequiredError,
+    WaitCancelledError,
 )
 from pgfence.fence import fence, fenced
 from pgfence.fenced_handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
@@ -129,7 +131,9 @@ __all__ = [
     "Versioned",
     "VersionedSession",
     "VersionedUUID",
+    "WaitCancelledError",
     "__version__",
+    "cancel_waits",
     "compat",
     "configure",
     "current",

@@ -78,6 +78,19 @@ class LockTimeoutError(PgfenceError, TimeoutError):
         self.held_here = tuple(held_here)
 
 
+class WaitCancelledError(PgfenceError):
+    """The event of `cancel_waits()` ended a wait. Nothing is held.
+
+    `names` is what was waited for.
+    """
+
+    http_status = 503
+
+    def __init__(self, message: str, *, names: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
+
+
 class LockLostError(PgfenceError):
     """The lock was lost while it was believed to be held: work done since then was not protected."""
 

@@ -106,7 +106,15 @@ def waits(admin: psycopg.Connection[Any], name: str | LockKey, count: int = 1) -
 def standing(engine: Any) -> int:
     """Return how many contenders of this process stand behind somebody, in the lines of one engine."""
     found = Homes.of(getattr(engine, "sync_engine", engine)).values()
-    return len({id(ticket) for domain in found for line in domain.lines._lines.values() for ticket in list(line)[1:]})
+    return len(
+        {
+            id(ticket)
+            for domain in found
+            if hasattr(domain, "lines")
+            for line in domain.lines._lines.values()
+            for ticket in list(line)[1:]
+        }
+    )
 
 
 def terminate(admin: psycopg.Connection[Any], pid: int) -> None:

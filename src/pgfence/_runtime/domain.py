@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from pgfence._runtime.cancellation import CancelEvent
     from pgfence._runtime.outages import Away
     from pgfence._sql.advisory import LockSql, Style
     from pgfence.config import Config
@@ -68,6 +69,8 @@ class Request:
     patience: Patience
     told: bool = False
     """Whether the log has been told of a long wait."""
+    cancel: CancelEvent | None = None
+    """Ends the wait of a thread."""
 
     @property
     def keys(self) -> tuple[LockKey, ...]:

@@ -8,6 +8,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._runtime import trust
+from pgfence._runtime.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, wait
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
 from pgfence._runtime.domain import Homes
 from pgfence._runtime.lease_domain import (
@@ -79,8 +80,10 @@ class SyncLeases(LeaseDomain[SyncSession]):
             UnreachableError: there was no answer.
         """
         request = self.asked(claim, contender(), timeout, patient=patient)
+        request.cancel = cancel_here() if request.waits else None
         ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
         try:
+            expect_uncancelled(request.cancel)
             with MUTEX:
                 if not self.line_up(request, ticket):
                     return None
@@ -91,8 +94,10 @@ class SyncLeases(LeaseDomain[SyncSession]):
             if grant is not None:
                 return make(self, grant)
             self.step_out(ticket)
-        except BaseException:
+        except BaseException as error:
             for_certain(lambda: self.give_up(ticket))
+            if isinstance(error, Cancelled):
+                raise cancelled(claim.names) from None
             raise
         return None
 
@@ -104,7 +109,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
             if self.lines.first(ticket):
                 gate.open()
             self.saw_line(request, ticket)
-        gate.wait(request.left)
+        wait(gate.wait, request.left, request.cancel)
         with MUTEX:
             request.owner.waits = None
             first = self.lines.first(ticket)
@@ -122,7 +127,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 try:
                     grant, busy = self._attempt(request, ticket, claim)
                 except (UnreachableError, StandbyError) as error:
-                    bell.wait(self.outlast(request, ticket, error))
+                    wait(bell.wait, self.outlast(request, ticket, error), request.cancel)
                     continue
                 if grant is not None:
                     return grant
@@ -134,7 +139,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     return None
                 if cease is None and self.tells:
                     cease = beat.listen(claim.place, claim.stored, bell.set)
-                bell.wait(self.nap(busy.remaining, left, naps=naps))
+                wait(bell.wait, self.nap(busy.remaining, left, naps=naps), request.cancel)
                 bell.clear()
                 naps += 1
         finally:
@@ -188,7 +193,8 @@ class SyncLeases(LeaseDomain[SyncSession]):
             row = session.row(self.engine, text, args, limit=request.budget)
 
     def _session(self, request: Request | None = None) -> SyncSession:
-        session = self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
+        left = RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET)
+        session = self.keeper.checkout(left, cancel=request.cancel if request else None)
         if session is None:
             raise self.no_session(request)
         return session

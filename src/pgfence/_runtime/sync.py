@@ -7,6 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+from pgfence._runtime.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, pause, wait
 from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, Homes, translated
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
@@ -82,8 +83,10 @@ class SyncDomain(Domain[SyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout, patient=patient and on is None)
+        request.cancel = cancel_here() if request.waits else None
         ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
+            expect_uncancelled(request.cancel)
             with MUTEX:
                 if not self.line_up(request, ticket):
                     return None
@@ -95,8 +98,10 @@ class SyncDomain(Domain[SyncSession]):
             if ticket.gift is not None or self._at_server(request, ticket, on):
                 session: SyncSession = ticket.gift or ticket.session
                 return make(self, self.held(request, ticket, session))
-        except BaseException:
+        except BaseException as error:
             self._give_up(ticket)
+            if isinstance(error, Cancelled):
+                raise cancelled(names) from None
             raise
         self.step_out(ticket)
         return None
@@ -109,9 +114,9 @@ class SyncDomain(Domain[SyncSession]):
             if self.lines.first(ticket):
                 gate.open()
             self.saw_line(request, ticket)
-        if request.left > WARN_AFTER and not gate.wait(WARN_AFTER):
+        if request.left > WARN_AFTER and not wait(gate.wait, WARN_AFTER, request.cancel):
             self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
-        gate.wait(request.left)
+        wait(gate.wait, request.left, request.cancel)
         with MUTEX:
             request.owner.waits = None
             first = self.lines.first(ticket)
@@ -144,7 +149,7 @@ class SyncDomain(Domain[SyncSession]):
                     if on is not None:
                         raise
                     failures += 1
-                    time.sleep(self.outlast(request, ticket, error))
+                    pause(self.outlast(request, ticket, error), request.cancel)
                     continue
             session: SyncSession = ticket.session
             began = time.monotonic()
@@ -172,7 +177,7 @@ class SyncDomain(Domain[SyncSession]):
                 if on is not None:
                     raise gone_error(request, gone) from gone.__cause__
                 failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
-                time.sleep(self.gone(request, ticket, gone, failures))
+                pause(self.gone(request, ticket, gone, failures), request.cancel)
                 continue
             ticket.session = None
             self.keeper.park(session)
@@ -183,7 +188,7 @@ class SyncDomain(Domain[SyncSession]):
     def _session(self, request: Request, on: Connection | None, failures: int) -> SyncSession:
         if on is not None:
             return self.keeper.borrow(on, request.budget)
-        session = self.keeper.checkout(request.left, len(request.keys), again=failures > 0)
+        session = self.keeper.checkout(request.left, len(request.keys), again=failures > 0, cancel=request.cancel)
         if session is None:
             raise self.timed_out(request, (), why=NO_CONNECTION)
         return session
@@ -199,6 +204,7 @@ class SyncDomain(Domain[SyncSession]):
             self.expect_others(session, request, own, self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
         while (step := plan.next(clock())) is not None:
+            expect_uncancelled(request.cancel)
             if step.polls:
                 time.sleep(step.seconds)
                 granted = session.try_lock(self.engine, request.sql, request.budget)

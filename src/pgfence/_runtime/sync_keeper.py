@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime import native
+from pgfence._runtime.cancellation import wait
 from pgfence._runtime.drivers import SYNC_WIRES, wire_for
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.opening import judge, open_connection, unreachable
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
+    from pgfence._runtime.cancellation import CancelEvent
     from pgfence._runtime.state import Hold
     from pgfence.config import Config
 
@@ -86,13 +88,16 @@ class SyncKeeper(Keeper[SyncSession]):
         self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
         super().__init__(engine, config, on_death, **options)
 
-    def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> SyncSession | None:
+    def checkout(
+        self, left: float, keys: int = 1, *, again: bool = False, cancel: CancelEvent | None = None
+    ) -> SyncSession | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
 
         Args:
             left: seconds to wait for a turn.
             keys: how many keys it is to hold.
             again: after one that ended: opening another may not take much longer than what is left.
+            cancel: ends the wait for a turn.
         """
         gate = None
         with MUTEX:
@@ -100,7 +105,7 @@ class SyncKeeper(Keeper[SyncSession]):
             if not turn.served:
                 gate = Gate()
                 turn.wake = gate.open
-        if gate is not None and not self._in_turn(turn, gate, left):
+        if gate is not None and not self._in_turn(turn, gate, left, cancel):
             return None
         budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
         return turn.given or self._open(budget, keys)
@@ -111,9 +116,9 @@ class SyncKeeper(Keeper[SyncSession]):
             session = self.roster.warm()
         return session or self._open(OPEN_BUDGET, 0)
 
-    def _in_turn(self, turn: Turn[SyncSession], gate: Gate, left: float) -> bool:
+    def _in_turn(self, turn: Turn[SyncSession], gate: Gate, left: float, cancel: CancelEvent | None) -> bool:
         try:
-            gate.wait(left)
+            wait(gate.wait, left, cancel)
         except BaseException:
             with MUTEX:
                 self.roster.forgo(turn)

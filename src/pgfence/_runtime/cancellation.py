@@ -1,0 +1,105 @@
+"""Waits of a thread that another thread can end."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from pgfence.errors import WaitCancelledError
+from pgfence.timing import SLICE, clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class CancelEvent(Protocol):
+    """What is asked whether to go on waiting: a `threading.Event`, or the like."""
+
+    def is_set(self) -> bool:
+        """Return whether waits are to end."""
+
+
+class Cancelled(BaseException):
+    """The wait was cancelled; `acquire` says so by a WaitCancelledError. Never leaves `_runtime`."""
+
+
+_HERE = threading.local()
+
+
+@contextmanager
+def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
+    """End this thread's waits for locks, leases and slots inside the block once `event` is set.
+
+    ::
+
+        stop = threading.Event()  # set by a signal handler, or by another thread
+
+        with cancel_waits(stop), AdvisoryLock(engine, "indexer").hold(timeout=math.inf):
+            index()
+
+    A wait that is cancelled raises `WaitCancelledError` at most about half a second later, and leaves nothing behind: no lock, no
+    place in a queue. A wait that begins when the event is set already raises it at once. Releasing is no wait.
+
+    Limitations: it ends neither the waits of an async lock, whose task can be cancelled, nor those of a `TransactionLock`, which
+    waits in the server: `pg_cancel_backend` or the server's `statement_timeout` ends that. Of two blocks the inner one counts.
+
+    Args:
+        event: a `threading.Event`, or anything with `is_set()`.
+
+    Raises:
+        TypeError: it has no `is_set()`.
+    """
+    if not callable(getattr(event, "is_set", None)):
+        raise TypeError(
+            f"cancel_waits() needs a threading.Event, or the like with is_set(), not {type(event).__name__}"
+        )
+    before = cancel_here()
+    _HERE.event = event
+    try:
+        yield
+    finally:
+        _HERE.event = before
+
+
+def cancel_here() -> CancelEvent | None:
+    """Return what can end the waits of this thread."""
+    event: CancelEvent | None = getattr(_HERE, "event", None)
+    return event
+
+
+def cancelled(names: tuple[str, ...]) -> WaitCancelledError:
+    """Return what the caller of a wait is told."""
+    quoted = ", ".join(repr(name) for name in names)
+    return WaitCancelledError(
+        f"the wait for {quoted} was cancelled by the event of cancel_waits(); nothing is held", names=names
+    )
+
+
+def expect_uncancelled(cancel: CancelEvent | None) -> None:
+    """Raise Cancelled if the wait is to end."""
+    if cancel is not None and cancel.is_set():
+        raise Cancelled
+
+
+def wait(waits: Callable[[float], bool], left: float, cancel: CancelEvent | None) -> bool:
+    """Wait by `waits` for at most `left` seconds, in slices where somebody can cancel it, and return what it returned.
+
+    Raises:
+        Cancelled: it was cancelled.
+    """
+    if cancel is None:
+        return waits(left)
+    end = clock() + left
+    while True:
+        expect_uncancelled(cancel)
+        left = end - clock()
+        if waits(max(0.0, min(left, SLICE))):
+            return True
+        if left <= SLICE:
+            return False
+
+
+def pause(seconds: float, cancel: CancelEvent | None) -> None:
+    """Sleep, unless the wait is cancelled."""
+    wait(lambda length: threading.Event().wait(length), seconds, cancel)

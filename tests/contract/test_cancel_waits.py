@@ -1,0 +1,121 @@
+"""cancel_waits(): another thread ends the wait of a thread, wherever it waits, and nothing is left behind."""
+
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import create_engine
+
+from pgfence import AdvisoryLock, Lease, WaitCancelledError, cancel_waits, configure
+from support.locking import elsewhere, freed, standing, waits
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import psycopg
+    from sqlalchemy import Engine
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[Engine]:
+    """An engine for threads."""
+    made = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def other() -> Iterator[ThreadPoolExecutor]:
+    """Another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+async def cancelled(
+    other: ThreadPoolExecutor, work: Callable[[], Any], stands: Callable[[], object], name: str
+) -> None:
+    """Let another thread wait for ever, cancel that once it `stands` there, and expect the error to name the lock."""
+    stop = threading.Event()
+
+    def waits_for_ever() -> None:
+        with cancel_waits(stop):
+            work()
+
+    waiter = other.submit(waits_for_ever)
+    await eventually(stands)
+    stop.set()
+    with pytest.raises(WaitCancelledError, match=f"wait for '{name}' was cancelled") as caught:
+        waiter.result(20)
+    assert caught.value.names == (name,)
+
+
+@pytest.mark.parametrize("kind", [AdvisoryLock, Lease])
+async def test_a_waiter_in_this_process_is_cancelled(
+    engine: Engine, other: ThreadPoolExecutor, name: str, kind: type
+) -> None:
+    """It leaves its place in the queue: the lock is free for the next one as soon as its holder has released it."""
+    one = kind(engine, name, **({"ttl": 60} if kind is Lease else {}))
+    with one.hold():
+        await cancelled(other, lambda: one.acquire(timeout=math.inf), lambda: standing(engine) == 1, name)
+        assert standing(engine) == 0
+    with one.hold(timeout=20):
+        pass
+
+
+async def test_a_waiter_in_the_server_is_cancelled(
+    engine: Engine, other: ThreadPoolExecutor, name: str, dsn: str, admin: psycopg.Connection[Any]
+) -> None:
+    """Behind a lock of another process: it waits there no longer, and does not get the lock afterwards."""
+    with elsewhere(dsn, name):
+        await cancelled(other, lambda: AdvisoryLock(engine, name).acquire(timeout=math.inf), waits(admin, name), name)
+    await freed(admin, name)
+
+
+async def test_a_waiter_for_a_lease_of_another_process_is_cancelled(
+    engine: Engine, other: ThreadPoolExecutor, name: str, dsn: str
+) -> None:
+    """It asks again and again until the event is set."""
+    elsewhere = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    asked: list[Any] = []
+    with Lease(elsewhere, name, ttl=60).hold():
+        one = Lease(engine, name, ttl=60)
+        assert one.try_acquire() is None
+        await cancelled(other, lambda: (asked.append(1), one.acquire(timeout=math.inf)), lambda: bool(asked), name)
+    with one.hold(timeout=20):
+        pass
+    elsewhere.dispose()
+
+
+async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: ThreadPoolExecutor, name: str) -> None:
+    """All connections for locks are in use: it leaves that queue, and the connection goes to the next one."""
+    configure(engine, max_lock_connections=1)
+    began = threading.Event()
+    with AdvisoryLock(engine, f"{name}:first").hold():
+        one = AdvisoryLock(engine, name)
+        await cancelled(other, lambda: (began.set(), one.acquire(timeout=math.inf)), began.is_set, name)
+    with one.hold(timeout=20):
+        pass
+
+
+def test_what_does_not_wait_goes_on(engine: Engine, name: str) -> None:
+    """With the event set: a wait raises before anything is asked, a try and a release do their work."""
+    stop = threading.Event()
+    stop.set()
+    one = AdvisoryLock(engine, name)
+    with cancel_waits(stop):
+        held = one.try_acquire()
+        assert held is not None
+        held.release()
+        with pytest.raises(WaitCancelledError):
+            one.acquire()
+    with one.hold(timeout=20):
+        pass
+    with pytest.raises(TypeError, match="is_set"), cancel_waits("stop"):
+        pass
