@@ -124,7 +124,7 @@ def attempt(*names):
         AdvisoryLock(engine, *names).acquire(timeout=20).release()
         say("granted")
     except SoftLimit:
-        say("interrupted" if time.monotonic() - start < 2 else "late")
+        say("interrupted" if time.monotonic() - start < 15 else "late")
     armed[0] = False  # what ended the attempt may have come before the shot
     gun.thread.join()
 

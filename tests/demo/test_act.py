@@ -106,15 +106,16 @@ def test_a_holder_is_struck_when_another_process_waits(blows: Blows) -> None:
 
 def test_a_take_over_is_the_next_grant_to_another_process(blows: Blows) -> None:
     """Grants of other locks, and of the struck process itself, are none."""
+    began = clock()
     blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
-    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
-    blows.hear("two", {"granted": "y", "at": clock() + 1})  # type: ignore[arg-type]
-    blows.hear("one", {"granted": "x", "at": clock() + 1})  # type: ignore[arg-type]
+    blows.hear("one", {"granted": "x", "at": began})  # type: ignore[arg-type]
+    blows.hear("two", {"granted": "y", "at": began + 100})  # type: ignore[arg-type]
+    blows.hear("one", {"granted": "x", "at": began + 100})  # type: ignore[arg-type]
     assert not blows.done
-    blows.hear("two", {"granted": "x", "at": clock() + 2})  # type: ignore[arg-type]
+    blows.hear("two", {"granted": "x", "at": began + 200})  # type: ignore[arg-type]
     assert blows.done
     (takeover,) = blows.takeovers
-    assert takeover.seconds is not None and 1.5 < takeover.seconds < 2.5
+    assert takeover.seconds is not None and 150 < takeover.seconds <= 200
 
 
 def test_a_blow_that_came_too_late_is_dealt_again(blows: Blows) -> None:
