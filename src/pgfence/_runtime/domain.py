@@ -231,7 +231,7 @@ class Domain(ABC, Generic[S]):
         Raises:
             LockNotHeldError: this is a forked child; nothing of its parent's is looked at.
         """
-        if not hold.ours:
+        if hold.pid != PROCESS.pid:
             raise hold.not_held_error()
         if not hold.session.spoiled or hold.state == "released":
             return False

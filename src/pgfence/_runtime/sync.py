@@ -45,8 +45,11 @@ _HERE = threading.local()
 
 def contender() -> Contender:
     """Return the contender that this thread is."""
-    me: Contender | None = getattr(_HERE, "contender", None)
-    if me is None or me.pid != PROCESS.known_pid:
+    try:
+        me: Contender = _HERE.contender
+    except AttributeError:
+        me = _HERE.contender = Contender("thread")
+    if me.pid != PROCESS.known_pid:
         me = _HERE.contender = Contender("thread")
     return me
 
