@@ -72,7 +72,7 @@ async def test_a_waiter_in_this_process_is_cancelled(
 async def test_a_waiter_in_the_server_is_cancelled(
     engine: Engine, other: ThreadPoolExecutor, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Behind a lock of another process: it waits there no longer, and does not get the lock afterwards."""
+    """C040: behind a lock of another process: it waits there no longer, and does not get the lock afterwards."""
     with elsewhere(dsn, name):
         await cancelled(other, lambda: AdvisoryLock(engine, name).acquire(timeout=math.inf), waits(admin, name), name)
     await freed(admin, name)

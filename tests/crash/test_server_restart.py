@@ -76,7 +76,7 @@ async def test_a_crash_tells_the_holder_and_a_waiter_outlasts_it(
 async def test_a_wait_that_ends_during_an_outage_tells_what_was_known(
     world: World, name: str, private_server: OwnServer
 ) -> None:
-    """UnreachableError, not LockTimeoutError: it says that the lock was held, and that the server cannot be reached since then."""
+    """C040: UnreachableError, not LockTimeoutError: it says that the lock was held, and that the server is unreachable since then."""
     other = lock(world, world.engine(dsn=private_server.dsn), name)
     held = await world.call(lock(world, world.engine(dsn=private_server.dsn), name).acquire)
     async with background(world.other().call(other.acquire, timeout=4)) as waiting:
