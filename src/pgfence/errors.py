@@ -140,7 +140,7 @@ class PoolerError(PgfenceError):
 class StandbyError(PgfenceError):
     """The server is a standby, or takes no writes: a lock acquired there excludes no other process.
 
-    While a cluster switches over this passes by itself, so it is `retryable`. Where the URL names a standby it does not.
+    It is `retryable`, because a cluster that switches over soon has a primary again. If the URL leads to a standby, correct it.
     """
 
     http_status = 503
@@ -154,13 +154,13 @@ class UnsupportedServerError(PgfenceError):
 class UnreachableError(PgfenceError):
     """The server cannot be reached. That is never taken for "free" or for "busy".
 
-    Not `retryable`, and 500 instead of 503: the server rejected the password, the user or the database, or there is no host of
-    that name. A wait ends at once then, and no `unreachable=` applies: the configuration has to be corrected.
+    Not `retryable`, and 500 instead of 503, if the server rejected the password, the user or the database, or if the host does
+    not exist. A wait then ends at once, and no `unreachable=` applies: the configuration must be corrected.
     """
 
     http_status = 503
     _held_until: float | None = None
-    """Until when a holder that was named in this process may go on without a server, on the clock of this process."""
+    """Until when a known holder may continue without a server, on the clock of this process."""
 
     def __init__(self, message: str, *, sqlstate: str | None = None, retryable: bool = True) -> None:
         super().__init__(message, sqlstate=sqlstate)

@@ -187,8 +187,8 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             StaleFencingTokenError: another token counts by now.
             LockLostError, LockNotHeldError: it is not held any more.
-            TypeError: it is no JSON.
-            ValueError: it is no JSON; or the session is configured for another schema or prefix.
+            TypeError: it is not JSON.
+            ValueError: it is not JSON; or the session is configured for another schema or prefix.
         """
         self.check()
         save_checkpoint(session, self._hold.stored, self.token, json_text(data, "a checkpoint"), self._hold.place)

@@ -74,9 +74,9 @@ class _Handle:
 
     @property
     def loss_reason(self) -> LossReason | None:
-        """Why it was lost: "killed" (the server ended the session), "cut off" (no answer any more), or "returned".
+        """Why it was lost: "killed" (the server ended the session), "cut off" (the server stopped responding), or "returned".
 
-        "returned": the lock was made with a Connection, and that was closed.
+        "returned": the lock was made with a Connection that was closed.
         """
         return self._hold.loss_reason
 

@@ -1,6 +1,6 @@
-"""What a lock tells those who use it as another library's: as a context manager, as a decorator, or with positional arguments.
+"""Errors for locks that are used like those of other libraries: as context managers, decorators, or with positional arguments.
 
-Type checkers see nothing of it: for them these uses stay errors of their own.
+Hidden from type checkers, which report these uses themselves.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FORMS = {
 
 
 class Guided:
-    """A noun whose wrong uses raise with the right form in the message."""
+    """Base of the nouns whose wrong uses raise with the right form in the message."""
 
     _block: ClassVar[str]
     """The right form of a block."""
     _decorator: ClassVar[str]
     """The right form of a decorator."""
     _absent: ClassVar[Mapping[str, str]] = {}
-    """What is looked for here, and where it is."""
+    """Attributes of other libraries, and what to use instead."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -63,7 +63,7 @@ class Guided:
 
 
 def _by_name(method: F) -> F:
-    """Return a method whose arguments go by name, so that the error of others contains the right form."""
+    """Return the method such that a call with wrong arguments raises with the right form in the message."""
     verb, names = method.__name__, method.__kwdefaults__ or {}
 
     def expect_known(self: object, error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -123,10 +123,10 @@ class Verbs(Guided, ABC, Generic[H]):
             timeout: seconds to wait. None is the configured default; with `busy="skip"` or a callable it does not wait.
             busy: when it is not free: "raise" LockTimeoutError; "skip" the call and return None; or a callable that gets
                 the LockTimeoutError and returns (or raises) the exception to raise instead.
-            unreachable: when there is no server once the timeout is over: "raise" UnreachableError; "run" unprotected, which
-                is your decision; "skip", only together with `busy="skip"`. A wrong password, host or database is raised in
-                any case. A call never runs beside the holder of a lease or
-                slot that the server named before the outage: it waits until that holder's TTL is over, and asks again.
+            unreachable: what to do if the server cannot be reached at the end of the timeout: "raise" UnreachableError; "run"
+                unprotected, which is your decision; "skip", only together with `busy="skip"`. A wrong password, host or
+                database raises in any case. If this process has found a lease or slot held before the outage, "run" retries
+                until that holder's TTL is over.
 
         Raises:
             TypeError: at decoration, for a coroutine function (use the Async twin) or a generator (hold inside it).

@@ -66,7 +66,7 @@ class AsyncWrapSkip(Protocol):
 
 
 def unsafe_for(error: UnreachableError) -> float:
-    """Return the seconds that are left of the TTL of a holder the server named before it went away; 0.0: it named none."""
+    """Return the seconds left of the TTL of a holder that was known before the server went away; 0.0 if none was."""
     return max(0.0, error._held_until - clock()) if error._held_until is not None else 0.0
 
 
@@ -95,7 +95,7 @@ class Policy:
             raise error
 
     def further(self, error: UnreachableError) -> float:
-        """Return for how many seconds to ask again before the call runs unprotected; 0.0: it need not wait."""
+        """Return for how many seconds to retry before the call runs unprotected; 0.0: it need not wait."""
         return unsafe_for(error) if self._unreachable == "run" else 0.0
 
     def stop(self, error: UnreachableError) -> bool:

@@ -36,7 +36,7 @@ def place(engine: Engine) -> str:
 
 
 def warn_of_slow_hosts(engine: Engine) -> None:
-    """Warn once of an engine with several hosts and no limit for connecting to one that hangs."""
+    """Log one warning for an engine with several hosts and no limit for connecting to one that hangs."""
     if engine.dialect in _WARNED:
         return
     _WARNED.add(engine.dialect)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Over = list[tuple[Grant, Wish | None]]
 
 LISTEN_AFTER = 1.0
-"""Seconds for which leases are held until a connection is opened to hear of evictions."""
+"""Seconds for which leases are held until a connection is opened that listens to evictions."""
 
 
 class Agenda:
@@ -47,7 +47,7 @@ class Agenda:
         self._held_since = 0.0
         """Since when there has always been something to keep."""
         self._suspects: dict[Grant, None] = {}
-        """Leases of which someone says that their holder was evicted."""
+        """Leases whose holder may have been evicted."""
 
     @property
     def busy(self) -> bool:
@@ -156,7 +156,7 @@ class Agenda:
         return self.ears.chore(now, self.schedule.places if self.listens else ())
 
     def limit(self, chore: Chore, now: float) -> float:
-        """Return the seconds that a chore may take: one that hangs must leave time for the renewals that wait behind it."""
+        """Return the seconds that a chore may take: if it hangs, the renewals after it must still have time."""
         limit = chore.limit(now)
         if isinstance(chore, Renewal):
             return limit
@@ -171,7 +171,7 @@ class Agenda:
         return self.ears.changed(chore)
 
     def _check(self) -> Check | None:
-        # A check without an answer is not repeated: with the next connection all leases are checked.
+        # A check without a response is not repeated: with the next connection all leases are checked.
         self._suspects = {grant: None for grant in self._suspects if grant in self.schedule}
         if not self._suspects:
             return None

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class CancelEvent(Protocol):
-    """What is asked whether to go on waiting: a `threading.Event`, or the like."""
+    """A `threading.Event`, or another object that says when waits end."""
 
     def is_set(self) -> bool:
-        """Return whether waits are to end."""
+        """Return whether waits should end."""
 
 
 class Cancelled(BaseException):
@@ -39,10 +39,11 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
             index()
 
     A wait that is cancelled raises `WaitCancelledError` at most about half a second later, and leaves nothing behind: no lock, no
-    place in a queue. A wait that begins when the event is set already raises it at once. Releasing is no wait.
+    place in a queue. A wait that begins after the event was set raises it at once. A try and a release are not affected.
 
     Limitations: it ends neither the waits of an async lock, whose task can be cancelled, nor those of a `TransactionLock`, which
-    waits in the server: `pg_cancel_backend` or the server's `statement_timeout` ends that. Of two blocks the inner one counts.
+    waits in the server: `pg_cancel_backend` or the server's `statement_timeout` ends that. In nested blocks only the innermost
+    event applies.
 
     Args:
         event: a `threading.Event`, or anything with `is_set()`.
@@ -69,7 +70,7 @@ def cancel_here() -> CancelEvent | None:
 
 
 def cancelled(names: tuple[str, ...]) -> WaitCancelledError:
-    """Return what the caller of a wait is told."""
+    """Return the error of a cancelled wait."""
     quoted = ", ".join(repr(name) for name in names)
     return WaitCancelledError(
         f"the wait for {quoted} was cancelled by the event of cancel_waits(); nothing is held", names=names
@@ -77,13 +78,13 @@ def cancelled(names: tuple[str, ...]) -> WaitCancelledError:
 
 
 def expect_uncancelled(cancel: CancelEvent | None) -> None:
-    """Raise Cancelled if the wait is to end."""
+    """Raise Cancelled if the event is set."""
     if cancel is not None and cancel.is_set():
         raise Cancelled
 
 
 def wait(waits: Callable[[float], bool], left: float, cancel: CancelEvent | None) -> bool:
-    """Wait by `waits` for at most `left` seconds, in slices where somebody can cancel it, and return what it returned.
+    """Wait by `waits` for at most `left` seconds, in slices so that it can be cancelled, and return what it returned.
 
     Raises:
         Cancelled: it was cancelled.

@@ -98,7 +98,7 @@ class Renewal(Chore):
 
 
 class Check(Chore):
-    """Ask whether some leases of one place stand, without renewing them: somebody may have evicted their holder."""
+    """Ask whether some leases of one place are still held, without renewing them: their holder may have been evicted."""
 
     def __init__(self, place: Place, grants: list[Grant]) -> None:
         self.place = place

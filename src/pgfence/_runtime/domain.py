@@ -281,7 +281,7 @@ class Domain(ABC, Generic[S]):
         return request.patience.ended(request.names, error, request.deadline.timeout)
 
     def saw_line(self, request: Request, ticket: Ticket) -> None:
-        """Note, under the mutex, whether somebody in front in this process holds it, or was told that another one does."""
+        """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
         fronts = (next(iter(self.lines.line(place)), ticket) for place in ticket.places)
         if any(front.hold is not None or front.told_held for front in fronts):
             request.patience.held()

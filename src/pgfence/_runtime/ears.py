@@ -1,6 +1,6 @@
-"""Which channels the heartbeat's connection listens to, and who waits for a release. No I/O; the caller holds a lock.
+"""The channels that the heartbeat's connection listens to, and the waiters for a release. No I/O; the caller holds a lock.
 
-While somebody waits for a lease, it listens to the releases; while leases are held, to the evictions.
+It listens to releases while a lease is waited for, and to evictions while leases are held.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ears:
         self._waiters: dict[str, dict[str, list[Wake]]] = {}
         self._places: dict[str, Place] = {}
         self._on: dict[str, float] = {}
-        """Since when no one has needed a channel that is listened to; 0 while someone does."""
+        """Since when a channel that is listened to has had no user; 0 while it has one."""
         self.deaf = False
         """The connection, which may go through a pooler, gets no notifications."""
 

@@ -40,7 +40,7 @@ class Contender:
     def __init__(self, kind: Literal["thread", "task"]) -> None:
         self.kind = kind
         self.pid = PROCESS.known_pid
-        """A forked child goes on as another one: what is noted here of holds belongs to the parent."""
+        """In a forked child the contender is another one: these holds belong to the parent."""
         self.holds: list[BaseHold] = []
         self.waits: Ticket | None = None
 
@@ -138,7 +138,7 @@ class Lines:
         return heir
 
     def held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
-        """Say whether this contender stands first for one of the keys already, by a hold or a wait of its own.
+        """Say whether this contender is already first in line for one of the keys, by a hold or a wait.
 
         A hold whose handle was dropped does not count: it ends soon, so a wait for it does too.
         """

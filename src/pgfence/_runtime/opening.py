@@ -170,7 +170,7 @@ def rejected(state: str | None, reason: str) -> bool:
 
 
 def unresolved(error: BaseException, reason: str) -> bool:
-    """Say whether there is no host of that name; a name server that does not respond says nothing about that."""
+    """Say whether the host does not exist; a name server that does not respond does not prove that."""
     if isinstance(error, socket.gaierror):
         return error.errno in _NO_SUCH_HOST
     return _UNRESOLVED.search(reason) is not None
@@ -183,8 +183,8 @@ def _from_dbapi(error: BaseException) -> bool:
 def connecting_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
     """Return what an error means that came out of SQLAlchemy's code or the caller's; None unless it is from connecting.
 
-    Drivers raise OSError, TimeoutError and classes of their own while they connect, and what SQLAlchemy wraps of these depends
-    on its version. The caller's own code may raise the same classes: the traceback tells where it comes from.
+    Drivers raise OSError, TimeoutError and their own classes while they connect, and which of these SQLAlchemy wraps depends on
+    its version. The caller's own code may raise the same classes: the traceback tells where it comes from.
     """
     pool = engine.pool
     for each in (error, getattr(error, "orig", None)):

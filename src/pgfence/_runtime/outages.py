@@ -1,4 +1,4 @@
-"""A wait outlasts an outage of the server: when to ask again, and what the error says once the timeout is over. No I/O."""
+"""Waits that last through an outage of the server: when to retry, and the error at the end of the timeout. No I/O."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Patience:
     lasts: bool
     """Whether it does: its caller passed a timeout, or the server has responded that the lock is held."""
     failures: int = 0
-    """How many questions in a row had no answer."""
+    """How many attempts in a row got no response."""
     heard_at: float | None = None
     """When the server last responded that the lock is held, on the clock of this process."""
     holders: Sequence[Holder] = ()
     """Who held it then, as far as the response said."""
 
     def held(self, holders: Sequence[Holder] = ()) -> None:
-        """Note a response: it is held. From now on the wait lasts until its timeout."""
+        """Note the response that it is held. From now on the wait lasts until its timeout."""
         self.lasts = True
         self.failures = 0
         self.heard_at = clock()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
     """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
 
-    A lease and a session lock with a token stand in different lines, and exclude each other by their row.
+    A lease and a session lock with a token wait in different lines, and exclude each other by their row.
     """
     if not owner.holds:
         return False
@@ -44,7 +44,7 @@ def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
 
 
 def _row_of(asked: Any) -> tuple[Place, str] | None:
-    """Return the row of the lease table that a claim, a grant or a session lock stands on; None: none."""
+    """Return the row of the lease table that a claim, a grant or a session lock uses; None if it uses none."""
     sql = asked.sql if isinstance(asked, Hold) else asked
     if isinstance(sql, TokenSql):
         return sql.place, sql.name
@@ -73,7 +73,7 @@ def self_deadlock(
         names: what it waits for.
         holds: its own session locks on those keys.
         found: the holders of those keys in the database where it waits.
-        started: when that server was started. A process id alone is no proof: another server may have one like it.
+        started: when that server was started. A process id alone proves nothing: another server may use the same one.
     """
     there = {(holder.key, holder.backend_pid) for holder in found}
     own = tuple(

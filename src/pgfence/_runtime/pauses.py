@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pgfence._runtime.grant import Grant
 
 STOOD_STILL = 0.25
-"""Which share of the margin a pause of this process may take before it is told."""
+"""The share of the margin that a pause may take before it is logged."""
 
 
 class Pauses:

@@ -1,8 +1,8 @@
-"""Which process this is, and what a forked child has to renew before it uses anything of ours.
+"""Which process this is, and what a forked child must renew before it uses pgfence.
 
 `os.register_at_fork` is not enough to know of a fork. A server written in C calls fork(2) itself and runs none of Python's hooks
 (uWSGI does, by default), and a hook that was registered before ours runs in the child first. So each use looks at a byte that
-the kernel clears in every child. The hook only makes the renewal early where there is one.
+the kernel clears in every child. Where hooks run, the renewal only happens earlier.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def kernel_mark() -> Mark:
 def finish_fork() -> None:
     """Do what CPython asks of a C program that forks, where the program has left it out: call PyOS_AfterFork_Child.
 
-    Without it a thread of the parent that waited for the GIL at the moment of the fork does so in the child for ever, and takes
-    the wake-up of the child's second thread. The call counts all threads but its own as dead, so it is left out where another
-    one runs; and CPython has made it where it knows of one thread only.
+    Without it a thread of the parent that waited for the GIL at the moment of the fork still counts as waiting in the child, and
+    takes the wake-up of the child's second thread. The call counts all threads but its own as dead, so it is omitted if another
+    one runs; and CPython has already made it if it knows of only one thread.
     """
     if sys.platform != "linux" or len(sys._current_frames()) == 1:
         return
@@ -90,7 +90,7 @@ class Process:
         self._renewals: list[Callable[[], None]] = []
         self._renewing = 0
         self._turns: dict[int, threading.RLock] = {}
-        """A lock for each process, because a fork may copy one in the hands of a thread that the child does not have."""
+        """A mutex for each process, because a fork may copy one that is held by a thread that the child does not have."""
 
     @property
     def pid(self) -> int:
@@ -100,9 +100,9 @@ class Process:
         return self.known_pid
 
     def renew_in_child(self, renewal: Callable[[], None]) -> None:
-        """Have `renewal` called once in a forked child, before anything else of ours; in the order of registration.
+        """Have `renewal` called once in a forked child, before any other code of pgfence; in the order of registration.
 
-        It must not wait: a lock of ours may be in the hands of a thread that the child does not have.
+        It must not wait: a mutex may be held by a thread that the child does not have.
         """
         self._renewals.append(renewal)
 

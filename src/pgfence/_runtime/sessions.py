@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 STATEMENT_BUDGET = 30.0
-"""Seconds after which a statement is given up on a server that does not answer, where no caller has an earlier deadline."""
+"""Seconds after which a statement is given up on a server that does not respond, unless the caller's deadline is earlier."""
 RELEASE_BUDGET = 5.0
 """Seconds for a statement whose caller does not wait: a release, a try, and what ends after the caller's deadline."""
 WAIT_GRACE = 2.0
@@ -99,7 +99,7 @@ class Session(ABC):
         self.on_death: Callable[[Hold[Any] | None], object] | None = None
 
     def know(self, facts: server.Facts) -> None:
-        """Take over what the server has told of itself and of this session."""
+        """Store the facts about the server and this session."""
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
         if 0 < facts.statement_timeout < 2 * self.slice:
@@ -228,7 +228,7 @@ class Borrowed(Session):
         self.connection = connection
         self._fairy = connection.connection
         self._ending = threading.RLock()
-        """Held while the driver's connection is closed: meanwhile the pool must not give it to somebody else."""
+        """Held while the driver's connection is closed, so that the pool does not give it to another user."""
         self._with_it: list[Borrowed] = connection.info.setdefault(_LOCKS, [])
         self._with_it.append(self)
         pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
@@ -263,7 +263,7 @@ class Borrowed(Session):
         connection.info[_FACTS] = dbapi_connection, facts
 
     def forgo(self) -> None:
-        """Leave the connection to its owner after a first question that failed; one that was cut off is closed."""
+        """Leave the connection to its owner after a first statement that failed; if it was cut off, close it."""
         if self.dead is None:
             self.let_go()
         else:
@@ -279,14 +279,14 @@ class Borrowed(Session):
 
     @property
     def attached(self) -> bool:
-        """Whether the driver's connection is still that of the caller's Connection, and no one else's."""
+        """Whether the driver's connection is still that of the caller's Connection, and of no other user."""
         connection = self.connection
         if self.closed or connection.closed or connection.invalidated:
             return False
         return connection.connection.dbapi_connection is self.dbapi_connection
 
     def expect_attached(self) -> None:
-        """Raise before a statement of ours that would reach another user of the driver's connection."""
+        """Raise before a statement that would reach another user of the driver's connection."""
         if not self.attached:
             self.dead = self.dead or "returned"
             raise GoneError("the Connection was closed")

@@ -73,7 +73,7 @@ class BaseHold:
         """What it was marked lost for."""
         self.released = False
         self.dropped = False
-        """Whether the handle was dropped without release(): a thread or task of ours gives it back."""
+        """Whether the handle was dropped without release(): a background thread or task releases it."""
         self.unsure = False
         self._listeners: tuple[Callable[[], object], ...] = ()
         self._enders: tuple[Callable[[], object], ...] = ()

@@ -59,7 +59,7 @@ def raise_connecting(engine: Engine, error: Exception) -> None:
 
 
 class Begun(Block[Any]):
-    """A transaction of its own that begins with a step of ours; a COMMIT without a response is an error of its own."""
+    """A separate transaction that begins with a lock or gate; a COMMIT without a response raises CommitOutcomeUnknownError."""
 
     def __init__(self, factory: Any, enter: Callable[[Any], object], what: str) -> None:
         super().__init__(factory.begin())
@@ -99,7 +99,7 @@ class Begun(Block[Any]):
 
 
 class AsyncBegun(AsyncBlock[Any]):
-    """A transaction of its own that begins with a step of ours; see the sync twin."""
+    """A separate transaction that begins with a lock or gate; see the sync twin."""
 
     def __init__(self, factory: Any, enter: Callable[[Any], Awaitable[object]], what: str) -> None:
         super().__init__(factory.begin())

@@ -225,7 +225,7 @@ _GRAVEYARD: list[object] = []
 
 
 def socket_id(fd: int) -> SocketId:
-    """Return which open socket (or the like) a descriptor stands for at this moment."""
+    """Return the identity of the open socket (or file) behind a descriptor at this moment."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 

@@ -1,4 +1,4 @@
-"""Text that a connection cannot carry: the drivers and the server report it in four ways, callers get one."""
+"""Text that cannot be sent over a connection: drivers and server report it in four ways, callers get one error."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def text_error(error: BaseException, values: object, driver: Callable[[], Any]) 
     Args:
         error: of the driver, or of SQLAlchemy.
         values: the statement's parameters.
-        driver: returns the driver's own connection, which knows the encodings. Called for such an error alone: of a Connection
-            that is lost, SQLAlchemy would make another one.
+        driver: returns the driver's own connection, which knows the encodings. Called only for such an error, because
+            SQLAlchemy would replace a lost connection.
     """
     codec, state = _of_the_driver(error), sqlstate(error)
     if codec is not None:
@@ -83,7 +83,7 @@ def _texts(values: object) -> Iterator[str]:
 
 
 def _culprit(said: str, texts: list[str]) -> str:
-    """Return the text that the server means: it names the bytes of one character, in UTF-8, in any language."""
+    """Return the text that the server rejected: its message has the bytes of one character in UTF-8, in every language."""
     letter = bytes(int(byte, 16) for byte in _BYTE.findall(said)).decode(errors="ignore")[:1]
     forms = (letter, json.dumps(letter)[1:-1]) if letter else ()
     for text in texts:

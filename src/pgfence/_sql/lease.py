@@ -153,7 +153,7 @@ def answers(text: str) -> list[Answer]:
 
 
 def losses(text: str) -> list[LossReason | None]:
-    """Return what `check` answered, in the order of its lists: why each grant is lost; None where it stands."""
+    """Return the result of `check`, in the order of its lists: why each grant is lost; None if it is held."""
     return [None if found == "held" else found for found in json.loads(text)]
 
 

@@ -220,7 +220,7 @@ def missing(place: Place, needed: int, state: str | None, row: Sequence[Any]) ->
         place: of the tables.
         needed: the version that was needed.
         state: the SQLSTATE.
-        row: the answer to `WHERE`, as far as it is known.
+        row: the result of `WHERE`, as far as it is known.
     """
     return SchemaError(
         f"pgfence's tables or functions are missing or too old {place.where(*row)}: run `{place.command}`, or"

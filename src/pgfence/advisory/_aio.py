@@ -111,8 +111,8 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
 
         Args:
             timeout: seconds; None is the configured default (cut to 60 while this task holds another session lock),
-                `math.inf` for ever, 0 does not wait. A wait outlasts an outage of the server, up to its timeout; with None
-                only once the server has responded that the lock is held.
+                `math.inf` waits without a limit, 0 does not wait. A wait lasts through an outage of the server, up to its
+                timeout; with None only once the server has responded that the lock is held.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.

@@ -130,11 +130,12 @@ class AdvisoryLock(Named, Verbs[H]):
 
         Args:
             timeout: seconds; None is the configured default (cut to 60 while this thread holds another session lock),
-                `math.inf` for ever, 0 does not wait. A wait outlasts an outage of the server, up to its timeout; with None
-                only once the server has responded that the lock is held.
+                `math.inf` waits without a limit, 0 does not wait. A wait lasts through an outage of the server, up to its
+                timeout; with None only once the server has responded that the lock is held.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
+            WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
             UnreachableError: the server cannot be reached, or not any more at the end of the wait: the message says what it
                 last responded.

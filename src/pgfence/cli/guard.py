@@ -95,7 +95,7 @@ class Ending:
     Args:
         find: returns the processes that should end and still run. It is asked repeatedly, because they may start others.
         grace: seconds; `math.inf` for no SIGKILL.
-        told: processes that have their SIGTERM already.
+        told: processes that have already received SIGTERM.
     """
 
     def __init__(self, find: Callable[[], set[int]], grace: float, told: Iterable[int] = ()) -> None:

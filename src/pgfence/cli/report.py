@@ -32,7 +32,7 @@ class Report:
         ran: seconds that the command ran; None if it did not.
         command_code: its exit status, 128 + N for signal N; None if it did not run.
         token: the fencing token of a lease.
-        slot: which slot was run or is done, as an instant in ISO 8601; None if it is none.
+        slot: which slot was run or is done, as an instant in ISO 8601; None without one.
         resumed: an earlier attempt at this slot had died half way.
         loss_reason: why the lock was lost.
         message: what people are told at the end.

@@ -6,7 +6,7 @@ Guarantees:
   comes back as shells count it;
 - HUP, INT, QUIT, TERM, USR1, USR2, CONT and WINCH that reach us reach the command and what it started in its process group,
   once. A signal that was ignored at our start (nohup) stays ignored for both;
-- without a terminal the command leads a process group of its own, to which signals are passed on;
+- without a terminal the command leads its own process group, to which signals are passed on;
 - with a terminal it stays in our group, as under time(1) or flock(1), so that the shell's job control, pipelines and
   scripts work as without us. What the terminal or a shell sends to the group has reached the command already, and only what
   was sent to us alone is passed on; the guard, which is in the group too, tells which it was;
@@ -20,7 +20,7 @@ Guarantees:
 
 Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for. A command of another
 user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
-nor by the guard. The guard protects from the moment at which it is told whom to end, some microseconds after the start.
+nor by the guard. The guard protects from some microseconds after the start, when it learns which process to end.
 
 Nothing here polls while the command runs: signals, the end of the command and a loss all arrive as bytes in one pipe.
 """
@@ -221,7 +221,7 @@ class _Job:
                 if known:
                     known[0].poll()
                 elif child.si_pid in self._strangers:
-                    break  # whoever started it waits for it
+                    break  # its starter waits for it
                 else:
                     os.waitpid(child.si_pid, 0)
         self.process.poll()
@@ -377,7 +377,7 @@ class Supervisor:
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
     def _of_the_rest(self, job: _Job, told: set[int]) -> Ending:
-        """Return the ending of what a command has left behind that was told to end by a signal and did."""
+        """Return the ending of what a command has left behind after a signal has ended it."""
         everything = bool(told & {signal.SIGHUP, signal.SIGTERM})
         find = job.everything if everything else job.in_group
         return Ending(find, self._grace, job.in_group() if signal.SIGTERM in told else ())

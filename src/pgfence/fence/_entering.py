@@ -102,7 +102,7 @@ def enter(
         issued: the tables that the tokens come from, if that is known.
 
     Raises:
-        ValueError: the tokens come from another installation than the one that this transaction writes under.
+        ValueError: the tokens come from another installation (schema or prefix) than that of this transaction.
         StaleFencingTokenError: a token is not the newest. The transaction cannot commit any more.
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`.
         TransactionStateError: autocommit; or something was sent in this transaction already.

@@ -88,8 +88,9 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
         """Wait until it is held.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait. A wait outlasts an outage of
-                the server, up to its timeout; with None only once the server has responded that the lease is held.
+            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
+                through an outage of the server, up to its timeout; with None only once the server has responded that the lease
+                is held.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.

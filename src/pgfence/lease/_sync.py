@@ -103,11 +103,13 @@ class Lease(Leased, Verbs[HeldLease]):
         """Wait until it is held.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait. A wait outlasts an outage of
-                the server, up to its timeout; with None only once the server has responded that the lease is held.
+            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
+                through an outage of the server, up to its timeout; with None only once the server has responded that the lease
+                is held.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holder.
+            WaitCancelledError: the event of `cancel_waits()` was set.
             SelfDeadlockError: this thread holds it, or waiting would close a cycle inside this process. Not with `timeout=0`.
             UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.

@@ -122,8 +122,9 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait. A wait outlasts an outage of
-                the server, up to its timeout; with None only once the server has responded that the slot is held.
+            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
+                through an outage of the server, up to its timeout; with None only once the server has responded that the slot
+                is held.
 
         Raises:
             SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.

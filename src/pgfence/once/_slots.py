@@ -166,7 +166,7 @@ def due(
             from the first that was ever tried; "none" none, so that a slot must be begun within its first minute.
         now: by the server's clock.
         done: the newest slot that was finished.
-        tried: the newest slot that was begun. One that a clock named that was ahead keeps nothing from running.
+        tried: the newest slot that was begun. If the clock was ahead then, it prevents nothing.
     """
     if isinstance(schedule, datetime):
         return Due(schedule, None) if done is None or done < schedule else Over(schedule, "done", None)

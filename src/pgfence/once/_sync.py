@@ -35,14 +35,14 @@ class Once(Slotted, Verbs[Slot]):
         @Once(engine, "digest", cron="0 7 * * *", tz="Europe/Vienna").wrap()
         def send_digest() -> int: ...
 
-    It starts nothing by itself: call it from cron, from a scheduler on every host, from anywhere. The server's clock and its
+    It does not start jobs: call it from cron, from a scheduler on every host, from anywhere. The server's clock and its
     time zone database determine which slot it is. The clocks of the hosts play no part, and a slot is done however short the
     work was. A slot is held by a lease of that name with its heartbeat and token, see `Lease`; one slot of a name runs at a
     time.
 
     Guarantees: a slot that was finished never runs again. Of several callers at the same time one gets it. An attempt that
-    died partway is reported to the next one (`Slot.resumed`). A slot that was finished by a server's clock that was ahead is
-    an error of its own, logged at WARNING (`pgfence.once.SlotClockError`).
+    died partway is reported to the next one (`Slot.resumed`). A slot that was finished while the server's clock was ahead
+    raises `pgfence.once.SlotClockError`, which is also logged at WARNING.
 
     Limitations: a run that died partway may have left something behind, so make the work resumable. Nothing runs unless it
     is called. Hosts with other schedules for the name, or other versions of pgfence or cronsim, may compute other slots. If
@@ -154,14 +154,16 @@ class Once(Slotted, Verbs[Slot]):
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
 
         Args:
-            timeout: seconds; None is the configured default, `math.inf` for ever, 0 does not wait. A wait outlasts an outage of
-                the server, up to its timeout; with None only once the server has responded that the slot is held.
+            timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts
+                through an outage of the server, up to its timeout; with None only once the server has responded that the slot
+                is held.
 
         Raises:
             SlotOverError: the slot is done or was missed; raised at once. `retry_after` is the seconds to the next slot.
             SlotClockError: a `SlotOverError`; the slot that is done has not begun by the server's clock.
             SlotZoneError: the server, or the host that ran this slot, has other rules for `tz` than this host.
             LockTimeoutError: another process held it until the timeout; names the holder.
+            WaitCancelledError: the event of `cancel_waits()` was set.
             UnreachableError: the server cannot be reached; a grant whose response was lost is given back in the background.
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
