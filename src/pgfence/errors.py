@@ -50,7 +50,7 @@ class PgfenceError(DontWrapMixin, Exception):
 class LockTimeoutError(PgfenceError, TimeoutError):
     """The lock was not free within the timeout. Nothing is held, the caller's transaction is usable.
 
-    From a fence: somebody is still inside the gate, and the transaction that wanted to enter is aborted.
+    From a fence: another transaction is still inside the gate, and the one that tried to enter is aborted.
 
     `holders` is what was last seen and may be empty; `held_here` names the session locks that the
     same task or thread already held while it waited.
@@ -92,7 +92,7 @@ class WaitCancelledError(PgfenceError):
 
 
 class LockLostError(PgfenceError):
-    """The lock was lost while it was believed to be held: work done since then was not protected."""
+    """The lock was lost before it was released: work done since then was not protected."""
 
     http_status = 503
     retryable = True
@@ -130,7 +130,7 @@ class DeadlockError(PgfenceError):
 
 
 class PoolerError(PgfenceError):
-    """A connection pooler stands in between, and session locks cannot work behind it as it is."""
+    """A connection pooler is in between, and session locks cannot work behind it as it is configured."""
 
     def __init__(self, message: str, *, mode: PoolerMode = "unknown") -> None:
         super().__init__(message)
@@ -170,7 +170,7 @@ class UnreachableError(PgfenceError):
 
 
 class TransactionStateError(PgfenceError):
-    """The caller's transaction is not in a state in which the promise could be kept."""
+    """The caller's transaction is in a state in which the lock or fence would not protect it."""
 
 
 class CapacityError(PgfenceError):
@@ -241,7 +241,7 @@ class VersionConflict(NamedTuple):
 
 
 class VersionConflictError(PgfenceError):
-    """Somebody else has written the rows since they were read; nothing of this flush is committed.
+    """Another transaction has written the rows since they were read; nothing of this flush is committed.
 
     From a flush the unit of work may be done again from its first read, as `run_transaction` does: `retryable`, 409. Where
     the version came from a client (`load_for_version`), the client has to look at the row again: not `retryable`, 412.
@@ -269,7 +269,7 @@ class VersionRequiredError(PgfenceError):
 class CommitOutcomeUnknownError(PgfenceError):
     """The connection died during COMMIT: the transaction may be committed, or not.
 
-    Look for its effect before doing it again; an idempotency key makes the repetition harmless.
+    Look for its effect before you retry; an idempotency key makes the retry harmless.
     """
 
     http_status = 503
@@ -287,7 +287,7 @@ class IdempotencyKeyReusedError(PgfenceError):
 
 
 class IdempotencyInProgressError(PgfenceError):
-    """Somebody else is at work under the key, and did not end within the timeout. The caller's transaction is usable.
+    """Another caller holds the key and did not finish within the timeout. The caller's transaction is usable.
 
     With SQLSTATE 40001 the other one has committed, and this transaction reads from a snapshot that is older than that:
     only a new transaction can see the result.
@@ -308,10 +308,10 @@ class IdempotencyInProgressError(PgfenceError):
 
 
 class AttemptLostError(PgfenceError):
-    """An attempt at an effect is not the one that counts any more: nothing that it says is stored.
+    """This attempt has been superseded; its result was not stored.
 
-    Its claim has expired and `newest` has taken over, or an operator has freed the key. Whatever it has done outside the
-    database stands; the derived keys let the provider recognise it.
+    Its claim has expired and `newest` has taken over, or an operator has freed the key. What it has done outside the database
+    remains; the derived keys let the provider recognise it.
     """
 
     http_status = 409
