@@ -34,6 +34,7 @@ from pgfence.errors import (
     VersionConflict,
     VersionConflictError,
     VersionRequiredError,
+    WaitCancelledError,
 )
 from pgfence.grants import Holder
 from pgfence.keys import LockKey
@@ -69,6 +70,7 @@ SAMPLES: list[tuple[PgfenceError, int, bool]] = [
         423,
         True,
     ),
+    (WaitCancelledError("cancelled", names=["a"]), 503, False),
     (LockLostError("lost", names=["a"], reason="cut off", token=7), 503, True),
     (LockNotHeldError("twice", names=["a"]), 500, False),
     (SelfDeadlockError("self", names=["a", "b"]), 500, False),
