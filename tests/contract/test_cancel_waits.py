@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, Lease, WaitCancelledError, cancel_waits, configure
+from pgfence._runtime import domain
 from support.locking import elsewhere, freed, standing, waits
 from support.waiting import eventually
 
@@ -102,6 +104,39 @@ async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: Thr
         await cancelled(other, lambda: (began.set(), one.acquire(timeout=math.inf)), began.is_set, name)
     with one.hold(timeout=20):
         pass
+
+
+async def test_a_lock_that_is_handed_over_as_the_wait_is_cancelled_is_free(
+    engine: Engine, other: ThreadPoolExecutor, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder in this process releases it just before the waiter leaves the queue: it stays with none of the two."""
+    one = AdvisoryLock(engine, name)
+    held = one.acquire()
+    leave = held._domain.torn
+
+    def late(ticket: Any) -> None:
+        if held.state == "held":
+            held.release()
+        leave(ticket)
+
+    monkeypatch.setattr(domain, "BURST_TIME", math.inf)  # however long this takes, the lock is handed over
+    monkeypatch.setattr(held._domain, "torn", late)
+    await cancelled(other, lambda: one.acquire(timeout=math.inf), lambda: standing(engine) == 1, name)
+    with one.hold(timeout=5):
+        pass
+
+
+async def test_a_waiter_for_a_server_that_does_not_respond_is_cancelled(other: ThreadPoolExecutor, name: str) -> None:
+    """While a new connection is opened, which may take as long as the timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = create_engine(f"postgresql+psycopg://ann@127.0.0.1:{silent.getsockname()[1]}/d")
+        client: list[Any] = []
+        accepting = threading.Thread(target=lambda: client.append(silent.accept()[0]))
+        accepting.start()
+        wait = AdvisoryLock(engine, name).acquire
+        await cancelled(other, lambda: wait(timeout=math.inf), lambda: bool(client), name)
+        client[0].close()
+        accepting.join()
 
 
 def test_what_does_not_wait_goes_on(engine: Engine, name: str) -> None:

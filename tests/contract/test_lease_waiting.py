@@ -12,6 +12,8 @@ import pytest
 from sqlalchemy import event
 
 from pgfence._runtime import lease_domain
+from pgfence._runtime.domain import Homes
+from pgfence._sql.storage import Place
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError
 from support.leases import lapse, lease, rival, row
@@ -228,6 +230,30 @@ async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
         with pytest.raises(UnreachableError) as caught:
             await world.call(call)
         assert "hunter2" not in str(caught.value)
+
+
+async def test_a_notification_during_an_outage_causes_one_more_question(
+    world: World, name: str, admin: psycopg.Connection[Any], proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may arrive while this waiter finds no server: it asks again at once, and from then on with growing pauses."""
+    engine = world.engine(dsn=proxy.dsn)
+    sync_engine = getattr(engine, "sync_engine", engine)
+    one = lease(world, engine, name, ttl=60)
+    await world.call((await world.call(one.acquire)).release)
+    assert rival(admin, name, 60)
+    async with background(world.other().call(one.acquire, timeout=3)) as waiting:
+        beat = await eventually(lambda: Homes.of(sync_engine).get("beat"))
+        await eventually(lambda: beat._agenda.ears)
+        asked: list[Any] = []
+        event.listen(sync_engine, "do_connect", lambda *_: asked.append(1))
+        proxy.refuse()
+        proxy.cut()
+        await eventually(lambda: "no server while waiting" in caplog.text)
+        beat._heard(Place().channel, name)
+        with pytest.raises(UnreachableError, match="it was held"):
+            await waiting
+    assert len(asked) < 40
+    proxy.heal()
 
 
 async def test_a_cancelled_wait_leaves_nothing_behind(

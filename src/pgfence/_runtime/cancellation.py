@@ -42,8 +42,8 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
     place in a queue. A wait that begins after the event was set raises it at once. A try and a release are not affected.
 
     Limitations: it ends neither the waits of an async lock, whose task can be cancelled, nor those of a `TransactionLock`, which
-    waits in the server: `pg_cancel_backend` or the server's `statement_timeout` ends that. In nested blocks only the innermost
-    event applies.
+    waits in the server: `pg_cancel_backend` or the server's `statement_timeout` ends that. If the server hangs, the wait ends when
+    the running statement is given up, after up to 30 s. In nested blocks only the innermost event applies.
 
     Args:
         event: a `threading.Event`, or anything with `is_set()`.

@@ -112,6 +112,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     grant, busy = await self._attempt(request, ticket, claim)
                 except (UnreachableError, StandbyError) as error:
                     await _rest(bell, self.outlast(request, ticket, error))
+                    bell.clear()
                     continue
                 if grant is not None:
                     return grant

@@ -128,6 +128,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     grant, busy = self._attempt(request, ticket, claim)
                 except (UnreachableError, StandbyError) as error:
                     wait(bell.wait, self.outlast(request, ticket, error), request.cancel)
+                    bell.clear()
                     continue
                 if grant is not None:
                     return grant

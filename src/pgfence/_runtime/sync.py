@@ -134,12 +134,16 @@ class SyncDomain(Domain[SyncSession]):
         """Leave nothing behind, whatever happened; certainly, for the exception may be a signal's, and another may follow."""
 
         def clean() -> None:
-            for session in (ticket.session, ticket.gift):
-                if session is not None:
-                    self.keeper.discard(session)
+            self._discard(ticket)
             self.torn(ticket)
+            self._discard(ticket)  # until it left the line, another thread could hand its lock over to it
 
         for_certain(clean)
+
+    def _discard(self, ticket: Ticket) -> None:
+        for session in (ticket.session, ticket.gift):
+            if session is not None:
+                self.keeper.discard(session)
 
     def _at_server(self, request: Request, ticket: Ticket, on: Connection | None) -> bool:
         """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""

@@ -97,7 +97,7 @@ class SyncKeeper(Keeper[SyncSession]):
             left: seconds to wait for a turn.
             keys: how many keys it is to hold.
             again: after one that ended: opening another may not take much longer than what is left.
-            cancel: ends the wait for a turn.
+            cancel: ends the wait for a turn, and for a new session.
         """
         gate = None
         with MUTEX:
@@ -108,7 +108,7 @@ class SyncKeeper(Keeper[SyncSession]):
         if gate is not None and not self._in_turn(turn, gate, left, cancel):
             return None
         budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
-        return turn.given or self._open(budget, keys)
+        return turn.given or self._open(budget, keys, cancel)
 
     def visitor(self) -> SyncSession:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
@@ -131,13 +131,13 @@ class SyncKeeper(Keeper[SyncSession]):
             self.roster.forgo(turn)
             return turn.served
 
-    def _open(self, budget: float, keys: int) -> SyncSession:
+    def _open(self, budget: float, keys: int, cancel: CancelEvent | None = None) -> SyncSession:
         """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
         opening = Opening(counts=keys > 0)
         self.begin_opening(counts=opening.counts)
         try:
             native.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
-            opening.gate.wait(budget)
+            wait(opening.gate.wait, budget, cancel)
         except BaseException:
             if (session := opening.abandon(self, late=False)) is not None:
                 self.park(session)
