@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool, StaticPool
 
+from pgfence import AdvisoryLock
 from pgfence.errors import LockLostError, UnreachableError
 from support.locking import freed, is_free, lock, run, terminate
 from support.waiting import eventually
@@ -65,6 +69,38 @@ async def test_other_pools_end_the_lock_as_well(
     await freed(admin, name)
     async with world.enter(engine.connect()) as other:
         assert await run(world, other, "SELECT 1") == 1
+
+
+def test_a_dropped_lock_is_closed_before_the_next_user_gets_its_connection(dsn: str, name: str) -> None:
+    """Its owner gives the Connection back at the moment in which a thread of ours closes it: the pool waits for that."""
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", pool_size=1, max_overflow=0)
+    connection = engine.connect()
+    held = AdvisoryLock(connection, name).acquire()
+    hold = held._hold
+    close, given_back = hold.session.wire.close, []
+    owner = threading.Thread(target=connection.close)
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(owner.ident or 0)
+        return frame is not None and frame.f_code.co_name == "returned"
+
+    def close_late() -> None:
+        owner.start()
+        eventually(lambda: waits() or engine.pool.checkedin())
+        given_back.append(engine.pool.checkedin())
+        close()
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore", ResourceWarning)
+        patch.setattr(hold.session.wire, "close", close_late)
+        del held
+        gc.collect()
+        eventually(lambda: given_back and owner.ident)
+        owner.join()
+    assert given_back == [0]
+    with engine.connect() as other:
+        assert other.scalar(text("SELECT 1")) == 1
+    engine.dispose()
 
 
 async def test_a_detached_connection_stays_its_owners(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

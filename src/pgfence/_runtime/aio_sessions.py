@@ -256,10 +256,10 @@ class AsyncSession(Session):
 class BorrowedAsyncSession(Borrowed, AsyncSession):
     """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
 
-    def let_go(self) -> None:
+    def let_go(self, *, listed: bool = False) -> None:
         if not self.closed and hasattr(self.wire.driver, "remove_termination_listener"):
             self.wire.driver.remove_termination_listener(self._listener)
-        super().let_go()
+        super().let_go(listed=listed)
 
     def invalidate(self) -> None:
         if self.connection.dialect.has_terminate:

@@ -314,29 +314,34 @@ class Borrowed(Session):
         record.invalidate(soft=self.connection.dialect.is_async)
         self.died(self.dead)
 
-    def let_go(self) -> None:
-        """Leave the connection to its owner, as it was."""
+    def let_go(self, *, listed: bool = False) -> None:
+        """Leave the connection to its owner, as it was; `listed`: the pool still waits for what comes next here."""
         if self.closed:
             return
         self.closed = True
-        if self in self._with_it:
-            self._with_it.remove(self)
+        if not listed:
+            self._unlist()
         WATCHER.unwatch(self)
         _OPEN.discard(self)
         event.remove(self.connection, "before_cursor_execute", self._guard)
+
+    def _unlist(self) -> None:
+        if self in self._with_it:
+            self._with_it.remove(self)
 
     def close(self) -> None:
         """End the caller's connection, for a lock would stay on it; SQLAlchemy learns that it is gone."""
         PROCESS.notice_fork()
         with self._ending:
             attached = self.attached
-            self.let_go()
+            self.let_go(listed=attached)  # a check-in by another thread waits until the driver's connection is closed
             self.dead = self.dead or "killed"
             if attached:
                 with contextlib.suppress(Exception):
                     self.wire.close()
                 with contextlib.suppress(Exception):
                     self.invalidate()
+                self._unlist()
 
     def invalidate(self) -> None:
         """Tell SQLAlchemy that the connection is gone."""
