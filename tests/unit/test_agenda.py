@@ -177,8 +177,8 @@ def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     chore = agenda.pick(now.now)
     assert isinstance(chore, Listening) and chore.on
     agenda.listening(chore)
-    checks = [agenda.pick(now.now), agenda.pick(now.now)]
     renewal = agenda.pick(now.now)
+    checks = [agenda.pick(now.now), agenda.pick(now.now)]
     assert isinstance(renewal, Renewal) and list(renewal.wishes) == leases[4:]
     found = [isinstance(check, Check) and sorted(each.stored for each in check.grants) for check in checks]
     assert sorted(found) == [["a", "b", "c"], ["n"]]
@@ -192,6 +192,20 @@ def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     assert agenda.pick(now.now) is None
     off = agenda.pick(now.now + 2 * LINGER)
     assert isinstance(off, Listening) and not off.on
+
+
+def test_a_flood_of_notifications_does_not_keep_a_renewal_waiting(now: Clock) -> None:
+    """Anyone may send them: a lease without a heartbeat is checked again and again, after the renewals that are due."""
+    agenda = Agenda()
+    agenda.keep(make(now.now, 3600, heartbeat="manual", name="flooded"), now.now)
+    renewed = make(now.now, 3600, name="renewed")
+    agenda.keep(renewed, now.now)
+    agenda.suspect(HERE.evictions, "flooded")
+    assert isinstance(agenda.pick(now.now), Check)
+    agenda.suspect(HERE.evictions, "flooded")
+    agenda.wish(renewed, None, lambda _: None)
+    assert isinstance(agenda.pick(now.now), Renewal)
+    assert isinstance(agenda.pick(now.now), Check)
 
 
 def test_nothing_is_listened_to_where_no_notification_comes_through(now: Clock) -> None:

@@ -136,8 +136,6 @@ class Agenda:
 
     def pick(self, now: float) -> Chore | None:
         """Return the next thing to send, which is off the agenda until its answer is noted."""
-        if (check := self._check()) is not None:
-            return check
         while self._due:
             batch, waiting = next(iter(self._due.items()))
             grants = list(islice(waiting, BATCH))
@@ -148,6 +146,9 @@ class Agenda:
                 self._due[batch] = waiting
             if grants:
                 return Renewal(*batch, {grant: self._wishes.pop(grant, None) for grant in grants})
+        # After the renewals: whoever sends notifications without end must not keep them waiting.
+        if (check := self._check()) is not None:
+            return check
         self.endings = [ending for ending in self.endings if now < ending.until]
         for ending in self.endings:
             if ending.at <= now:
