@@ -166,14 +166,15 @@ def test_a_downgrade_leaves_what_the_older_version_made(
     assert made(admin, place) == older
 
 
+@pytest.mark.parametrize("read", ["lease", "slot", "idempotency_key"])
 def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
-    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any]
+    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any], read: str
 ) -> None:
-    """A transaction that has read a lease keeps the upgrade waiting, and held leases are renewed meanwhile."""
+    """A transaction that has read one of the tables keeps the upgrade waiting, and held leases are renewed meanwhile."""
     make(admin, tables.creation(place, 2))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(engine, schema=place.schema)
-    table = place.name("lease")
+    table = place.name(read)
     waiting = (
         "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass AND mode = 'AccessExclusiveLock'"
     )

@@ -55,7 +55,7 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
         *(_creating(place, name, version) for name in function_texts(place, version)),
         *(() if version < KEYS else (_trigger(place),)),
         # Near the end, because these tables are locked from here to the commit.
-        *(_adding(place, name, columns) for name, columns in added_columns(version).items()),
+        *_adding(place, added_columns(version)),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
 
@@ -78,17 +78,22 @@ def _unless(there: str, made: str, end: str = "END") -> str:
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
 
 
-def _adding(place: Place, name: str, columns: Sequence[str]) -> str:
-    """Return the statement that adds the columns that a table lacks."""
-    lacking = " OR ".join(f"NOT {_has_column(place, name, column.partition(' ')[0])}" for column in columns)
-    added = ", ".join(f"ADD COLUMN IF NOT EXISTS {column}" for column in columns)
-    return _altering(lacking, f"ALTER TABLE {place.name(name)} {added}")
+def _adding(place: Place, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the statement that adds the columns that tables lack, if any may lack some."""
+    return _altering(
+        place,
+        [f"NOT {_has_column(place, name, each.partition(' ')[0])}" for name, some in columns.items() for each in some],
+        {name: [f"ADD COLUMN IF NOT EXISTS {each}" for each in some] for name, some in columns.items()},
+    )
 
 
-def _dropping(place: Place, name: str, columns: Sequence[str]) -> str:
-    there = " OR ".join(_has_column(place, name, column) for column in columns)
-    dropped = ", ".join(f"DROP COLUMN IF EXISTS {column}" for column in columns)
-    return _altering(there, f"ALTER TABLE {place.name(name)} {dropped}")
+def _dropping(place: Place, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return the statement that drops columns of tables, if there are any."""
+    return _altering(
+        place,
+        [_has_column(place, name, each) for name, some in columns.items() for each in some],
+        {name: [f"DROP COLUMN IF EXISTS {each}" for each in some] for name, some in columns.items() if some},
+    )
 
 
 def _has_column(place: Place, table: str, column: str) -> str:
@@ -98,15 +103,19 @@ def _has_column(place: Place, table: str, column: str) -> str:
     )
 
 
-def _altering(condition: str, statement: str) -> str:
-    """Return a statement that alters a table if a condition holds.
+def _altering(place: Place, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """Return a statement that alters tables if one of the conditions holds; none if there is nothing to change.
 
     ALTER TABLE waits for every open transaction that has used the table, and everything that comes after waits behind it,
-    renewals of held leases included. So it waits only a moment at a time.
+    renewals of held leases included. So it waits only a moment at a time, and all tables are altered in one attempt: no table
+    stays locked while the lock of another one is not to be had.
     """
-    return block(
+    if not changes:
+        return ()
+    statement = "; ".join(f"ALTER TABLE {place.name(name)} {', '.join(parts)}" for name, parts in changes.items())
+    altering = block(
         "DECLARE\n    before text := pg_catalog.current_setting('lock_timeout');\n"
-        f"BEGIN\n    IF {condition} THEN\n"
+        f"BEGIN\n    IF {' OR '.join(conditions)} THEN\n"
         "        FOR attempt IN 1..100 LOOP\n            BEGIN\n"
         "                PERFORM pg_catalog.set_config('lock_timeout', '200ms', true);\n"
         f"                {statement};\n                EXIT;\n"
@@ -116,6 +125,7 @@ def _altering(condition: str, statement: str) -> str:
         "        END LOOP;\n"
         "        PERFORM pg_catalog.set_config('lock_timeout', before, true);\n    END IF;\nEND"
     )
+    return (altering,)
 
 
 def _schema(name: str) -> str:
@@ -166,7 +176,7 @@ def lowering(place: Place, version: int) -> tuple[str, ...]:
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
         *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place, version)),
         *(_replacing(body) for name, body in older.items() if body != function_texts(place)[name]),
-        *(_dropping(place, name, dropped) for name, dropped in columns.items() if dropped),
+        *_dropping(place, columns),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
