@@ -9,6 +9,8 @@ import psycopg
 import pytest
 
 from pgfence import configure
+from pgfence._sql import server, tables
+from pgfence._sql.storage import Place
 from pgfence.errors import LockLostError, StandbyError, UnreachableError
 from support import standby as standbys
 from support import transactions
@@ -61,6 +63,23 @@ async def test_a_list_without_a_primary_is_unreachable(
     async with transactions.session(world, engine) as session:
         with pytest.raises(UnreachableError):
             await world.call(transactions.lock(session, name).acquire)
+
+
+async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_standby(
+    world: World, name: str, pair: tuple[OwnServer, Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server was judged when it was opened, before the switchover: StandbyError all the same, which a wait outlasts."""
+    primary, copy = pair
+    with psycopg.connect(primary.dsn, autocommit=True) as admin:
+        for statement in tables.creation(Place()):
+            admin.execute(statement.encode())
+        with psycopg.connect(copy.dsn, autocommit=True) as reader:
+            await eventually(
+                lambda: reader.execute("SELECT to_regproc('pgfence_acquire_lease_v2')").fetchone() != (None,)
+            )
+    monkeypatch.setattr(server, "verdict", lambda *_: None)
+    with pytest.raises(StandbyError, match="takes no writes"):
+        await world.call(lease(world, world.engine(dsn=copy.dsn), name).try_acquire)
 
 
 async def test_a_transaction_lock_is_refused_on_a_standby(

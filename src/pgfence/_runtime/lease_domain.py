@@ -24,10 +24,17 @@ from pgfence._runtime.roster import S
 from pgfence._runtime.state import emit, log, named
 from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.sqlstate import (
+    LOCK_NOT_AVAILABLE,
+    NOT_ON_A_STANDBY,
+    READ_ONLY,
+    SERIALIZATION_FAILURE,
+    SWITCHING,
+    sqlstate,
+)
 from pgfence._sql.storage import LEASES, translated
 from pgfence._sql.tables import checking
-from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
+from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, StandbyError, UnreachableError
 from pgfence.grants import Holder
 from pgfence.timing import WARN_AFTER, between, clock
 
@@ -243,7 +250,7 @@ class LeaseDomain(Domain[S]):
 
     def misfortune(self, error: Exception, claim: Claim, *, server_spoke: bool) -> Exception:
         """Return what an error of an attempt means to the caller."""
-        if told := translated(error, claim.place, self.needed, database=self.engine.url.database):
+        if told := self._meaning(error, claim.place):
             return told
         if server_spoke and not isinstance(error, UnreachableError):
             return error
@@ -256,9 +263,19 @@ class LeaseDomain(Domain[S]):
             " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
         )
 
+    def _meaning(self, error: Exception, place: Place) -> PgfenceError | None:
+        if sqlstate(error) in (READ_ONLY, NOT_ON_A_STANDBY):
+            # Behind a pooler: a session of ours outlives the switchover that made a standby of its server.
+            return StandbyError(
+                f"{place_in_words(self.engine)} takes no writes: it is a standby, or read-only. pgfence writes its rows on the"
+                f" primary. {SWITCHING}",
+                sqlstate=sqlstate(error),
+            )
+        return translated(error, place, self.needed, database=self.engine.url.database)
+
     def refusal(self, error: Exception, place: Place, *, server_spoke: bool) -> Exception | None:
         """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
-        if told := translated(error, place, self.needed, database=self.engine.url.database):
+        if told := self._meaning(error, place):
             return told
         return None if server_spoke else unreachable(self.engine, error, "Nothing is known")
 
