@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgfence import configure
+from pgfence import configure, monitoring
 from pgfence._sql import server, tables
 from pgfence._sql.storage import Place
 from pgfence.errors import LockLostError, StandbyError, UnreachableError
 from support import standby as standbys
 from support import transactions
-from support.leases import lease
+from support.leases import lease, rival, row
 from support.locking import background, is_free, labelled, lock
 from support.servers import own
 from support.waiting import eventually
@@ -68,18 +68,27 @@ async def test_a_list_without_a_primary_is_unreachable(
 async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_standby(
     world: World, name: str, pair: tuple[OwnServer, Standby], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its server was judged when it was opened, before the switchover: StandbyError all the same, which a wait outlasts."""
+    """Its server was judged when it was opened, before the switchover: StandbyError all the same, and from evict().
+
+    A server that does not tell its timeline, as a standby and Amazon Aurora do not, counts as one on its first timeline.
+    """
     primary, copy = pair
     with psycopg.connect(primary.dsn, autocommit=True) as admin:
         for statement in tables.creation(Place()):
             admin.execute(statement.encode())
-        with psycopg.connect(copy.dsn, autocommit=True) as reader:
-            await eventually(
-                lambda: reader.execute("SELECT to_regproc('pgfence_acquire_lease_v2')").fetchone() != (None,)
-            )
+        assert rival(admin, name) == 1
+    with psycopg.connect(copy.dsn, autocommit=True) as reader:
+        await eventually(
+            lambda: reader.execute("SELECT to_regclass('pgfence_lease') IS NOT NULL").fetchone() == (True,)
+        )
+        await eventually(lambda: row(reader, name))
+        assert reader.execute("SELECT pgfence_timeline_v1()").fetchone() == (1,)
     monkeypatch.setattr(server, "verdict", lambda *_: None)
+    engine = world.engine(dsn=copy.dsn)
     with pytest.raises(StandbyError, match="takes no writes"):
-        await world.call(lease(world, world.engine(dsn=copy.dsn), name).try_acquire)
+        await world.call(lease(world, engine, name).try_acquire)
+    with pytest.raises(StandbyError, match="evict on the primary"):
+        await world.call(monitoring.evict, engine, name, reason="test")
 
 
 async def test_a_transaction_lock_is_refused_on_a_standby(

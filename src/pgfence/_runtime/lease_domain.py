@@ -26,7 +26,6 @@ from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import (
     LOCK_NOT_AVAILABLE,
-    NOT_ON_A_STANDBY,
     READ_ONLY,
     SERIALIZATION_FAILURE,
     SWITCHING,
@@ -264,12 +263,12 @@ class LeaseDomain(Domain[S]):
         )
 
     def _meaning(self, error: Exception, place: Place) -> PgfenceError | None:
-        if sqlstate(error) in (READ_ONLY, NOT_ON_A_STANDBY):
+        if sqlstate(error) == READ_ONLY:
             # Behind a pooler: a session of ours outlives the switchover that made a standby of its server.
             return StandbyError(
                 f"{place_in_words(self.engine)} takes no writes: it is a standby, or read-only. pgfence writes its rows on the"
                 f" primary. {SWITCHING}",
-                sqlstate=sqlstate(error),
+                sqlstate=READ_ONLY,
             )
         return translated(error, place, self.needed, database=self.engine.url.database)
 

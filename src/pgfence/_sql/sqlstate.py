@@ -9,8 +9,6 @@ SERIALIZATION_FAILURE = "40001"
 DEADLOCK_DETECTED = "40P01"
 READ_ONLY = "25006"
 """A write on a standby, or where transactions are read-only."""
-NOT_ON_A_STANDBY = "55000"
-"""What a function of ours raises on a standby that asks for the timeline before it writes."""
 
 IN_FAILED_TRANSACTION = "25P02"
 """The transaction is aborted: it takes nothing but a rollback."""

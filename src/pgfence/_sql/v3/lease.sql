@@ -8,9 +8,14 @@
 -- Session locks. A row whose last token went to a session lock stores its key, and a lease is granted only when that
 -- session no longer holds it.
 
-CREATE FUNCTION @timeline_v1@() RETURNS integer LANGUAGE sql VOLATILE AS $$
-    SELECT ('x' || pg_catalog.left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8))::bit(32)::integer
-$$;
+-- Returns 1 where the server does not tell its timeline. Amazon Aurora does not unless wal_level is logical; its failovers lose
+-- no commit. A standby does not either; every caller writes next, and is rejected there as on any server that takes no writes.
+CREATE FUNCTION @timeline_v1@() RETURNS integer LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    RETURN ('x' || pg_catalog.left(pg_catalog.pg_walfile_name(pg_catalog.pg_current_wal_insert_lsn()), 8))::bit(32)::integer;
+EXCEPTION WHEN object_not_in_prerequisite_state OR feature_not_supported THEN
+    RETURN 1;
+END $$;
 
 -- The token after p_token, the last one of a row that was written on timeline p_from; p_to is the current timeline. A lower
 -- current timeline means a new cluster, whose timelines started again at 1. The gate is above the row only if the row was set
