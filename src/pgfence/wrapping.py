@@ -96,7 +96,7 @@ class Policy:
 
     def further(self, error: UnreachableError) -> float:
         """Return for how many seconds to retry before the call runs unprotected; 0.0: it need not wait."""
-        return unsafe_for(error) if self._unreachable == "run" else 0.0
+        return unsafe_for(error) if self._unreachable == "run" and error.retryable else 0.0
 
     def stop(self, error: UnreachableError) -> bool:
         """Whether the call ends here; False: it runs without protection, as its author decided."""

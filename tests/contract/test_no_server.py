@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from pgfence import AsyncTransactionLock, TransactionLock, idempotent, run_transaction
 from pgfence.errors import UnreachableError
-from support.leases import lease
+from support.leases import lease, rival
 from support.locking import lock, run
 from support.transactions import connection, factory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from support.worlds import World
 
 NOWHERE = "postgresql://ann:s3cret@127.0.0.1:1/d"
@@ -85,6 +87,32 @@ async def test_a_mistake_in_the_configuration_runs_nothing_unprotected(world: Wo
         with pytest.raises(UnreachableError, match="no_such_database"):
             await world.call(guarded)
     assert not ran
+
+
+@pytest.mark.usefixtures("tables")
+async def test_a_login_that_is_rejected_while_a_holder_is_known_raises_at_once(
+    world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
+) -> None:
+    """`unreachable="run"` outlasts the TTL of that holder only while the server is away: here no retry helps."""
+    login = role()
+    user = login.split("//")[1].split(":")[0]
+    admin.execute(f"GRANT SELECT, INSERT, UPDATE ON pgfence_lease, pgfence_gate, pgfence_checkpoint TO {user}")
+    admin.execute(f"GRANT SELECT ON pgfence_schema_version TO {user}")
+    engine = world.engine(dsn=login)
+    one = lease(world, engine, name, ttl=5)
+    try:
+        assert rival(admin, name, 5)
+        assert await world.call(one.try_acquire) is None
+        admin.execute(f"ALTER ROLE {user} NOLOGIN")
+        admin.execute("SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE usename = %s", [user])
+        asked: list[Any] = []
+        event.listen(getattr(engine, "sync_engine", engine), "do_connect", lambda *_: asked.append(1))
+        guarded = one.wrap(timeout=1, unreachable="run")(world.pick(lambda: None, one_async))
+        with pytest.raises(UnreachableError, match="not permitted to log in"):
+            await world.call(guarded)
+        assert len(asked) < 10
+    finally:
+        admin.execute(f"DROP OWNED BY {user}")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ def _taken(lock: Once | Lease | AdvisoryLock[Held], options: Options, speaker: S
             return lock.acquire(timeout=timeout)
         except UnreachableError as error:
             # A holder that was named may be running without the server: its TTL must be over before the command may.
-            timeout = unsafe_for(error) if options.on_unreachable is OnUnreachable.RUN else 0.0
+            runs = options.on_unreachable is OnUnreachable.RUN and error.retryable
+            timeout = unsafe_for(error) if runs else 0.0
             if not timeout:
                 raise
 
