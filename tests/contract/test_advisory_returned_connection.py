@@ -103,6 +103,16 @@ def test_a_dropped_lock_is_closed_before_the_next_user_gets_its_connection(dsn: 
     engine.dispose()
 
 
+async def test_a_pool_is_listened_to_once(world: World, name: str) -> None:
+    """However often the engine was disposed of, which takes the listeners over to its next pool."""
+    engine = world.engine()
+    for _ in range(3):
+        await world.call(engine.dispose)
+        async with world.enter(engine.connect()) as connection, world.enter(lock(world, connection, name).hold()):
+            pass
+        assert len(tuple(engine.pool.dispatch.checkin)) == 1
+
+
 async def test_a_detached_connection_stays_its_owners(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """The lock lives on through detach(), is given back there, and the end of that connection is the end of a lock."""
     engine = world.engine(pool_size=1, max_overflow=0)

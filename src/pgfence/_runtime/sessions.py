@@ -232,7 +232,7 @@ class Borrowed(Session):
         self._with_it: list[Borrowed] = connection.info.setdefault(_LOCKS, [])
         self._with_it.append(self)
         pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
-        if not event.contains(pool, "checkin", _returned):
+        if _returned not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
             event.listen(pool, "checkin", _returned)
         self.watch()
         event.listen(connection, "before_cursor_execute", self._guard)
