@@ -408,7 +408,7 @@ async def test_a_row_that_was_set_back_is_noticed(
     async with world.enter(held.begin(engine)):
         pass
     admin.execute("UPDATE pgfence_lease SET token = 1 WHERE name = %s", [name])
-    with pytest.raises(StaleFencingTokenError, match="has not issued it") as caught:
+    with pytest.raises(StaleFencingTokenError, match="row was set back") as caught:
         async with world.enter(held.begin(engine)):
             pass
     assert (caught.value.token, caught.value.newest) == (4, 1)

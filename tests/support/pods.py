@@ -72,7 +72,7 @@ if "GATE" in os.environ:
     while not (gate / "open").exists():
         time.sleep(0.005)
 
-def url() -> str:"""
+def url() -> URL:"""
 _WAITING = """
     SELECT state FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
     AND query LIKE '%try_advisory_lock%'
@@ -164,7 +164,9 @@ class Project:
         for old, new in changed:
             assert old in text, old
             text = text.replace(old, new)
-        env.write_text(text.replace("def url() -> str:", _GATE), encoding="utf-8")
+        before_gate = _GATE.rpartition("\n")[2]
+        assert before_gate in text, before_gate
+        env.write_text(text.replace(before_gate, _GATE), encoding="utf-8")
         before = None
         for revision, body in REVISIONS.items():
             script = _REVISION.format(

@@ -282,9 +282,12 @@ class Domain(ABC, Generic[S]):
 
     def saw_line(self, request: Request, ticket: Ticket) -> None:
         """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
-        fronts = (next(iter(self.lines.line(place)), ticket) for place in ticket.places)
-        if any(front.hold is not None or front.told_held for front in fronts):
-            request.patience.held()
+        # A loop, because an interrupt that comes while a generator is dropped partway is swallowed there.
+        for place in ticket.places:
+            front = next(iter(self.lines.line(place)), ticket)
+            if front.hold is not None or front.told_held:
+                request.patience.held()
+                return
 
     def saw_held(self, request: Request, ticket: Ticket, holders: Sequence[Holder] = ()) -> None:
         """Note that the server has responded, and that it is held."""
