@@ -24,7 +24,13 @@ class Cancelled(BaseException):
     """The wait was cancelled; `acquire` says so by a WaitCancelledError. Never leaves `_runtime`."""
 
 
-_HERE = threading.local()
+class _Here(threading.local):
+    """What belongs to this thread."""
+
+    event: CancelEvent | None = None
+
+
+_HERE = _Here()
 
 
 @contextmanager
@@ -65,8 +71,7 @@ def cancel_waits(event: CancelEvent, /) -> Iterator[None]:
 
 def cancel_here() -> CancelEvent | None:
     """Return what can end the waits of this thread."""
-    event: CancelEvent | None = getattr(_HERE, "event", None)
-    return event
+    return _HERE.event
 
 
 def cancelled(names: tuple[str, ...]) -> WaitCancelledError:

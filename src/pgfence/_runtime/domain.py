@@ -66,11 +66,20 @@ class Request:
     sql: LockSql
     owner: Contender
     deadline: Deadline
-    patience: Patience
+    patient: bool = False
+    """Whether it waits for a server that is away from its first question on."""
     told: bool = False
     """Whether the log has been told of a long wait."""
     cancel: CancelEvent | None = None
     """Ends the wait of a thread."""
+    known_patience: Patience | None = None
+
+    @property
+    def patience(self) -> Patience:
+        """What it does while the server is away. Made at its first use, because a lock that is free needs none."""
+        if self.known_patience is None:
+            self.known_patience = Patience(self.patient)
+        return self.known_patience
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -87,7 +96,10 @@ class Request:
     @property
     def budget(self) -> float:
         """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
-        return min(STATEMENT_BUDGET, RELEASE_BUDGET + self.left)
+        left = self.deadline.at - clock()
+        if left >= STATEMENT_BUDGET - RELEASE_BUDGET:
+            return STATEMENT_BUDGET
+        return RELEASE_BUDGET + left if left > 0.0 else RELEASE_BUDGET
 
 
 class Domain(ABC, Generic[S]):
@@ -116,7 +128,7 @@ class Domain(ABC, Generic[S]):
     ) -> Request:
         """Return a call; `patient`: it waits for a server that is away from its first question on."""
         deadline = Deadline.after(timeout, clock()) if timeout else _NOW
-        return Request(names, sql, owner, deadline, Patience(patient and timeout > 0))
+        return Request(names, sql, owner, deadline, patient and timeout > 0)
 
     def line_up(self, request: Request, ticket: Ticket) -> bool:
         """Enter the lines, under the mutex. False: another contender is ahead, or this one holds it, and we do not wait.
@@ -125,7 +137,9 @@ class Domain(ABC, Generic[S]):
             SelfDeadlockError: the wait would never end inside this process.
         """
         owner, names = request.owner, request.names
-        if self.lines.held_by(owner, request.sql.places) or is_held_by(owner, self.lines, request.sql):
+        if self.lines.held_by(owner, request.sql.places) or (
+            owner.holds and is_held_by(owner, self.lines, request.sql)
+        ):
             if not request.waits:  # a try cannot deadlock
                 return False
             raise SelfDeadlockError(

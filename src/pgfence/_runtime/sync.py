@@ -86,10 +86,12 @@ class SyncDomain(Domain[SyncSession]):
             SelfDeadlockError: it would never be, inside this process.
         """
         request = self.request(names, sql, contender(), timeout, patient=patient and on is None)
-        request.cancel = cancel_here() if request.waits else None
+        cancel = cancel_here() if timeout else None
         ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
-            expect_uncancelled(request.cancel)
+            if cancel is not None:
+                request.cancel = cancel
+                expect_uncancelled(cancel)
             with MUTEX:
                 if not self.line_up(request, ticket):
                     return None

@@ -142,7 +142,7 @@ class SyncSession(Session):
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
     def unlock(self, engine: Engine, sql: LockSql) -> bool:
-        if not self.turn.acquire(timeout=RELEASE_BUDGET):
+        if not self.turn.acquire(False) and not self.turn.acquire(timeout=RELEASE_BUDGET):
             self.cut()  # the watcher's question has no answer either, and ends with the connection
             self.turn.acquire()
         try:
