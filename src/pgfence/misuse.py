@@ -66,12 +66,18 @@ def _by_name(method: F) -> F:
     """Return the method such that a call with wrong arguments raises with the right form in the message."""
     verb, names = method.__name__, method.__kwdefaults__ or {}
 
-    def expect_known(self: object, error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def misused(self: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
         unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in names]
         got = repr(args[0]) if args else next(iter(unknown), None)
-        if got is None or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        if got is None:
+            return None
+        return TypeError(f"{type(self).__name__}.{verb}() does not take {got}: {_FORMS[verb]}")
+
+    def expect_known(self: object, error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             return  # raised inside the method, and not by the call
-        raise TypeError(f"{type(self).__name__}.{verb}() does not take {got}: {_FORMS[verb]}") from None
+        if told := misused(self, args, kwargs):
+            raise told from None
 
     if inspect.iscoroutinefunction(method):
 
@@ -84,6 +90,17 @@ def _by_name(method: F) -> F:
                 raise
 
         return checked_async  # type: ignore[return-value]
+
+    if list(names) == ["timeout"]:
+
+        @wraps(method)
+        def checked_quickly(self: Any, *args: Any, timeout: Any = None, **kwargs: Any) -> Any:
+            # For `acquire`, which is called most: to pass args and kwargs on costs more than a look at them.
+            if (args or kwargs) and (told := misused(self, args, kwargs)):
+                raise told
+            return method(self, timeout=timeout)
+
+        return checked_quickly  # type: ignore[return-value]
 
     @wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
