@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from sqlalchemy import Engine
 
 from pgfence._runtime.beat import Beat
-from pgfence._runtime.domain import Homes
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.opening import unreachable
 from pgfence._sql.evict import Order
 from pgfence._sql.storage import place_of

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, event, text
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncOnce, Once, monitoring, schema
-from pgfence._runtime.domain import Homes
+from pgfence._runtime.homes import Homes
 from pgfence.config import configure
 from pgfence.errors import (
     LockLostError,

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import event
 
 from pgfence._runtime import lease_domain
-from pgfence._runtime.domain import Homes
+from pgfence._runtime.homes import Homes
 from pgfence._sql.storage import Place
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError

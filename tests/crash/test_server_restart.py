@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AsyncLease, AsyncOnce, Lease, Once, schema
-from pgfence._runtime.domain import Homes
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.lease_domain import LeaseDomain
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.commandline import Cli, first_line

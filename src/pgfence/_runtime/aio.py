@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, keep, on_loop
-from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, Homes, translated
+from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, translated
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
 from pgfence._runtime.outages import gone_error

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from pgfence._runtime import addresses, native, trust
 from pgfence._runtime.agenda import Agenda
 from pgfence._runtime.chores import Check, Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
-from pgfence._runtime.domain import Homes
 from pgfence._runtime.ears import LINGER, Listening
 from pgfence._runtime.grant import log
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.links import link_for
 from pgfence._runtime.localqueue import MUTEX
 from pgfence._runtime.pauses import Pauses

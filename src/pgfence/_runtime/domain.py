@@ -393,15 +393,3 @@ def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> Transacti
         f"{named(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
         " Commit or roll back first, then release; the lock is still held"
     )
-
-
-class Homes:
-    """Where domains live: on the dialect object of their engine, so that they go with it and its copies share them."""
-
-    ATTRIBUTE = "_pgfence_domains"
-
-    @classmethod
-    def of(cls, engine: Engine) -> dict[Any, Any]:
-        PROCESS.notice_fork()  # before the mutex, which a forked child renews
-        home: dict[Any, Any] = vars(engine.dialect).setdefault(cls.ATTRIBUTE, {})
-        return home

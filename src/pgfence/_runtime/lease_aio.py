@@ -18,7 +18,7 @@ from pgfence._runtime.aio import contender
 from pgfence._runtime.aio_keeper import AsyncKeeper, Bell
 from pgfence._runtime.aio_sessions import AsyncSession, on_loop
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
-from pgfence._runtime.domain import Homes
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.lease_domain import (
     RETRIES,
     LeaseDomain,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pgfence._runtime import trust
 from pgfence._runtime.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, wait
 from pgfence._runtime.claims import Busy, Granted, Refused, adoption
-from pgfence._runtime.domain import Homes
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.lease_domain import (
     RETRIES,
     LeaseDomain,

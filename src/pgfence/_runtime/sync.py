@@ -8,7 +8,8 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._runtime.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, pause, wait
-from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, Homes, translated
+from pgfence._runtime.domain import NO_CONNECTION, RETRY_AFTER, Domain, translated
+from pgfence._runtime.homes import Homes
 from pgfence._runtime.localqueue import MUTEX, Contender, Ticket
 from pgfence._runtime.opening import lost_connection, unreachable
 from pgfence._runtime.outages import gone_error
