@@ -7,6 +7,7 @@ server starts a private one with `own_server` or `make_server`.
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 import signal
 from contextlib import ExitStack
@@ -44,6 +45,11 @@ def pytest_configure() -> None:
     for number, handler in usual.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Run two workers for each core: most of a test is a wait for a server, a lease or a process."""
+    return 2 * (os.cpu_count() or 1)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
