@@ -504,11 +504,18 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
     assert site.seen == []
 
 
-@pytest.mark.parametrize("state", ["53100", "57014", "25006"])
+@pytest.mark.parametrize(
+    ("state", "problem", "reason"),
+    [
+        ("53100", "The database did not ta", "not now"),
+        ("57014", "The database did not ta", "not now"),
+        ("25006", "StandbyError", "takes no writes"),
+    ],
+)
 async def test_a_claim_that_the_server_refuses_is_a_problem(
-    site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture, state: str
+    site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture, state: str, problem: str, reason: str
 ) -> None:
-    """A full disk or an operator's cancel: nothing is handled, the client may send it again, and the log says why."""
+    """A full disk, an operator's cancel, a standby: nothing is handled, the client may retry, and the log says why."""
     place = f"full_{site.label}"
     admin.execute(f"CREATE SCHEMA {place}".encode())
     engine = site.world.engine()
@@ -524,9 +531,9 @@ async def test_a_claim_that_the_server_refuses_is_a_problem(
     site.behind(engine=engine)
     with caplog.at_level(logging.INFO, "pgfence.http"):
         got = await site.ask()
-    assert (got.status, got.problem[:23], site.seen) == (503, "The database did not ta", [])
+    assert (got.status, got.problem[:23], site.seen) == (503, problem, [])
     (record,) = caplog.records
-    assert (record.levelname, "not now" in caplog.text) == ("ERROR", True)
+    assert (record.levelname, reason in caplog.text) == ("ERROR", True)
     admin.execute(f"DROP SCHEMA {place} CASCADE".encode())
 
 
