@@ -221,10 +221,10 @@ class Model:
             row.expires_at = now + row.expires_at - row.renewed_at
         if released is None:
             row.free_at = max(row.expires_at + row.lock_delay, least)
-        elif released > now:
-            row.free_at = now + row.free_at - released
         elif row.free_at == row.min_until:
             row.free_at = least
+        elif released > now:
+            row.free_at = now + row.free_at - released
         row.min_until = least
         row.acquired_at, row.renewed_at = min(row.acquired_at, now), min(row.renewed_at, now)
         row.released_at = None if released is None else min(released, now)

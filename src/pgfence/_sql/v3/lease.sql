@@ -62,8 +62,9 @@ BEGIN
     END IF;
     r.free_at := CASE
         WHEN r.released_at IS NULL THEN GREATEST(r.expires_at + pg_catalog.make_interval(secs => r.lock_delay), floor)
-        WHEN r.released_at > p_at THEN p_at + (r.free_at - r.released_at)
+        -- First, because a release under a clock that was set back has left min_until as the old clock had it.
         WHEN r.free_at = r.min_until THEN floor
+        WHEN r.released_at > p_at THEN p_at + (r.free_at - r.released_at)
         ELSE r.free_at END;
     UPDATE @lease@ AS l SET
         acquired_at = LEAST(l.acquired_at, p_at), renewed_at = LEAST(l.renewed_at, p_at),
