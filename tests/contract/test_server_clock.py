@@ -98,6 +98,17 @@ def test_a_dead_holder_blocks_for_one_ttl_after_the_clock_was_set_back(
         assert held.token == 2
 
 
+def test_a_lease_released_between_two_steps_back_is_free(engine: Engine, clock: Clock, name: str) -> None:
+    """Acquired by a clock two hours ahead and released by one an hour ahead, it does not block the name for an hour."""
+    clock.set(2 * HOUR)
+    held = Lease(engine, name, ttl=TTL).acquire()
+    clock.set(HOUR)
+    held.release()
+    clock.set(0)
+    with Lease(engine, name, ttl=TTL).hold(timeout=0) as again:
+        assert again.token == 2
+
+
 def test_a_holder_keeps_its_lease_when_the_clock_is_set_back(
     engine: Engine, clock: Clock, rival: Caller, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
