@@ -18,6 +18,7 @@ class CancelEvent(Protocol):
 
     def is_set(self) -> bool:
         """Return whether waits should end."""
+        ...
 
 
 class Cancelled(BaseException):
