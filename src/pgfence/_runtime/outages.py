@@ -72,5 +72,5 @@ class Patience:
 def gone_error(request: Request, gone: GoneError) -> UnreachableError:
     """The session ended under the question, and so did its successor."""
     return UnreachableError(
-        f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held"
+        f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held; try again"
     )
