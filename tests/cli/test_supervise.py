@@ -291,6 +291,9 @@ def test_a_lost_lock_ends_what_has_left_the_group() -> None:
     with supervised("sh", "-c", f"{both}; cat", grace=0.3) as (process, lose):
         pids = [int(line(process).split()[1]) for _ in range(2)]
         lose()
+        assert process.stderr is not None
+        # Before communicate() ends the command, which reads its standard input, by closing that.
+        assert process.stderr.readline() == b"asked\n"
         _out, err = process.communicate(timeout=20)
         assert [alive(pid) for pid in pids] == [False, False]
     assert b"stopped=True" in err
