@@ -20,7 +20,7 @@ ROWS = (
     ("config",),
     ("_sql",),
     ("_runtime",),
-    ("handles", "misuse", "wrapping", "altering"),
+    ("handles", "misuse", "wrapping", "altering", "flushes"),
     ("schema", "fence", "evicting", "purging", "versions", "retrying", "idempotency"),
     ("fenced_handles",),
     ("verbs",),

@@ -20,6 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import HasMemoized, memoized_property
 
 from pgfence.errors import TransactionStateError, VersionConflict
+from pgfence.flushes import sends_update, will_send_update
 from pgfence.versions._conflicts import conflict, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_column
 from pgfence.versions._rows import Key, lock, versions_of
@@ -182,7 +183,7 @@ def _before_flush(session: Session, _context: Any, _instances: Any) -> None:
     if batch is None or batch.session is not session:
         return
     deleted = _batched(session.deleted)
-    changed = [state for state in _batched(session.dirty) if _changes(session, state)]
+    changed = [state for state in _batched(session.dirty) if will_send_update(state)]
     _compare(batch, [*changed, *deleted], deleting=bool(deleted))
     batch.emitting = True
 
@@ -210,14 +211,6 @@ def _batched(targets: Iterable[Any]) -> list[State]:
     }
     # One without a version cannot be compared, and is refused when its turn comes.
     return [state for state in states if state.mapper in kinds and state.dict.get(ATTRIBUTE, kinds) is not None]
-
-
-def _changes(session: Session, state: State) -> bool:
-    values, attributes = state.dict, state.manager
-    for key, old in state.committed_state.items():
-        if key in state.mapper.column_attrs and attributes[key].impl.is_equal(values.get(key, old), old) is False:
-            return True
-    return session.is_modified(state.obj(), include_collections=False)
 
 
 # ------------------------------------------------------------ each row, when its turn comes
@@ -250,7 +243,7 @@ def _before_update(mapper: Mapper[Any], connection: Connection, state: State) ->
     if (batch := _own(mapper, state)) is None:
         return
     if state not in batch.locked:
-        if not batch.session.is_modified(state.obj(), include_collections=False):
+        if not sends_update(state):
             return
         _compare(batch, [state], connection=connection)
     _raise_version(mapper, state, batch.locked[state])

@@ -12,6 +12,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError
 from pgfence._sql.fences import Target
 from pgfence._sql.versions import backfill
 from pgfence.errors import SchemaError
+from pgfence.flushes import sends_update
 from pgfence.versions._batch import compared
 from pgfence.versions._conflicts import journal_of, not_counted
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column, version_in
@@ -47,7 +48,7 @@ def _before_update(mapper: Mapper[Any], connection: Connection, state: State) ->
             touch(state.obj())
         return
     session = _session(state)
-    if not _changes(session, state):
+    if not sends_update(state):
         return
     version = _note(mapper, connection, state)
     if mode_of(mapper) == "server":
@@ -55,15 +56,6 @@ def _before_update(mapper: Mapper[Any], connection: Connection, state: State) ->
             touch(state.obj())
         if getattr(session, "conflict_check", None) != "batch":
             _COUNTED[state] = version
-
-
-def _changes(session: Session, state: State) -> bool:
-    values, attributes, columns = state.dict, state.manager, state.mapper.columns
-    for key, old in state.committed_state.items():
-        # Ahead of the look at every attribute, which takes longer than all else here.
-        if key in columns and key in values and attributes[key].impl.is_equal(values[key], old) is False:
-            return True
-    return session.is_modified(state.obj(), include_collections=False)
 
 
 def _before_delete(mapper: Mapper[Any], connection: Connection, state: State) -> None:
