@@ -8,10 +8,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import ForeignKey, create_engine, select, text, update
+from sqlalchemy import ForeignKey, create_engine, event, select, text, update
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, load_only, mapped_column, relationship, sessionmaker
-from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.orm.exc import StaleDataError, UnmappedInstanceError
 
 from pgfence.errors import PgfenceError, VersionConflict, VersionConflictError, VersionRequiredError
 from pgfence.versions import Versioned, VersionedSession, _conflicts
@@ -325,6 +325,14 @@ class Card(Versioned, Base):
     title: Mapped[str] = mapped_column(default="")
 
 
+class Note(Base):
+    """A class without a version."""
+
+    __tablename__ = f"note_{secrets.token_hex(6)}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    title: Mapped[str] = mapped_column(default="")
+
+
 @pytest.mark.parametrize("mode", ["create_savepoint", "conditional_savepoint", "rollback_only"])
 @pytest.mark.parametrize("check", ["row", "batch"])
 def test_two_sessions_on_one_connection_are_in_conflict_as_elsewhere(engine: Any, mode: Any, check: Any) -> None:
@@ -499,6 +507,35 @@ async def test_merge_refuses_an_xmin_from_elsewhere(world: World) -> None:
             session.merge(page)
 
     await on_session(world, engine, work)
+
+
+@pytest.mark.parametrize("cls", [Note, Card])
+def test_merge_inside_a_flush_is_that_of_a_session(engine: Any, cls: Any) -> None:
+    """A before_flush listener may merge, instances of classes with a version and without one."""
+    with VersionedSession(engine) as session:
+        Base.metadata.create_all(session.connection())
+        merged: list[Any] = []
+
+        def listener(session: VersionedSession, *_: Any) -> None:
+            merged.append(session.merge(cls(id=7, title="merged")))
+            if hasattr(Session, "merge_all"):  # since SQLAlchemy 2.1
+                merged.extend(session.merge_all([cls(id=8, title="merged")]))
+
+        event.listen(session, "before_flush", listener, once=True)
+        session.add(Card(id=1))
+        session.flush()
+        assert len(merged) == len(session.scalars(select(cls).where(cls.title == "merged")).all())
+        session.rollback()
+
+
+@pytest.mark.parametrize("given", [None, 5, "x", Card], ids=repr)
+def test_merge_of_what_is_not_mapped_raises_as_in_a_session(given: Any) -> None:
+    """It is SQLAlchemy's UnmappedInstanceError, whatever was passed instead of an instance."""
+    with VersionedSession() as session, pytest.raises(UnmappedInstanceError):
+        session.merge(given)
+    if hasattr(Session, "merge_all"):
+        with VersionedSession() as session, pytest.raises(UnmappedInstanceError):
+            session.merge_all([given])
 
 
 def test_unknown_options_are_refused(engine: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import inspect
+from sqlalchemy.orm import InstanceState
 
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._conflicts import conflict
@@ -13,7 +14,7 @@ from pgfence.versions._mapping import ATTRIBUTE, is_versioned, mode_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sqlalchemy.orm import InstanceState, Session
+    from sqlalchemy.orm import Session
 
     State = InstanceState[Any]
 
@@ -25,19 +26,20 @@ def compare(session: Session, instance: object) -> None:
         VersionRequiredError: one has no version that counts, and there is a row of its key.
         VersionConflictError: one was read at another version, or its row is gone.
     """
-    if session.autoflush:
-        session.flush()
-    conflicts = []
-    with session.no_autoflush:
-        for state in _taken_along(instance):
-            if is_versioned(state.mapper) and state.session is not session:
-                conflicts += _compared(session, state)
-    if conflicts:
-        raise conflict(conflicts, precondition=True)
+    state = inspect(instance, raiseerr=False)
+    if not isinstance(state, InstanceState):
+        return  # merge() raises for what is not mapped
+    if overwriting := [
+        each for each in _taken_along(state) if is_versioned(each.mapper) and each.session is not session
+    ]:
+        session._autoflush()  # as merge() does: not inside a flush
+        with session.no_autoflush:
+            conflicts = [item for each in overwriting for item in _compared(session, each)]
+        if conflicts:
+            raise conflict(conflicts, precondition=True)
 
 
-def _taken_along(instance: object) -> Iterator[State]:
-    state: Any = inspect(instance)
+def _taken_along(state: State) -> Iterator[State]:
     yield state
     for _, _, related, _ in state.mapper.cascade_iterator("merge", state):
         yield related
