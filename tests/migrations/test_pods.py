@@ -198,29 +198,49 @@ def test_no_revision_is_recorded_once_the_lock_is_gone(tmp_path: Path, own: str)
     project.expect_head()
 
 
-def test_a_database_at_head_is_not_locked(tmp_path: Path, own: str) -> None:
-    """A pod that has nothing to do does not wait for one that migrates; `downgrade` does."""
+def test_an_upgrade_with_nothing_to_apply_is_not_locked(tmp_path: Path, own: str) -> None:
+    """A pod with nothing to do does not wait, with `depends_on`, on a branch or for an older revision; `downgrade` waits."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
-    assert project.run().code == 0
+    dependent = "revision, down_revision, branch_labels, depends_on = 'q1', None, 'q', '003'\ndef upgrade(): pass\n"
+    (tmp_path / "migrations" / "versions" / "q1.py").write_text(dependent, encoding="utf-8")
+    assert project.run("upgrade", "heads").code == 0
+    assert project.query("SELECT version_num FROM alembic_version") == [("q1",)]
     with psycopg.connect(own, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
-        assert project.run().code == 0
+        started = [project.start("upgrade", destination) for destination in ("heads", "q@head", "003", "001")]
+        assert [ended.said for pod in started if (ended := pod.ended()).code] == []
         assert project.run("downgrade", "-1").code == 75
 
 
+def test_a_revision_that_alembic_does_not_know_is_its_error(tmp_path: Path, own: str) -> None:
+    """The lock is waited for, because its holder may be about to downgrade; then Alembic's message is the only one."""
+    project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
+    with psycopg.connect(own, autocommit=True) as other:
+        other.execute("CREATE TABLE alembic_version (version_num text); INSERT INTO alembic_version VALUES ('newer')")
+        unknown = project.run()
+        other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
+        assert project.run().code == 75
+    assert unknown.code not in (0, 75)
+    assert "Can't locate revision identified by 'newer'" in unknown.said
+    assert "Traceback" not in unknown.said
+
+
 @pytest.mark.parametrize(
-    ("revision", "told"),
+    ("revision", "before", "told"),
     [
-        ("004", r"Multiple head .* 003 \(.*/003.py\) and 004 \(.*/fork.py\), which part after 002"),
-        ("003", "003 .* more than once"),
+        ("004", "002", r"Multiple head .* 003 \(.*/003.py\) and 004 \(.*/fork.py\), which part after 002"),
+        ("003", "002", "003 .* more than once"),
+        ("004", "004", "Self-loop is detected in revisions .*004"),
     ],
 )
-def test_a_fork_is_refused_before_anything_is_locked(tmp_path: Path, own: str, revision: str, told: str) -> None:
-    """C055: two heads are told with their files, and one id twice, also while somebody has the lock; no table is made."""
+def test_a_fork_is_refused_before_anything_is_locked(
+    tmp_path: Path, own: str, revision: str, before: str, told: str
+) -> None:
+    """C055: two heads with their files, one id twice, a cycle: an error while another process has the lock; no table is made."""
     project = Project(tmp_path, "sync", "psycopg", own)
     versions = tmp_path / "migrations" / "versions"
     script = (versions / "003.py").read_text(encoding="utf-8")
-    (versions / "fork.py").write_text(script.replace("'003', '002'", f"'{revision}', '002'"), encoding="utf-8")
+    (versions / "fork.py").write_text(script.replace("'003', '002'", f"'{revision}', '{before}'"), encoding="utf-8")
     with psycopg.connect(own, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
         refused = project.run()

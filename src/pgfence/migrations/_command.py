@@ -81,6 +81,8 @@ def expect_one_head() -> None:
     environment = _environment()
     if environment is None or _function(environment) != "upgrade":
         return
+    from alembic.script.revision import RevisionError
+
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Revision .* is present more than once")
         try:
@@ -89,6 +91,8 @@ def expect_one_head() -> None:
             raise _refused(
                 f"{doubled}, and only one of them would be applied. Give one of the files another id"
             ) from None
+        except RevisionError as broken:
+            raise _refused(str(broken)) from broken
     if _upgrades_to(environment) == "head" and len(heads) > 1:
         raise _refused(_several(environment.script, heads))
 
@@ -125,16 +129,26 @@ def version_table() -> VersionTable:
 
 
 def at_head(connection: Connection) -> bool:
-    """Whether the command is an upgrade to the newest revision, and the database is there already."""
+    """Whether the command is an upgrade for which Alembic finds nothing to apply.
+
+    Alembic's own walk decides: with `depends_on`, or with a destination before the head, an up-to-date version table does not
+    hold the heads.
+    """
     environment = _environment()
-    if environment is None or _upgrades_to(environment) not in ("head", "heads"):
+    if environment is None or not (destination := _upgrades_to(environment)):
         return False
     table = version_table()
     if not connection.dialect.has_table(connection, table.name, table.schema):
         return False
+    from alembic.script.revision import RevisionError
+
     query: Any = select(column("version_num")).select_from(as_table(table.name, schema=table.schema))
-    found = connection.scalars(query).all()
-    return bool(found) and set(found) == set(environment.script.get_heads())
+    found = tuple(connection.scalars(query))
+    try:
+        return not list(environment.script.iterate_revisions(destination, found, implicit_base=True))
+    except RevisionError:
+        # Another process may be about to change what was read. Under the lock Alembic looks again, and raises its own error.
+        return False
 
 
 def writes_version(statement: Any) -> bool:

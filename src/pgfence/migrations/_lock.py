@@ -50,7 +50,7 @@ def migration_lock(
     While it waits the connection is in autocommit and holds no snapshot, and it is handed over without a transaction. No
     revision is recorded once the lock is gone. If the process dies the server frees the lock, at the latest a second after
     (on Linux), also in the middle of a statement. `alembic current`, `check` and others that only look take no lock; nor does
-    an upgrade of a database that is at its newest revision already.
+    an upgrade for which Alembic finds nothing to apply.
 
     Not promised: order among those who wait. Processes that migrate without it, and other version tables under other keys.
 
@@ -60,7 +60,7 @@ def migration_lock(
         timeout: seconds to wait; None is the configured default (30), `math.inf` for ever.
         key: instead of one made of the version table's schema and name, which are read from the ini file (`version_table`,
             `version_table_schema`): the key that older releases of the project use, or one for several version tables. With
-            a key the lock is always taken, also if the default version table is at the newest revision.
+            a key the lock is always taken, even if there is nothing to apply according to the default version table.
         unsupported: on another database than PostgreSQL: log it and do nothing, or raise.
 
     Raises:
@@ -69,7 +69,7 @@ def migration_lock(
             and for an error of the driver's that ends the block, if the session is gone.
         TransactionStateError: the connection is in a transaction, on entering or on leaving; or what is returned is entered
             for the second time.
-        alembic.util.CommandError: an upgrade to `head` where there are several, or two revisions with one id.
+        alembic.util.CommandError: an upgrade to `head` where there are several, two revisions with one id, or a cycle of revisions.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
         UnreachableError: the server cannot be reached. That ends the wait, because the connection is yours.
@@ -139,7 +139,7 @@ def _default_key() -> LockKey:
 
 def _refuse_to_write() -> None:
     raise TransactionStateError(
-        "the version table was at the newest revision when the migration lock was entered, so none was taken, and now another"
-        " revision is to be recorded. Run the command again; where there are several version tables, or env.py alone knows"
+        "no revision was left to apply when migration_lock() was entered, so the lock was not taken, and now a revision is to"
+        " be recorded. Run the command again; where there are several version tables, or env.py alone knows"
         " the name of it, pass migration_lock(connection, key=LockKey.of(...))"
     )
