@@ -447,16 +447,21 @@ async def test_tasks_beside_a_batch_keep_their_own_check(world: World) -> None:
     assert (await read(world, engine, cls))[1] == 11
 
 
-async def test_another_session_in_a_hook_of_the_flush_is_refused(world: World) -> None:
-    """A second session that flushes versioned rows from inside a batch flush would go unchecked: it is an error."""
+async def test_another_session_in_a_hook_of_the_flush_is_compared_or_refused(world: World) -> None:
+    """A second VersionedSession compares inside a batch flush; a plain Session would go unchecked, so it is an error."""
     engine = world.engine()
     cls = await page(world, engine)
 
     def work(session: Session) -> None:
-        def hook(*_: Any) -> None:
+        def hook(_mapper: Any, _connection: Any, row: Any) -> None:
+            if row.id != 1:
+                return
             writer = session.info["writer"]
             writer.get_one(cls, 2).views = 1
-            writer.flush()
+            writer.commit()
+            with Session(session.get_bind()) as plain:
+                plain.get_one(cls, 2).views = 2
+                plain.flush()
 
         event.listen(cls, "after_update", hook)
         session.get_one(cls, 1).views = 1
@@ -464,6 +469,7 @@ async def test_another_session_in_a_hook_of_the_flush_is_refused(world: World) -
 
     with pytest.raises(TransactionStateError, match="another session flushes"):
         await beside(world, engine, work, **BATCH)
+    assert (await read(world, engine, cls))[2] == 2
 
 
 async def test_a_flush_that_fails_leaves_nothing_behind(world: World) -> None:

@@ -14,7 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, load_only, m
 from sqlalchemy.orm.exc import StaleDataError, UnmappedInstanceError
 
 from pgfence.errors import PgfenceError, VersionConflict, VersionConflictError, VersionRequiredError
-from pgfence.versions import Versioned, VersionedSession, _conflicts
+from pgfence.versions import Versioned, VersionedSession
 from support.versioned_models import meddle, pages, stored
 from support.versioned_rows import made, on_session
 
@@ -544,20 +544,3 @@ def test_unknown_options_are_refused(engine: Any) -> None:
         VersionedSession(engine, bulk="bumps")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="conflict_check must be one of"):
         sessionmaker(engine, class_=VersionedSession, conflict_check="rows")()
-
-
-async def test_rows_that_were_added_and_let_go_leave_nothing_in_the_session(world: World) -> None:
-    """An import in one transaction is as small as SQLAlchemy makes it; what is still there is told apart from others' rows."""
-    engine = world.engine()
-    cls = await pages(world, engine)
-
-    def work(session: Session) -> int:
-        session.add_all(cls(id=number, title="new") for number in range(100, 300))
-        session.flush()
-        session.expunge_all()
-        gc.collect()
-        journal = _conflicts.journal_of(session)
-        assert journal is not None
-        return len(journal._added) + len(journal._written)
-
-    assert await on_session(world, engine, work) == 0

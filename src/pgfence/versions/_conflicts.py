@@ -3,138 +3,124 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm.attributes import instance_state
 
+from pgfence._sql.fences import Target
+from pgfence._sql.versions import backfill
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
-from pgfence.versions._mapping import ATTRIBUTE, version_column
-from pgfence.versions._rows import versions_of
+from pgfence.flushes import will_send_update
+from pgfence.versions._mapping import is_versioned, version_column, version_in
+from pgfence.versions._rows import Key, versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+    from typing import TypeAlias
 
-    from sqlalchemy.orm import InstanceState, Mapper, Session, SessionTransaction
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import InstanceState, Mapper
 
-    State = InstanceState[Any]
+    from pgfence.versions._batch import Flush
+
+    State: TypeAlias = "InstanceState[Any]"
 
 _SHOWN = 5
 
 
-class Written(NamedTuple):
-    """A row that a flush was about to change or delete. Without a connection: one that a statement may have written.
+class Row(NamedTuple):
+    """A row that a failed flush was to write, as it was when the flush failed.
 
-    Where the connection is shared with its caller, `seen` is the version just before the write.
+    `settled` is False for a row that is gone and that this flush may have deleted itself: several were deleted by one
+    statement, and their number was wrong. Only after the rollback does the row show whether another process has.
     """
 
-    state: State
-    key: tuple[Any, ...]
-    version: Any
-    connection: Any = None
-    mapper: Any = None
-    shared: bool = False
-    seen: Any = None
+    mapper: Mapper[Any]
+    key: Key
+    expected: Any
+    found: Any
+    connection: Connection
+    settled: bool
 
 
-class Journal:
-    """What the present transaction of a session has written, in its order, so that a rollback tells what it took back.
+def look(flush: Flush) -> list[Row]:
+    """Return the rows of a flush that has just failed, without those that it has locked or written.
 
-    A row that was written before in the same transaction is locked and in no conflict, though after a rollback it is at
-    another version than the flush expected: what counts is the version at which it was written first.
+    In its transaction, which no other process's later write can reach: what it has written itself is at the version that
+    is in memory.
     """
-
-    def __init__(self) -> None:
-        self._written: list[Written] = []
-        # Kept by the session as long as they matter: a million rows that were added and let go leave nothing here.
-        self._added: WeakKeyDictionary[State, int] = WeakKeyDictionary()
-        self._additions = 0
-        # It refers to its session, which would never be let go.
-        self._marks: WeakKeyDictionary[SessionTransaction, tuple[int, int]] = WeakKeyDictionary()
-        self.undone: list[Written] = []
-
-    def inserted(self, state: State) -> None:
-        """Note a row that is about to be added: nobody else can have written it."""
-        self._additions += 1
-        self._added[state] = self._additions
-
-    def note(self, connection: Connection, mapper: Mapper[Any], state: State, version: Any) -> None:
-        """Note a row that is about to be changed or deleted."""
-        assert state.key is not None
-        written = Written(state, tuple(state.key[1]), version, connection, mapper)
-        session = state.session
-        if session is not None and isinstance(session.bind or session.get_bind(mapper), Connection):
-            # The rollback takes back what others have written through the same connection, so it would be too late to look.
-            (seen,) = versions_of(connection, mapper, [tuple(state.key[1])])
-            written = written._replace(shared=True, seen=seen)
-        self._written.append(written)
-
-    def stated(self, states: Iterable[State]) -> None:
-        """Note instances whose rows a statement may write."""
-        self._written += [
-            Written(state, tuple(state.key[1]), state.dict[ATTRIBUTE])
-            for state in states
-            if state.key is not None and state.dict.get(ATTRIBUTE) is not None
-        ]
-
-    def savepoint(self, transaction: SessionTransaction) -> None:
-        """Note where a savepoint was set."""
-        self._marks[transaction] = len(self._written), self._additions
-
-    def rolled_back(self, transaction: SessionTransaction) -> None:
-        """Take back what was written since the savepoint that a transaction belongs to, or since the begin."""
-        while not transaction.nested and transaction.parent is not None:
-            transaction = transaction.parent
-        mark, additions = self._marks.get(transaction, (0, 0))
-        added = {state for state, number in self._added.items() if number > additions}
-        self.undone = [each for each in self._written[mark:] if each.state not in added]
-        del self._written[mark:]
-        for state in added:
-            del self._added[state]
-
-    def ended(self, transaction: SessionTransaction) -> None:
-        """Forget a savepoint that was released or rolled back, or all at the end of the transaction."""
-        self._marks.pop(transaction, None)
-        if transaction.parent is None:
-            self._written.clear()
-            self._added.clear()
+    found: list[Row] = []
+    done, unclear = flush.sent_rows()
+    by_mapper: dict[Mapper[Any], list[State]] = {}
+    for state in _to_be_written(flush):
+        if (state.mapper.base_mapper, _key(state)) not in done:
+            by_mapper.setdefault(state.mapper, []).append(state)
+    for mapper, states in by_mapper.items():
+        connection = flush.connection(mapper, states[0])
+        keys = [_key(state) for state in states]
+        for state, key, version in zip(states, keys, versions_of(connection, mapper, keys), strict=True):
+            settled = (mapper.base_mapper, key) not in unclear
+            if settled or version is not None or not flush.added(state):
+                found.append(Row(mapper, key, version_in(state.obj()), version, connection, settled))
+    return found
 
 
-_JOURNALS: WeakKeyDictionary[Session, Journal] = WeakKeyDictionary()
+def _to_be_written(flush: Flush) -> list[State]:
+    """Return the versioned rows that a flush changes or deletes, as far as it has come to them."""
+    session, context = flush.session, flush.context
+    if context is None:
+        # A listener of before_flush has failed: of the rows that may have been its reason.
+        return [state for state in map(instance_state, session.dirty) if state.key and is_versioned(state.mapper)]
+    switched = {state.mapper._identity_key_from_state(state) for state in context.states if state.key is None}
+    return [
+        state
+        for state, (deleted, listed) in context.states.items()
+        if state.key is not None
+        and is_versioned(state.mapper)
+        and state not in flush.locked
+        and (
+            (deleted and (not listed or state.key in switched))
+            or (not deleted and not listed and will_send_update(state))
+        )
+    ]
 
 
-def keep_journal(session: Session) -> None:
-    """Keep a journal for a session."""
-    _JOURNALS[session] = Journal()
+def meant(flush: Flush, error: Exception) -> Exception:
+    """Return what it means that a flush has failed by a row that was not there to be written, after its rollback.
 
-
-def journal_of(session: Session) -> Journal | None:
-    """Return the journal of a session; None for one that keeps none."""
-    return _JOURNALS.get(session)
-
-
-def told(session: Session, error: Exception) -> Exception:
-    """Return what it means that a flush has failed by a row that was not there to be written, after a look at the rows.
-
-    The error itself, where it is about other classes, or where the rows cannot be looked at.
+    The error itself, where it is about other classes, or where the rows could not be looked at.
     """
-    rows: dict[State, Written] = {}
-    for each in _JOURNALS[session].undone:
-        known = rows.setdefault(each.state, each)
-        if known.connection is None:
-            rows[each.state] = each._replace(version=known.version)
-    flushed = [each for each in rows.values() if each.connection is not None]
     try:
-        items = _conflicts(flushed)
+        items = [
+            VersionConflict(row.mapper.class_, row.key, row.expected, row.found)
+            for row in flush.looked
+            if (_gone(row) if row.found is None else row.expected not in (None, row.found))
+        ]
     except DBAPIError:
         return error
     if items:
         return conflict(items)
-    tables = {str(version_column(each.mapper).table.description) for each in flushed}
-    tables |= {str(each.mapper.local_table.description) for each in flushed}
-    if any(f"table '{table}' expected" in str(error) for table in tables):
+    if any(f"table '{table}' expected" in str(error) for table in flush.tables()):
         return not_written(str(error))
     return error
+
+
+def _gone(row: Row) -> bool:
+    """Return whether another process has deleted a row that is gone."""
+    if row.settled:
+        return True
+    connection = row.connection
+    # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
+    transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
+    try:
+        return versions_of(connection, row.mapper, [row.key]) == [None]
+    finally:
+        transaction.rollback()
+
+
+def _key(state: State) -> Key:
+    assert state.key is not None
+    return tuple(state.key[1])
 
 
 def conflict(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
@@ -174,22 +160,21 @@ def _told(item: VersionConflict) -> str:
     return f"{item.model.__name__} {key} was read at version {item.expected} and {now}"
 
 
-def _conflicts(rows: list[Written]) -> list[VersionConflict]:
-    found = {each.state: each.seen for each in rows if each.shared}
-    groups: dict[tuple[Connection, Mapper[Any]], list[Written]] = {}
-    for each in rows:
-        if not each.shared:
-            groups.setdefault((each.connection, each.mapper), []).append(each)
-    for (connection, mapper), some in groups.items():
-        # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
-        transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
-        try:
-            now = versions_of(connection, mapper, [each.key for each in some])
-        finally:
-            transaction.rollback()
-        found |= {each.state: version for each, version in zip(some, now, strict=True)}
-    return [
-        VersionConflict(each.mapper.class_, each.key, each.version, found[each.state])
-        for each in rows
-        if found[each.state] is None or found[each.state] != each.version
-    ]
+def switched(state: State, replaced: State) -> PgfenceError:
+    """Return the error for an instance of another class under the key of one that the same flush deletes."""
+    name, other = state.class_.__name__, replaced.class_.__name__
+    return PgfenceError(
+        f"{name} {_key(replaced)} was added under the key of a row of class {other} that the same flush deletes. SQLAlchemy makes"
+        f" one UPDATE of the two, which cannot exchange the rows in the tables of their own classes: call flush() after the"
+        f" delete, and add the {name} then"
+    )
+
+
+def without(mapper: Mapper[Any], key: Key) -> SchemaError:
+    """Return the error for a row that is about to be written and whose version is NULL."""
+    column: Any = version_column(mapper)
+    command = backfill(Target(column.table.name, column.table.schema).quoted, column.name)
+    return SchemaError(
+        f"{mapper.class_.__name__} {key} has no version, and without one it cannot be guarded: {command}",
+        command=command,
+    )

@@ -3,89 +3,77 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 from sqlalchemy import event, inspect
 from sqlalchemy.orm.attributes import flag_modified
-from sqlalchemy.orm.exc import ObjectDeletedError
 
-from pgfence._sql.fences import Target
-from pgfence._sql.versions import backfill
-from pgfence.errors import SchemaError
 from pgfence.flushes import sends_update
-from pgfence.versions._batch import compared
-from pgfence.versions._conflicts import journal_of, not_counted
+from pgfence.versions._batch import NOW, batch_of, compare
+from pgfence.versions._conflicts import switched, without
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column, version_in
+from pgfence.versions._sent import raise_version
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
-    from sqlalchemy.orm import InstanceState, Mapper, Session
+    from sqlalchemy.orm import InstanceState, Mapper
 
     State = InstanceState[Any]
 
-_COUNTED: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The version before the UPDATE, of rows that a trigger counts."""
+
+def turn(mapper: Mapper[Any], state: State) -> None:
+    """Prepare a row that is about to be inserted or updated; nothing changes it any more ahead of its statement."""
+    if state.key is None:
+        _insert(mapper, state)
+    elif sends_update(state):
+        _update(mapper, state)
 
 
-def _before_insert(mapper: Mapper[Any], connection: Connection, state: State) -> None:
-    session = _session(state)
-    if (journal := journal_of(session)) is None:
+def _insert(mapper: Mapper[Any], state: State) -> None:
+    flush = NOW.get()
+    if flush is None or flush.session is not state.session:
         return
-    replaced = None
-    if session.deleted:
-        # Under the key of a row that the same flush deletes: SQLAlchemy makes one UPDATE of the two.
-        key = mapper.identity_key_from_primary_key(tuple(mapper.primary_key_from_instance(state.obj())))
-        replaced = session.identity_map.get(key)
-    if replaced is None:
-        journal.inserted(state)
-    else:
-        journal.note(connection, mapper, inspect(replaced), version_in(replaced))
+    replaced = flush.replaced_by(state)
+    if replaced is not None and set(replaced.mapper.tables) != set(mapper.tables):
+        compare(flush, [replaced])
+        raise switched(state, replaced)
+    batch = batch_of(state)
+    if batch is not None:
+        if replaced is not None:
+            if replaced not in batch.locked:
+                compare(batch, [replaced])
+            batch.locked[state] = batch.locked[replaced]
+            batch.written[state] = None
+        raise_version(mapper, state, batch.locked.get(state))
 
 
-def _before_update(mapper: Mapper[Any], connection: Connection, state: State) -> None:
-    if compared(state):
-        if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
-            touch(state.obj())
-        return
-    session = _session(state)
-    if not sends_update(state):
-        return
-    version = _note(mapper, connection, state)
-    if mode_of(mapper) == "server":
-        if version_column(mapper).table is not mapper.local_table:
-            touch(state.obj())
-        if getattr(session, "conflict_check", None) != "batch":
-            _COUNTED[state] = version
+def _update(mapper: Mapper[Any], state: State) -> None:
+    batch = batch_of(state)
+    if batch is None or state not in batch.locked:
+        _expect_version(mapper, state)
+    if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
+        touch(state.obj())
+    if batch is not None:
+        if state not in batch.locked:
+            compare(batch, [state])
+        raise_version(mapper, state, batch.locked[state])
+        batch.written[state] = None
 
 
-def _before_delete(mapper: Mapper[Any], connection: Connection, state: State) -> None:
-    if not compared(state):
-        _note(mapper, connection, state)
+def _before_delete(mapper: Mapper[Any], _connection: Connection, state: State) -> None:
+    batch = batch_of(state)
+    if batch is None or state not in batch.locked:
+        _expect_version(mapper, state)
+    if batch is not None:
+        if state not in batch.locked:
+            compare(batch, [state], deleting=True)
+        batch.deleted.append(state)
 
 
-def _note(mapper: Mapper[Any], connection: Connection, state: State) -> Any:
-    journal = journal_of(_session(state))
+def _expect_version(mapper: Mapper[Any], state: State) -> None:
     if ATTRIBUTE not in state.dict:
-        try:
-            getattr(state.obj(), ATTRIBUTE)
-        except ObjectDeletedError:
-            if journal is not None:
-                journal.note(connection, mapper, state, None)
-            raise
-    version = version_in(state.obj())
-    if version is None:
-        raise _without(mapper, state)
-    if journal is not None:
-        journal.note(connection, mapper, state, version)
-    return version
-
-
-def _after_update(mapper: Mapper[Any], _connection: Connection, state: State) -> None:
-    if mode_of(mapper) != "server":
-        return
-    before = _COUNTED.pop(state, None)
-    if before is not None and state.dict.get(ATTRIBUTE) == before:
-        raise not_counted(mapper, before)
+        getattr(state.obj(), ATTRIBUTE)
+    if version_in(state.obj()) is None:
+        raise without(mapper, tuple(state.identity or ()))
 
 
 def touch(target: Any) -> None:
@@ -113,23 +101,4 @@ def _column_of(target: Any) -> str:
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 
 
-def _without(mapper: Mapper[Any], state: State) -> SchemaError:
-    column: Any = version_column(mapper)
-    command = backfill(Target(column.table.name, column.table.schema).quoted, column.name)
-    return SchemaError(
-        f"{mapper.class_.__name__} {state.identity} has no version, and without one it cannot be guarded: {command}",
-        command=command,
-    )
-
-
-def _session(state: State) -> Session:
-    session = state.session
-    assert session is not None
-    return session
-
-
-# Ahead of what the batch check does to the version.
-event.listen(VersionedBase, "before_insert", _before_insert, propagate=True, raw=True, insert=True)
-event.listen(VersionedBase, "before_update", _before_update, propagate=True, raw=True, insert=True)
 event.listen(VersionedBase, "before_delete", _before_delete, propagate=True, raw=True, insert=True)
-event.listen(VersionedBase, "after_update", _after_update, propagate=True, raw=True)

@@ -11,8 +11,8 @@ from uuid import UUID, uuid4
 from sqlalchemy import BigInteger, FetchedValue, Uuid, event, text
 from sqlalchemy.orm import declared_attr, mapped_column, validates
 
-from pgfence.versions import _flush, _relationships, _statements  # noqa: F401
-from pgfence.versions._batch import VersionedMapper
+from pgfence.versions import _relationships, _statements  # noqa: F401
+from pgfence.versions._mapper import VersionedMapper
 from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, version_in
 from pgfence.versions._xmin import Xid
 

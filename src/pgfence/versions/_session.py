@@ -6,19 +6,20 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from sqlalchemy import event, inspect
+from sqlalchemy import event
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
-from pgfence.versions import _batch, _conflicts, _merging
-from pgfence.versions._mapping import is_versioned
+from pgfence.versions import _merging
+from pgfence.versions._batch import NOW, Flush
+from pgfence.versions._conflicts import meant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Engine
-    from sqlalchemy.orm import ORMExecuteState, SessionTransaction
     from sqlalchemy.orm.interfaces import ORMOption
+    from sqlalchemy.orm.unitofwork import UOWTransaction
 
 _O = TypeVar("_O")
 
@@ -35,16 +36,19 @@ class VersionedSession(Session):
         AsyncSessionLocal = async_sessionmaker(async_engine, sync_session_class=VersionedSession)
         db = SQLAlchemy(session_options={"class_": VersionedSession})  # Flask-SQLAlchemy
 
-    Promised: where a flush fails since others have written rows of classes with `Versioned`, the error lists these rows and
-    no others, each with the version that was read and the one that is there now. The look at them goes through the session's
-    own connection, after the rollback of the transaction, or of the savepoint in which the flush was; what was before the
-    savepoint is usable. merge() of an instance that was read elsewhere compares its version as well, and one without a
-    version is refused where there is a row that it would overwrite.
+    Guarantees:
+        If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows
+        and no others, each with the version that was read and the one that is there now, whichever way the flush was to write
+        them: as a change or a deletion of their own, by a cascade, by `post_update`, or as a new row under the key of one that
+        it deletes. In mode "row" these are the rows that the flush knew of when it came to the first conflict. The look at them
+        goes through the session's own connection, before the transaction, or the savepoint in which the flush was, is rolled
+        back; what was before the savepoint is usable. merge() of an instance that was read elsewhere compares its version as
+        well, and one without a version is rejected where there is a row that it would overwrite.
 
-    Not promised: that rows which statements of the same transaction wrote, and which no instance in the session stood for,
-    are left out of that list. The same in REPEATABLE READ and SERIALIZABLE, where PostgreSQL itself refuses with SQLSTATE
-    40001. Anything of the legacy methods `bulk_save_objects` and `bulk_update_mappings`, which compare versions and name no
-    rows. And nothing about instances whose rows the transaction has written by plain SQL: refresh() them.
+    Limitations:
+        In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
+        `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. Instances whose rows the transaction
+        has written by plain SQL are not protected: refresh() them.
 
     Args:
         bind: an Engine, or a Connection whose transaction is the caller's.
@@ -79,9 +83,6 @@ class VersionedSession(Session):
         super().__init__(bind=bind, **session_options)
         self.bulk = bulk
         self.conflict_check = conflict_check
-        _conflicts.keep_journal(self)
-        if conflict_check == "batch":
-            _batch.watch(self)
 
     def flush(self, objects: Sequence[Any] | None = None) -> None:
         """Flush, and name the rows that somebody else has written. autoflush and commit come here as well.
@@ -91,16 +92,16 @@ class VersionedSession(Session):
                 rolled back: call rollback().
             PgfenceError: they are, and were not written: a trigger or a policy is in the way.
         """
+        flush = Flush(self, batch=self.conflict_check == "batch")
+        before = NOW.set(flush)
         try:
-            if self.conflict_check == "batch":
-                with _batch.flushing(self):
-                    super().flush(objects)
-            else:
-                super().flush(objects)
+            super().flush(objects)
         except (StaleDataError, ObjectDeletedError) as error:
-            if (meant := _conflicts.told(self, error)) is error:
+            if (found := meant(flush, error)) is error:
                 raise
-            raise meant from error
+            raise found from error
+        finally:
+            NOW.reset(before)
 
     def merge(self, instance: _O, *, load: bool = True, options: Sequence[ORMOption] | None = None) -> _O:
         """Merge, if what would be overwritten is at the version that the instance was read at.
@@ -129,27 +130,8 @@ def _for_flask(cls: type[VersionedSession]) -> type[VersionedSession]:
     return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {})
 
 
-@event.listens_for(VersionedSession, "after_transaction_create")
-def _begun(session: Session, transaction: SessionTransaction) -> None:
-    if transaction.nested and (journal := _conflicts.journal_of(session)) is not None:
-        journal.savepoint(transaction)
-
-
-@event.listens_for(VersionedSession, "do_orm_execute")
-def _stated(state: ORMExecuteState) -> None:
-    mapper, journal = state.bind_mapper, _conflicts.journal_of(state.session)
-    if (state.is_update or state.is_insert) and mapper is not None and journal is not None and is_versioned(mapper):
-        known = (inspect(target) for target in state.session.identity_map.values())
-        journal.stated(each for each in known if each.mapper.isa(mapper))
-
-
-@event.listens_for(VersionedSession, "after_soft_rollback")
-def _rolled_back(session: Session, transaction: SessionTransaction) -> None:
-    if (journal := _conflicts.journal_of(session)) is not None:
-        journal.rolled_back(transaction)
-
-
-@event.listens_for(VersionedSession, "after_transaction_end")
-def _ended(session: Session, transaction: SessionTransaction) -> None:
-    if (journal := _conflicts.journal_of(session)) is not None:
-        journal.ended(transaction)
+@event.listens_for(VersionedSession, "before_flush")
+def _before_flush(session: Session, context: UOWTransaction, _instances: Any) -> None:
+    if (flush := NOW.get()) is not None and flush.session is session:
+        flush.context = context
+        context.execute = flush.run  # type: ignore[method-assign]

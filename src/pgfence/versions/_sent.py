@@ -1,0 +1,163 @@
+"""The statements of a flush that write the table of a version: counted, and noted for the flush, row by row.
+
+SQLAlchemy has no event for an UPDATE by `post_update`, and an event ahead of a write cannot tell whether it will be sent. The
+parameters of the statement that is executed say both: which row is written, and at which version it is expected.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
+
+from sqlalchemy import Delete, Update
+from sqlalchemy.orm.attributes import flag_modified
+from sqlalchemy.orm.exc import StaleDataError
+
+from pgfence.versions._batch import NOW, compare
+from pgfence.versions._conflicts import not_counted, without
+from pgfence.versions._mapping import ATTRIBUTE, mode_of, version_column
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping, Sequence
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import InstanceState, Mapper
+
+    from pgfence.versions._batch import Flush
+    from pgfence.versions._mapper import VersionedMapper
+    from pgfence.versions._rows import Key
+
+    Parameters = MutableMapping[Any, Any]
+
+
+class SentUpdate(Update):
+    """The UPDATE of one row, at the version it was read at."""
+
+    inherit_cache = True
+    mapper: VersionedMapper[Any]
+
+    @classmethod
+    def of(cls, statement: Update, mapper: VersionedMapper[Any]) -> Self:
+        """Return the same statement for a base mapper."""
+        made = cls(statement.table).where(*statement._where_criteria)
+        made.mapper = mapper
+        return made
+
+    def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
+        result = super()._execute_on_connection(connection, distilled_params, execution_options)
+        if len(distilled_params) == 1:
+            self._written(distilled_params[0], result)
+        return result
+
+    def _written(self, parameters: Parameters, result: Any) -> Any:
+        """Note a row that was written, and return its version where the server has made it."""
+        if result.rowcount != 1:
+            # SQLAlchemy counts after it has put the next version into memory, where the one that was expected is lost.
+            raise StaleDataError(
+                f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
+            )
+        mapper = self.mapper
+        if (flush := NOW.get()) is not None:
+            flush.sent.append((mapper, [_updated(mapper, parameters)], True))
+        if mapper.version_id_generator is not False or result.returned_defaults is None:
+            return None
+        column = version_column(mapper)
+        version = result.returned_defaults._mapping[column]
+        if mode_of(mapper) == "server" and version == parameters.get(column._label):
+            raise not_counted(mapper, version)
+        return version
+
+
+class SentPostUpdate(SentUpdate):
+    """The UPDATE that a relationship with `post_update` sends after those of the rows themselves, or ahead of their DELETE."""
+
+    inherit_cache = True
+
+    def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
+        flush = NOW.get()
+        if flush is not None and flush.emitting and self.mapper.batches:
+            _raise_versions(flush, self.mapper, distilled_params, connection)
+            return Update._execute_on_connection(self, connection, distilled_params, execution_options)
+        column = version_column(self.mapper)
+        sent: list[Parameters] = []
+        result: Any = None
+        for parameters in distilled_params:
+            if parameters.get(column._label) is None:
+                raise without(self.mapper, _updated(self.mapper, parameters))
+            # One by one: several cannot return their versions, and their count does not say which was not written.
+            result = Update._execute_on_connection(self, connection, [parameters], execution_options)
+            version = self._written(parameters, result)
+            found = result.context.compiled_parameters[0]
+            # SQLAlchemy takes the new version from the parameters.
+            sent.append(found if version is None else {**found, column.key: version})
+        context = SimpleNamespace(compiled=result.context.compiled, compiled_parameters=sent)
+        return SimpleNamespace(rowcount=len(sent), context=context)
+
+
+class SentDelete(Delete):
+    """The DELETE of one row that raises if there was none.
+
+    SQLAlchemy adds the counts of several up, and then trusts the sum only where a driver can count many rows at once.
+    """
+
+    inherit_cache = True
+    mapper: VersionedMapper[Any]
+
+    @classmethod
+    def of(cls, statement: Delete, mapper: VersionedMapper[Any]) -> Self:
+        """Return the same statement for a base mapper."""
+        made = cls(statement.table).where(*statement._where_criteria)
+        made.mapper = mapper
+        return made
+
+    def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
+        flush, mapper = NOW.get(), self.mapper
+        if len(distilled_params) > 1 and flush is not None and flush.shares_connection(mapper):
+            # A rollback would bring rows back that others have deleted through the same connection: which, is known now or never.
+            results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
+            return SimpleNamespace(rowcount=len(results))
+        result = super()._execute_on_connection(connection, distilled_params, execution_options)
+        written = result.rowcount == len(distilled_params)
+        if not written and len(distilled_params) == 1:
+            raise StaleDataError(
+                f"A DELETE on table '{self.table.description}' expected to delete 1 row; it is not there."
+            )
+        if flush is not None:
+            flush.sent.append((mapper, [_deleted(mapper, each) for each in distilled_params], written))
+        return result
+
+
+def _updated(mapper: Mapper[Any], parameters: Parameters) -> Key:
+    return tuple(parameters[column._label] for column in mapper.primary_key)
+
+
+def _deleted(mapper: Mapper[Any], parameters: Parameters) -> Key:
+    return tuple(parameters[column.key] for column in mapper.primary_key)
+
+
+def _raise_versions(
+    flush: Flush, mapper: Mapper[Any], parameters: Sequence[Parameters], connection: Connection
+) -> None:
+    """Lock and compare the rows that a batch has not come upon yet, and raise the versions in the parameters of an UPDATE."""
+    assert flush.context is not None
+    # By the keys in memory, of which SQLAlchemy has made the parameters: a row that was added has no identity yet.
+    states = {
+        tuple(state.mapper.primary_key_from_instance(state.obj())): state
+        for state in flush.context.post_update_states[mapper][0]
+    }
+    some = [states[_updated(mapper, each)] for each in parameters]
+    compare(flush, [each for each in some if each.key and each not in flush.locked], connection=connection)
+    for state, each in zip(some, parameters, strict=True):
+        if not flush.deletes(state):
+            flush.written[state] = None
+        if mapper.version_id_generator and state.key is not None:
+            each[version_column(mapper).key] = state.dict[ATTRIBUTE] = mapper.version_id_generator(
+                state.dict.get(ATTRIBUTE, flush.locked[state])
+            )
+
+
+def raise_version(mapper: Mapper[Any], state: InstanceState[Any], old: Any) -> None:
+    """Let the UPDATE of a batch write the next version."""
+    if mapper.version_id_generator:
+        state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
+        flag_modified(state.obj(), ATTRIBUTE)
