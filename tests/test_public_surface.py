@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, get_overloads
 import pytest
 
 import pgfence
-from pgfence.misuse import Guided
+from pgfence.misuse import Absent, Guided
 from pgfence_alembic import Directives
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def members(cls: type) -> Iterator[tuple[str, object]]:
     # What Guided has is there to be refused with the right form in the message.
     ours = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "pgfence" and base is not Guided]
     for name in sorted({name for base in ours for name in vars(base) if is_public(name)}):
-        yield name, next(vars(base)[name] for base in ours if name in vars(base))
+        value = next(vars(base)[name] for base in ours if name in vars(base))
+        if not isinstance(value, Absent):
+            yield name, value
 
 
 class _Bare(str):

@@ -25,7 +25,7 @@ def twin_of(name: str) -> tuple[type, type]:
 
 
 def public(cls: type) -> set[str]:
-    return {name for name in dir(cls) if not name.startswith("_")}
+    return {name for name in dir(cls) if not name.startswith("_") and hasattr(cls, name)}
 
 
 def shape(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:

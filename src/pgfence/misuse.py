@@ -37,6 +37,11 @@ class Guided:
         super().__init_subclass__(**kwargs)
         for verb in _FORMS.keys() & vars(cls).keys():
             setattr(cls, verb, _by_name(vars(cls)[verb]))
+        for name, hint in vars(cls).get("_absent", {}).items():
+            setattr(cls, name, Absent(name, hint))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
     if not TYPE_CHECKING:
 
@@ -56,10 +61,21 @@ class Guided:
             """Refuse to be a decorator."""
             raise TypeError(f"{type(self).__name__} is not a function or decorator: use {self._decorator}")
 
-        def __getattr__(self, name: str) -> NoReturn:
-            hint = self._absent.get(name)
-            told = f"{type(self).__name__!r} object has no attribute {name!r}{f': {hint}' if hint else ''}"
-            raise AttributeError(told, name=name, obj=self)
+
+class Absent:
+    """An attribute of other libraries: it looks absent to hasattr(), and says what to use instead.
+
+    Not a `__getattr__`, because with that every attribute of the object would take longer to read.
+    """
+
+    def __init__(self, name: str, hint: str) -> None:
+        self._name = name
+        self._hint = hint
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        where = f"type object {owner.__name__!r}" if instance is None else f"{owner.__name__!r} object"
+        message = f"{where} has no attribute {self._name!r}: {self._hint}"
+        raise AttributeError(message, name=self._name, obj=owner if instance is None else instance)
 
 
 def _by_name(method: F) -> F:

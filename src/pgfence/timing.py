@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 Seconds: TypeAlias = float | timedelta
 """Seconds. As a timeout: None = the configured default, math.inf = for ever, 0 = do not wait."""
@@ -46,8 +46,7 @@ def seconds(value: Seconds, what: str = "timeout") -> float:
     return float(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(NamedTuple):
     """The instant until which a call may wait, on the clock of this process."""
 
     at: float

@@ -82,6 +82,7 @@ def test_what_others_have_is_named_where_it_is(kind: str) -> None:
     with pytest.raises(AttributeError, match=f"'{kind}' object has no attribute '{missing}': .*{where}"):
         getattr(noun, missing)
     assert not hasattr(noun, missing)
+    assert missing not in dir(noun)
     with pytest.raises(AttributeError, match="attribute 'nothing'$"):
         _ = noun.nothing
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.grants import Holder
+    from pgfence.timing import Seconds
 
 __all__ = ["AsyncDomain", "contender", "contender_here", "domain_of", "keep", "on_loop"]
 
@@ -82,33 +83,32 @@ class AsyncDomain(Domain[AsyncSession]):
         self,
         names: tuple[str, ...],
         sql: LockSql,
-        timeout: float,
+        timeout: Seconds | None,
         make: Callable[[AsyncDomain, Hold[AsyncSession]], HandleT],
         *,
         on: AsyncConnection | None = None,
-        patient: bool = False,
     ) -> HandleT | None:
         """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
         Args:
             names: for messages.
             sql: the keys to take.
-            timeout: in seconds.
+            timeout: seconds; None is the default, which does not wait for a server that is away at the first question.
             make: makes the handle. From then on its finaliser answers for the lock, until then we do.
             on: the caller's own connection; None takes one of ours.
-            patient: whether the first question waits for a server that is away, too.
 
         Raises:
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
         """
-        request = self.request(names, sql, contender(), timeout, patient=patient and on is None)
-        ticket = Ticket(sql.places, request.owner, self.lines, alone=isinstance(sql, TokenSql))
+        owner = contender()
+        limit = self.timeout(timeout, owner)
+        request = self.request(names, sql, owner, limit, patient=timeout is not None and on is None)
+        ticket = Ticket(sql.places, owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             with MUTEX:
-                if not self.line_up(request, ticket):
+                if (front := self.line_up(request, ticket)) is None:
                     return None
-                front = self.lines.first(ticket)
                 if front and on is None:
                     ticket.session = self.keeper.roster.warm()
             if not front:
@@ -152,7 +152,7 @@ class AsyncDomain(Domain[AsyncSession]):
 
     async def _at_server(self, request: Request, ticket: Ticket, on: AsyncConnection | None) -> bool:
         """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""
-        failures, many = 0, len(request.keys) > MANY_KEYS
+        failures, many = 0, len(request.sql.keys) > MANY_KEYS
         while True:
             if ticket.session is None:
                 try:
@@ -164,7 +164,7 @@ class AsyncDomain(Domain[AsyncSession]):
                     await asyncio.sleep(self.outlast(request, ticket, error))
                     continue
             session: AsyncSession = ticket.session
-            began = time.monotonic()
+            began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it came
             try:
                 try:
                     if many:

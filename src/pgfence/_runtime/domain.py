@@ -127,11 +127,13 @@ class Domain(ABC, Generic[S]):
         self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float, *, patient: bool = False
     ) -> Request:
         """Return a call; `patient`: it waits for a server that is away from its first question on."""
-        deadline = Deadline.after(timeout, clock()) if timeout else _NOW
+        deadline = Deadline(clock() + timeout, timeout) if timeout else _NOW
         return Request(names, sql, owner, deadline, patient and timeout > 0)
 
-    def line_up(self, request: Request, ticket: Ticket) -> bool:
-        """Enter the lines, under the mutex. False: another contender is ahead, or this one holds it, and we do not wait.
+    def line_up(self, request: Request, ticket: Ticket) -> bool | None:
+        """Enter the lines, under the mutex, and return whether it stands first in all of them.
+
+        None: another contender is ahead, or this one holds it, and the call does not wait.
 
         Raises:
             SelfDeadlockError: the wait would never end inside this process.
@@ -141,7 +143,7 @@ class Domain(ABC, Generic[S]):
             owner.holds and is_held_by(owner, self.lines, request.sql)
         ):
             if not request.waits:  # a try cannot deadlock
-                return False
+                return None
             raise SelfDeadlockError(
                 f"this {owner.kind} holds {named(names)} already: {self.once_only}",
                 names=names,
@@ -151,7 +153,7 @@ class Domain(ABC, Generic[S]):
         circle = request.waits and closes_circle(ticket)
         if request.waits and not circle:
             owner.waits = ticket
-            return True
+            return False
         self.lines.leave(ticket)
         if circle:
             raise SelfDeadlockError(
@@ -159,7 +161,7 @@ class Domain(ABC, Generic[S]):
                 f" {named(_held_here(owner))}, held here. Take both at once: one lock with many names",
                 names=names,
             )
-        return False
+        return None
 
     def step_out(self, ticket: Ticket) -> None:
         """Leave the lines; a second time does nothing."""
@@ -201,7 +203,8 @@ class Domain(ABC, Generic[S]):
             session.hold = ticket.hold = hold
         if session.dead is not None:  # it died between the answer and this line
             session.died(session.dead)
-        emit(self.config, "acquired", request.names, hold.token)
+        if self.config.on_event is not None:
+            emit(self.config, "acquired", request.names, hold.token)
         return hold
 
     def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
@@ -257,7 +260,8 @@ class Domain(ABC, Generic[S]):
         """Tell of a release, or of what it found."""
         if hold.reason is not None:
             raise hold.lost_error()
-        emit(self.config, "released", hold.names, hold.token)
+        if self.config.on_event is not None:
+            emit(self.config, "released", hold.names, hold.token)
         if spoiled:
             raise in_transaction(hold.names, closed=True)
 

@@ -71,9 +71,8 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
         try:
             with MUTEX:
-                if not self.line_up(request, ticket):
+                if (front := self.line_up(request, ticket)) is None:
                     return None
-                front = self.lines.first(ticket)
             if not front:
                 await self._in_line(request, ticket)
             grant = await self._contend(request, ticket, claim)

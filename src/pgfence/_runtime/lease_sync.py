@@ -85,9 +85,8 @@ class SyncLeases(LeaseDomain[SyncSession]):
         try:
             expect_uncancelled(request.cancel)
             with MUTEX:
-                if not self.line_up(request, ticket):
+                if (front := self.line_up(request, ticket)) is None:
                     return None
-                front = self.lines.first(ticket)
             if not front:
                 self._in_line(request, ticket)
             grant = self._contend(request, ticket, claim)

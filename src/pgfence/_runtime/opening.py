@@ -9,6 +9,7 @@ import contextlib
 import re
 import socket
 from contextlib import contextmanager
+from logging import INFO
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection
@@ -216,10 +217,12 @@ def from_driver(error: BaseException) -> bool:
 
 def listened(engine: Engine) -> bool:
     """Say whether anybody wants to see our statements: hooks, tracing, echo."""
-    if engine._should_log_info():
+    if engine.logger.isEnabledFor(INFO):
         return True
+    if not engine._has_events:
+        return False
     dispatch = engine.dispatch
-    return engine._has_events and bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
+    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
 
 
 def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:

@@ -170,7 +170,8 @@ class Keeper(ABC, Generic[S]):
 
     def park(self, session: S) -> None:
         """Give back a session that holds nothing."""
-        if isinstance(session, Borrowed):
+        if not session.ours:
+            assert isinstance(session, Borrowed)
             session.let_go()
             return
         with MUTEX:

@@ -125,9 +125,7 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         domain, sql, on = self._place()
-        limit = domain.timeout(timeout, aio.contender())
-        patient = timeout is not None
-        handle = await domain.acquire(self._labels, sql, limit, self._handle, on=on, patient=patient)
+        handle = await domain.acquire(self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
             raise domain.timed_out(domain.request(self._labels, sql, aio.contender(), 0.0), await self._seen())
         return handle

@@ -145,9 +145,7 @@ class AdvisoryLock(Named, Verbs[H]):
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         domain, sql, on = self._place()
-        limit = domain.timeout(timeout, sync.contender())
-        patient = timeout is not None
-        handle = domain.acquire(self._labels, sql, limit, self._handle, on=on, patient=patient)
+        handle = domain.acquire(self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
             raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self._seen())
         return handle
