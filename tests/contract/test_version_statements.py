@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import Sequence, bindparam, delete, func, insert, lambda_stmt, literal, select, update
+from sqlalchemy import (
+    ForeignKey,
+    Sequence,
+    bindparam,
+    delete,
+    event,
+    func,
+    insert,
+    lambda_stmt,
+    literal,
+    select,
+    update,
+)
 from sqlalchemy.dialects.postgresql import insert as upsert
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, relationship
 from sqlalchemy.orm.exc import StaleDataError
 
 from pgfence.errors import VersionConflictError, VersionRequiredError
-from support.versioned_rows import KINDS, beside, joined, on_session, page, read, statements, versions
+from pgfence.versions import Versioned, VersionedUUID
+from support.versioned_rows import KINDS, beside, joined, made, on_session, page, read, statements, versions
 from support.worlds import NAMES
 
 if TYPE_CHECKING:
@@ -19,6 +33,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+CHECKS = ("row", "batch")
+EVERY = (*KINDS, "xmin")
 SYNCHRONIZE = ("auto", "evaluate", "fetch", False, None)
 
 
@@ -272,6 +288,196 @@ async def test_rows_inserted_by_a_statement_have_a_version(world: World, kind: s
     found = await read(world, engine, cls)
     versions = [found[number] for number in (6, 7, 8, 9, 11)]
     assert len(set(versions)) == 5 if kind == "uuid" else versions == [2] * 5
+
+
+# ------------------------------------------------------------ pending changes of rows that the session writes by a statement
+
+
+def counted_inside(cls: Any) -> Any:
+    statement = returning(cls)
+    if cls.__version_mode__ == "client":
+        following = func.gen_random_uuid() if issubclass(cls, VersionedUUID) else cls.version + 1
+        statement = statement.values(version=following)
+    return select(statement.cte().c.id)
+
+
+def own_statements(cls: Any) -> list[Callable[[Session, Any], Any]]:
+    """Return functions that change row 1 by a statement, each called with the session and the instance of row 1."""
+
+    def sending(form: Any, options: Any) -> Callable[[Session, Any], Any]:
+        return lambda session, _: session.execute(form(cls), execution_options=options)
+
+    def by_key(session: Session, row: Any) -> None:
+        session.execute(update(cls), [{"id": 1, "version": row.version, "title": "new"}])
+
+    of_xmin = cls.__version_mode__ == "xmin"  # it has no place in SET, nor among parameters
+    forms = [form for form in (*FORMS, counted_inside) if not of_xmin or form is not an_upsert_of_everything]
+    found = [sending(form, {}) for form in forms]
+    found += [sending(by_criteria, {"synchronize_session": each}) for each in SYNCHRONIZE]
+    return found if of_xmin else [*found, by_key]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("check", CHECKS)
+async def test_a_pending_change_is_saved_beside_the_sessions_own_statements(
+    world: World, kind: str, check: Any
+) -> None:
+    """A pending change or delete is saved, whichever statements of the session write its row before the flush."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        row, other = session.get_one(cls, 1), session.get_one(cls, 2)
+        untouched = other.version
+        for number, send in enumerate(own_statements(cls), start=1):
+            before = row.version
+            row.views = number
+            send(session, row)
+            send(session, row)
+            session.commit()
+            assert (row.title, row.views) == ("new", number)
+            assert row.version != before
+            send(session, row)
+            row.title = ""
+            session.commit()
+        session.delete(row)
+        own_statements(cls)[0](session, row)
+        session.commit()
+        assert other.version == untouched
+
+    await on_session(world, engine, work, conflict_check=check, autoflush=False)
+    assert 1 not in await read(world, engine, cls)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("check", CHECKS)
+async def test_a_stale_change_stays_refused_beside_the_sessions_own_statements(
+    world: World, kind: str, check: Any
+) -> None:
+    """If another session has written the row before the statement, a pending change or delete of it is a conflict."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        theirs = 100
+        for send in own_statements(cls):
+            for act in ("change", "delete"):
+                row = session.get_one(cls, 1)
+                before, theirs = row.version, theirs + 1
+                session.info["writer"].get_one(cls, 1).views = theirs
+                session.info["writer"].commit()
+                if act == "change":
+                    row.views = 1
+                else:
+                    session.delete(row)
+                with pytest.raises(VersionConflictError) as conflict:
+                    send(session, row)
+                    session.commit()
+                assert [(item.pk, item.expected) for item in conflict.value.items] == [((1,), before)]
+                session.rollback()
+                assert row.views == theirs
+
+    await beside(world, engine, work, conflict_check=check, autoflush=False)
+
+
+async def test_a_condition_that_is_true_only_in_memory_does_not_refresh_a_stale_change(world: World) -> None:
+    """SQLAlchemy evaluates WHERE in memory, where the row still has the values that another session has changed."""
+    engine = world.engine()
+    cls = await page(world, engine)
+
+    def work(session: Session) -> None:
+        row = session.get_one(cls, 1)
+        session.info["writer"].get_one(cls, 1).title = "theirs"
+        session.info["writer"].commit()
+        row.views = 7
+        session.execute(update(cls).where(cls.title == "").values(title="ours"))
+        with pytest.raises(VersionConflictError):
+            session.commit()
+
+    await beside(world, engine, work, autoflush=False)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", EVERY)
+async def test_a_before_flush_listener_may_update_rows_with_pending_changes(
+    world: World, kind: str, check: Any
+) -> None:
+    """A counter that before_flush raises by update() is part of the same unit of work."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def count(session: Session, *_: Any) -> None:
+        for row in session.dirty:
+            session.execute(update(cls).where(cls.id == row.id).values(views=cls.views + 1))
+            session.execute(update(cls).where(cls.id == row.id).values(views=cls.views + 1))
+
+    def work(session: Session) -> None:
+        row = session.get_one(cls, 1)
+        event.listen(session, "before_flush", count)
+        row.title = "mine"
+        session.commit()
+        assert (row.title, row.views) == ("mine", 2)
+
+    await on_session(world, engine, work, conflict_check=check)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+async def test_rows_are_read_again_when_a_savepoint_with_a_statement_is_rolled_back(world: World, kind: str) -> None:
+    """A version made by a statement in a savepoint does not stay in memory after the rollback: it can be used again."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        one = session.get_one(cls, 1)
+        before = one.version, session.get_one(cls, 2).version
+        session.expunge(session.get_one(cls, 2))
+        with session.begin_nested() as outer:
+            with session.begin_nested():
+                session.execute(update(cls).values(title="new"), execution_options={"synchronize_session": False})
+            two = session.get_one(cls, 2)
+            assert "new" == one.title == two.title
+            outer.rollback()
+        assert (one.title, two.title, one.version, two.version) == ("", "", *before)
+
+    await on_session(world, engine, work)
+
+
+async def test_a_stale_owner_is_a_conflict_after_the_sessions_own_statement(world: World) -> None:
+    """An owner that its lines will touch stays out of date when update() gives it a new version."""
+    engine = world.engine()
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Order(Versioned, Base):
+        __tablename__ = f"order_{secrets.token_hex(6)}"
+        __version_relationships__ = ("lines",)
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+        lines: Mapped[list[Any]] = relationship("Line", back_populates="order")
+
+    class Line(Base):
+        __tablename__ = f"{Order.__tablename__}_line"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
+        amount: Mapped[int] = mapped_column(default=0)
+        order: Mapped[Order] = relationship(back_populates="lines")
+
+    await made(world, engine, Base)
+
+    def work(session: Session) -> None:
+        session.add(Order(id=1, lines=[Line(id=1), Line(id=2)]))
+        session.commit()
+        one, order = session.get_one(Line, 1), session.get_one(Order, 1)
+        assert order.version == 1
+        session.info["writer"].get_one(Line, 2).amount = 2
+        session.info["writer"].commit()
+        one.amount = 1
+        session.execute(update(Order).values(title="new"))
+        with pytest.raises(VersionConflictError):
+            session.commit()
+
+    await beside(world, engine, work, autoflush=False)
 
 
 # ------------------------------------------------------------ by primary key

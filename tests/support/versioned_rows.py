@@ -26,7 +26,7 @@ async def page(world: World, engine: Any, kind: str = "integer", *, column: str 
     Args:
         world: where.
         engine: likewise.
-        kind: integer, uuid or server.
+        kind: integer, uuid, server or xmin.
         column: the version's name in the table.
     """
 
@@ -35,7 +35,7 @@ async def page(world: World, engine: Any, kind: str = "integer", *, column: str 
 
     class Page(VersionedUUID if kind == "uuid" else Versioned, Base):  # type: ignore[misc]
         __tablename__ = f"page_{secrets.token_hex(6)}"
-        __version_mode__ = "server" if kind == "server" else "client"
+        __version_mode__ = kind if kind in ("server", "xmin") else "client"  # type: ignore[assignment]
         __version_column__ = column
         id: Mapped[int] = mapped_column(primary_key=True)
         title: Mapped[str] = mapped_column(default="")

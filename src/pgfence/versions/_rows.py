@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ARRAY, and_, bindparam, cast, column, func, select
+from sqlalchemy import ARRAY, BigInteger, Text, and_, bindparam, case, cast, column, false, func, select, true
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.types import UserDefinedType
 
 from pgfence.versions._mapping import version_column
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper
 
 Key = tuple[Any, ...]
+
+_XIDS = 2**32
 
 
 def versions_of(
@@ -75,6 +79,50 @@ def lock(
         for place, version in zip(missing, seen, strict=True):
             found[place] = version
     return found, [keys[place] for place in missing if found[place] is not None]
+
+
+def written_here(connection: Connection, mapper: Mapper[Any], keys: Sequence[Key]) -> list[bool]:
+    """Return for each row whether this transaction, or a savepoint in it, was the last to write it."""
+    query, names = _written_query(mapper)
+    try:
+        with connection.begin_nested():
+            found = set(
+                connection.scalars(query, {name: [key[place] for key in keys] for place, name in enumerate(names)})
+            )
+    except DBAPIError:
+        return [False] * len(keys)  # a view has no xmin
+    return [place in found for place in range(1, len(keys) + 1)]
+
+
+@lru_cache(maxsize=1000)
+def _written_query(mapper: Mapper[Any]) -> tuple[Any, list[str]]:
+    query, names = _query(mapper, None)
+    xmin: Any = column("xmin", _selectable=version_column(mapper).table)
+    ours, top = func.pg_catalog.pg_current_xact_id_if_assigned(), func.pg_catalog.pg_current_snapshot()
+    own, end = _number(ours), _number(func.pg_catalog.pg_snapshot_xmax(top))
+    # xmin has the lower 32 bits. A savepoint has a higher number than its transaction.
+    later = (_number(xmin) - own % _XIDS + _XIDS) % _XIDS
+    status = func.pg_catalog.pg_xact_status(cast(cast(own + later, Text), _Xid8))
+    # Other transactions whose rows this statement sees ended before its snapshot, so their numbers are below `end`. For higher
+    # numbers pg_xact_status would raise an error.
+    here = case(
+        (later == 0, true()),
+        (later >= _XIDS // 2, false()),
+        (own + later >= end, true()),
+        else_=status == "in progress",
+    )
+    return query.with_only_columns(query.selected_columns[0]).where(here), names
+
+
+class _Xid8(UserDefinedType[int]):
+    cache_ok = True
+
+    def get_col_spec(self, **_: Any) -> str:
+        return "XID8"
+
+
+def _number(expression: Any) -> Any:
+    return cast(cast(expression, Text), BigInteger)
 
 
 def _array(name: str, kind: Any) -> Any:

@@ -8,7 +8,9 @@ nothing is added; there only the instances in the session are looked after.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -24,10 +26,8 @@ from sqlalchemy import (
     Uuid,
     event,
     func,
-    inspect,
 )
 from sqlalchemy.orm import Session
-from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.context import FromStatement
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import visitors
@@ -36,10 +36,11 @@ from sqlalchemy.sql.lambdas import StatementLambdaElement
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._conflicts import conflict, not_written
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
+from pgfence.versions._own_writes import expire, expire_written, following
 from pgfence.versions._rows import Key, lock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState
@@ -61,24 +62,43 @@ def guard(state: ORMExecuteState) -> Result[Any] | None:
         if resolved.is_dml:
             state.statement = statement = resolved
     policy = getattr(state.session, "bulk", "bump")
-    if policy == "refuse" or (policy == "bump" and _may_hold_another(statement)):
-        _refuse_inside(statement)
-    if not statement.is_dml or isinstance(statement, FromStatement):
-        return None
-    mapper = _mapper_of(statement)
-    if mapper is None or statement.is_delete:
-        return None
+    inside: set[Mapper[Any]] = set()
+    if policy == "refuse" or _may_hold_another(statement):
+        inside = _written_inside(statement, refuse=policy != "ignore")
+    mapper = None
+    if statement.is_dml and not statement.is_delete and not isinstance(statement, FromStatement):
+        mapper = _mapper_of(statement)
+    if mapper is None:
+        return _execute(state, inside, state.invoke_statement) if inside else None
     if statement.is_insert or not state.is_orm_statement:
         if policy != "ignore":
             _raise_versions(state, mapper, refuse=policy == "refuse")
-        return None
+        changed = inside | {mapper} if _changes_rows(statement) else inside
+        return _execute(state, changed, state.invoke_statement) if changed else None
     if isinstance(state.parameters, list) and state.execution_options.get("dml_strategy", "auto") in ("auto", "bulk"):
-        return None if policy == "ignore" else _by_key(state, mapper)
+        return _followed(state, mapper) if policy == "ignore" else _by_key(state, mapper)
     if policy != "ignore":
         _raise_versions(state, mapper, refuse=policy == "refuse")
     elif mode_of(mapper) == "client":
-        return None
-    return _synchronized(state, mapper)
+        return _followed(state, mapper)
+    if statement._propagate_attrs["plugin_subject"].is_aliased_class:
+        inside.add(mapper)  # SQLAlchemy does not synchronize instances with an alias
+    return _execute(state, inside, partial(_synchronized, state, mapper))
+
+
+def _execute(state: ORMExecuteState, mappers: set[Mapper[Any]], send: Callable[[], Result[Any]]) -> Result[Any]:
+    """Execute a statement that writes rows of classes for which SQLAlchemy does not synchronize the session."""
+    with ExitStack() as stack:
+        loaded = [(mapper, stack.enter_context(following(state, mapper))) for mapper in mappers]
+        result = send()
+    for mapper, states in loaded:
+        expire_written(state, mapper, states)
+    return result
+
+
+def _followed(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
+    with following(state, mapper):
+        return state.invoke_statement()
 
 
 def _note_table(mapper: Mapper[Any], _cls: type[Any]) -> None:
@@ -189,17 +209,22 @@ def _may_hold_another(statement: Any) -> bool:
     return any(isinstance(each, CTE) for each in read)
 
 
-def _refuse_inside(statement: Any) -> None:
-    """Refuse a statement that reads what another one inside of it writes."""
+def _written_inside(statement: Any, *, refuse: bool) -> set[Mapper[Any]]:
+    """Return the classes whose rows are changed by statements inside of another one."""
+    found: set[Mapper[Any]] = set()
     for part in visitors.iterate(statement) if isinstance(statement, ClauseElement) else ():
         if part is not statement and isinstance(part, (Insert, Update)) and _changes_rows(part):
             mapper = _mapper_of(part)
-            if mapper is not None and mode_of(mapper) == "client" and not _raises_itself(part, mapper):
+            if mapper is None:
+                continue
+            if refuse and mode_of(mapper) == "client" and not _raises_itself(part, mapper):
                 raise _refused(
                     mapper,
                     "it is inside of another statement",
                     f"Execute it by itself, or give it a {ATTRIBUTE} in values()",
                 )
+            found.add(mapper)
+    return found
 
 
 def _raises_itself(statement: Any, mapper: Mapper[Any]) -> bool:
@@ -235,14 +260,13 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
         raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
     _compare(state, mapper, keys, [row[ATTRIBUTE] for row in rows])
     try:
-        result = state.invoke_statement()
+        with following(state, mapper) as loaded:
+            result = state.invoke_statement()
     except StaleDataError as error:
         raise not_written(str(error)) from error
-    for key in keys:
-        # SQLAlchemy puts the version of the parameters there, the one before.
-        target = state.session.identity_map.get(mapper.identity_key_from_primary_key(key))
-        if target is not None and not inspect(target).modified:
-            state.session.expire(target)
+    # SQLAlchemy puts the version of the parameters there, the one before.
+    written = {mapper.identity_key_from_primary_key(key) for key in keys}
+    expire(state.session, [each for each in loaded if each.key in written])
     return result
 
 
@@ -267,21 +291,14 @@ def _synchronized(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
     A new version beside columns that somebody else has changed since would let them be overwritten.
     """
     asked = state.execution_options.get("synchronize_session", "auto")
-    loaded = [
-        (target, inspect(target).dict.get(ATTRIBUTE))
-        for target in state.session.identity_map.values()
-        if isinstance(target, mapper.class_)
+    with following(state, mapper) as loaded:
+        result = state.invoke_statement()
+    kept = [
+        each
+        for each, version in loaded.items()
+        if not each.mapper.isa(mapper) or (asked and each.dict.get(ATTRIBUTE) == version)
     ]
-    result = state.invoke_statement()
-    for target, version in loaded:
-        found = inspect(target)
-        if not found.persistent or (asked and found.dict.get(ATTRIBUTE) == version):
-            continue
-        if not found.modified:
-            state.session.expire(target)
-        elif ATTRIBUTE not in found.dict and version is not None:
-            # The change that waits was made at this version.
-            set_committed_value(target, ATTRIBUTE, version)
+    expire(state.session, loaded.keys() - kept)
     return result
 
 

@@ -1,0 +1,136 @@
+"""Instances whose rows are written by a statement of their own session.
+
+A flush compares the version that an instance was read at. If a statement of the same session has raised it since, a pending
+change would look like one that another session has overtaken. So the rows of pending changes are locked and compared before
+the statement is sent. A change that is based on the current row moves on to the version that the statement has made. A change
+that was out of date before keeps its version, and the flush rejects it.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from sqlalchemy import event
+from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.orm.base import NO_VALUE
+
+from pgfence.versions._mapping import ATTRIBUTE
+from pgfence.versions._rows import lock, versions_of, written_here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import InstanceState, Mapper, ORMExecuteState, SessionTransaction
+
+    from pgfence.versions._rows import Key
+
+    State = InstanceState[Any]
+
+_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[Any]]] = WeakKeyDictionary()
+"""The base classes whose rows were written by statements inside a savepoint."""
+
+
+@contextmanager
+def following(state: ORMExecuteState, mapper: Mapper[Any]) -> Iterator[dict[State, Any]]:
+    """Move the pending changes of a class to the versions made by the statement that is executed in the block.
+
+    Yields the instances of the class that have no pending change, each with the version that it was read at.
+    """
+    session, base = state.session, mapper.base_mapper
+    _note_savepoints(session, base)
+    if state.execution_options.get("autoflush", True):
+        session._autoflush()  # as the statement does, but before the rows are locked
+    loaded = {each: _version(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
+    clean = session._is_clean()
+    pending = {each: loaded.pop(each) for each in list(loaded) if not clean and _is_pending(session, each)}
+    known = {each: version for each, version in pending.items() if version is not None}
+    if not known:
+        yield loaded
+        return
+    connection = session.connection(bind_arguments=dict(state.bind_arguments))
+    current = _lock_current(connection, base, known)
+    yield loaded
+    found = dict(zip(current, versions_of(connection, base, list(map(_key, current))), strict=True)) if current else {}
+    for each, version in known.items():
+        if each.persistent and _is_pending(session, each):
+            now = found.get(each)
+            _move(each, version if now is None else now)
+
+
+def expire(session: Session, states: Iterable[State]) -> None:
+    """Expire instances that are still in the session."""
+    for each in states:
+        if each.persistent and (target := each.obj()) is not None:
+            session.expire(target)
+
+
+def expire_written(state: ORMExecuteState, mapper: Mapper[Any], loaded: dict[State, Any]) -> None:
+    """Expire instances whose rows this transaction has written since they were read."""
+    rows = [(each, version) for each, version in loaded.items() if version is not None and each.persistent]
+    if not rows:
+        return
+    connection, base = state.session.connection(bind_arguments=dict(state.bind_arguments)), mapper.base_mapper
+    found = versions_of(connection, base, [_key(each) for each, _ in rows])
+    changed = [each for (each, version), now in zip(rows, found, strict=True) if now not in (None, version)]
+    if changed:
+        here = written_here(connection, base, list(map(_key, changed)))
+        expire(state.session, [each for each, ours in zip(changed, here, strict=True) if ours])
+
+
+def _is_pending(session: Session, state: State) -> bool:
+    # The flush also writes a row that counts the changes of related rows.
+    return state.modified or state in session._deleted or bool(state.class_.__version_relationships__)
+
+
+def _version(state: State) -> Any:
+    value = state.committed_state.get(ATTRIBUTE, state.dict.get(ATTRIBUTE))
+    return None if value is NO_VALUE else value
+
+
+def _key(state: State) -> Key:
+    assert state.key is not None
+    return tuple(state.key[1])
+
+
+def _lock_current(connection: Connection, base: Mapper[Any], known: dict[State, Any]) -> list[State]:
+    """Lock rows, and return the instances that were read at the version which the row has now."""
+    found, barred = lock(connection, base, list(map(_key, known)))
+    return [
+        each
+        for (each, version), now in zip(known.items(), found, strict=True)
+        if now == version and _key(each) not in barred
+    ]
+
+
+def _move(state: State, version: Any) -> None:
+    """Set the version of an instance with a pending change, and expire the columns that SQLAlchemy has not synchronized."""
+    values = state.dict
+    synchronized = ATTRIBUTE not in values or values[ATTRIBUTE] == version
+    set_committed_value(state.obj(), ATTRIBUTE, version)
+    if not synchronized:
+        older = values.keys() & state.mapper.column_attrs.keys() - state.committed_state.keys() - {ATTRIBUTE}
+        state._expire_attributes(values, older)
+
+
+# ------------------------------------------------------------ savepoints
+
+
+def _note_savepoints(session: Session, base: Mapper[Any]) -> None:
+    transaction = session.get_nested_transaction()
+    while transaction is not None:
+        if transaction.nested:
+            _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
+        transaction = transaction.parent
+
+
+@event.listens_for(Session, "after_soft_rollback")
+def _rolled_back(session: Session, transaction: SessionTransaction) -> None:
+    """Expire instances that may have a version which the rollback has undone, and which another session can now make again."""
+    while not transaction.nested and transaction.parent is not None:
+        transaction = transaction.parent
+    if written := _IN_SAVEPOINT.pop(transaction, None):
+        expire(session, [each for each in session.identity_map.all_states() if each.mapper.base_mapper in written])
