@@ -245,8 +245,10 @@ class Directives:
         """Build an index with CONCURRENTLY, beside running writers. It may be repeated after a build that was cut off.
 
         An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first; a valid one
-        stays if it is the same in everything that PostgreSQL writes down of an index, which an empty temporary table tells:
-        method, columns, expressions, order, predicate, options. A script (`--sql`) drops an invalid one too, and takes any
+        stays if it is the same in everything that PostgreSQL writes down of an index, which an empty temporary table of the same
+        name and columns shows: method, columns, expressions, order, predicate, options, but not the tablespace. An index whose
+        text names the schema too (`shop.entry.id`), or passes the row to a function of the table's type, cannot be compared in
+        this way. A script (`--sql`) drops an invalid one too, and takes any
         other of that name for the wanted one. What the migration did before is committed: CONCURRENTLY runs outside of a
         transaction. It waits for older transactions as long as it takes, whatever `lock_timeout` says: nobody who reads or
         writes waits behind it. `statement_timeout` does end it.
@@ -261,8 +263,8 @@ class Directives:
             **kw: as for `op.create_index`, e.g. postgresql_where.
 
         Raises:
-            ValueError: there is something else of that name, or an index of which this role cannot tell that it is the same;
-                or the table is one of partitions, where PostgreSQL has no CONCURRENTLY.
+            ValueError: something else has that name, or an index that differs or cannot be compared; or the table is one of
+                partitions, where PostgreSQL has no CONCURRENTLY.
             TransactionStateError: the transaction is none of Alembic's, as with a Connection that is in one already.
         """
         made = _operations().CreateIndexSafely(index_name, table_name, columns, schema=schema, unique=unique, **kw)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, text
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +29,11 @@ SAME: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "with more columns": (["book"], {"postgresql_include": ["branch"], "postgresql_with": {"fillfactor": 50}}),
     "of another method": (["branch"], {"postgresql_using": "hash"}),
     "of another operator class": (["branch"], {"postgresql_ops": {"branch": "text_pattern_ops"}}),
+    "naming its table": (
+        [text("lower(entry.branch)")],
+        {"postgresql_where": text("entry.closed AND entry IS NOT NULL")},
+    ),
+    "with a comment": (["book"], {"postgresql_where": text("closed -- and counted; $pgfence$")}),
 }
 
 OTHERS = {
@@ -41,9 +46,18 @@ OTHERS = {
     "CREATE INDEX ix ON entry (book DESC)": (["book"], {}),
     'CREATE INDEX ix ON entry (branch COLLATE "C")': (["branch"], {}),
     "ALTER TABLE entry ADD CONSTRAINT ix UNIQUE (book) DEFERRABLE": (["book"], {"unique": True}),
+    "ALTER TABLE entry ADD CONSTRAINT ix EXCLUDE (book WITH =)": (["book"], {}),
     "CREATE TABLE ix (book int)": (["book"], {}),
     "CREATE VIEW ix AS SELECT 1 AS book": (["book"], {}),
     "CREATE TABLE other (book int); CREATE INDEX ix ON other (book)": (["book"], {}),
+    "CREATE INDEX ix ON entry (book) WHERE public.entry.closed": (
+        ["book"],
+        {"postgresql_where": text("public.entry.closed")},
+    ),
+    "CREATE FUNCTION f(entry) RETURNS int IMMUTABLE LANGUAGE sql AS 'SELECT ($1).book'; CREATE INDEX ix ON entry (f(entry))": (
+        [text("f(entry)")],
+        {},
+    ),
 }
 
 
@@ -78,7 +92,7 @@ def test_the_same_index_stays(connection: Connection, kind: str) -> None:
     assert [(name, valid) for _, name, valid in before] == [('"ix %"', True)]
     build(connection, "ix %", columns, **options)
     assert indexes(connection) == before
-    assert connection.exec_driver_sql("SELECT to_regclass('pg_temp.pgfence_wanted')").scalar() is None
+    assert connection.exec_driver_sql("SELECT to_regclass('pg_temp.entry')").scalar() is None
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -90,6 +104,29 @@ def test_what_is_not_surely_the_wanted_index_is_told_and_stays(connection: Conne
     with pytest.raises(ValueError, match=r"there is (an index )?ix already"):
         build(connection, "ix", columns, **options)
     assert indexes(connection) == before
+
+
+def test_an_index_that_names_a_table_in_quotes_stays(connection: Connection) -> None:
+    """Capitals, spaces and quotation marks in the schema, the table and the index."""
+    connection.exec_driver_sql('CREATE SCHEMA "Odd One"; ALTER TABLE entry SET SCHEMA "Odd One"')
+    connection.exec_driver_sql('ALTER TABLE "Odd One".entry RENAME TO "En ""Try"')
+    op: Any = Operations(MigrationContext.configure(connection))
+    for _ in range(2):
+        op.create_index_safely(
+            'I "X', 'En "Try', ["id"], schema="Odd One", postgresql_where=text('"En ""Try"."Or der" > 1')
+        )
+    assert connection.exec_driver_sql("SELECT count(*) FROM pg_indexes WHERE indexname = 'I \"X'").scalar() == 1
+
+
+def test_an_error_that_is_not_about_the_index_is_raised_unchanged(connection: Connection) -> None:
+    """A comparison that runs into `statement_timeout` does not say that the index differs."""
+    columns, options = SAME["naming its table"]
+    build(connection, "ix", columns, **options)
+    connection.exec_driver_sql("SET statement_timeout = '100ms'")
+    with connection.engine.begin() as other:
+        other.exec_driver_sql("LOCK TABLE entry")
+        with pytest.raises(DBAPIError, match="statement timeout"):
+            build(connection, "ix", columns, **options)
 
 
 def test_the_error_says_what_the_two_are(connection: Connection) -> None:

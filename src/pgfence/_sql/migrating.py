@@ -313,31 +313,33 @@ def index(connection: Connection, table: Target, name: str) -> Index | None:
     return None if row is None else Index(*row)
 
 
-WANTED = ("pgfence_wanted", "pgfence_wanted_index")
-"""An empty table like the real one, and the index on it, in pg_temp: the server writes down what it would be."""
+WANTED = "pgfence_wanted_index"
+"""The wanted index, on an empty table in pg_temp with the name and columns of the real one: the server writes down what it is."""
 
 DIFFERS = "42P07"
 """The SQLSTATE of `comparing` for another index."""
 
 
 def comparing(table: Target, called: str, creation: str) -> str:
-    """Return a statement that fails unless an index is the one that `creation` makes of the WANTED table.
+    """Return a statement that fails unless an index is the one that `creation` makes of an empty table of the same name.
 
-    Access method, columns, expressions, order, operator classes, collations, predicate and options count; names do not.
+    Access method, columns, expressions, order, operator classes, collations, predicate and options count; the name and the
+    tablespace do not.
     """
-    like, wanted = (f"pg_temp.{name}" for name in WANTED)
     definition = (
         "(SELECT CASE WHEN i.indisunique THEN 'UNIQUE ' ELSE '' END || CASE WHEN i.indimmediate THEN '' ELSE 'DEFERRABLE ' END"
+        " || CASE WHEN i.indisexclusion THEN 'EXCLUDE ' ELSE '' END"
         " || pg_catalog.substr(d.whole, pg_catalog.strpos(d.whole, d.of || ' USING ') + pg_catalog.length(d.of) + 1)"
         " FROM pg_catalog.pg_index AS i JOIN pg_catalog.pg_class AS t ON t.oid = i.indrelid, LATERAL (SELECT"
         " pg_catalog.pg_get_indexdef(i.indexrelid) AS whole, pg_catalog.quote_ident(t.relname) AS of) AS d"
         " WHERE i.indexrelid = {}::pg_catalog.regclass)"
     )
+    like = f"pg_temp.{quoted(table.name)}"
+    # The first line comes before the table that hides the real one. EXECUTE, because a text may end in a comment.
     return block(
-        "DECLARE\n    found text;\n    wanted text;\nBEGIN\n"
-        f"    CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n    {creation};\n"
-        f"    found := {definition.format(literal(called))};\n    wanted := {definition.format(literal(wanted))};\n"
-        f"    DROP TABLE {like};\n"
+        f"DECLARE\n    found text := {definition.format(literal(called))};\n    wanted text;\nBEGIN\n"
+        f"    CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n    EXECUTE {literal(creation)};\n"
+        f"    wanted := {definition.format(literal(f'pg_temp.{WANTED}'))};\n    DROP TABLE {like};\n"
         "    IF found IS DISTINCT FROM wanted THEN\n"
         f"        RAISE EXCEPTION USING ERRCODE = '{DIFFERS}', MESSAGE = found || ', and not ' || wanted;\n"
         "    END IF;\nEND"

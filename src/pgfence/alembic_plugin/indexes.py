@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pgfence.migrations")
 
-_NO_RIGHT = "42501"
+_UNRELATED = frozenset({"08", "25", "40", "53", "55", "57", "58", "XX"})
+"""Classes of SQLSTATE that say nothing of an index: the connection, the transaction, locks and resources of the server."""
 
 
 def create(operations: Operations, operation: CreateIndexSafely) -> None:
@@ -121,9 +122,10 @@ def _is_there(operations: Operations, operation: CreateIndexSafely, table: Targe
 
 
 def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Target, found: Index) -> None:
-    like, name = migrating.WANTED
     options = {key: value for key, value in operation.kw.items() if key != "postgresql_concurrently"}
-    wanted = CreateIndexOp(name, like, operation.columns, schema="pg_temp", unique=operation.unique, **options)
+    wanted = CreateIndexOp(
+        migrating.WANTED, table.name, operation.columns, schema="pg_temp", unique=operation.unique, **options
+    )
     index = wanted.to_index(operations.migration_context)
     assert index.table is not None
     for column in index.kwargs.get("postgresql_include") or ():
@@ -133,11 +135,12 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
     try:
         texts.plainly(operations.get_bind(), migrating.comparing(table, found.called, creation))
     except DBAPIError as error:
-        if sqlstate(error) not in {migrating.DIFFERS, _NO_RIGHT}:
+        state = sqlstate(error)
+        if state is None or state[:2] in _UNRELATED:
             raise
+        why = primary(error) if state == migrating.DIFFERS else f"building it on an empty copy failed: {primary(error)}"
         raise ValueError(
-            f"there is an index {found.called} already, and it is not surely this one ({primary(error)}): drop it, or"
-            " rename one of them"
+            f"there is an index {found.called} already, and it is not surely this one ({why}): drop it, or rename one of them"
         ) from error
 
 
