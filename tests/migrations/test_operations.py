@@ -146,6 +146,7 @@ async def test_two_prefixes_fence_one_table_independently(
         (lambda op, at: op.add_fence("Entry", resource="r", schema=at, prefix="no_"), SchemaError, "--prefix no_"),
         (lambda op, at: op.create_pgfence(schema=at, version=99), ValueError, "version 99"),
         (lambda op, at: op.upgrade_pgfence(0, 1, schema=at), ValueError, "version 0"),
+        (lambda op, at: op.upgrade_pgfence(2, 1, schema=at, prefix="no_"), SchemaError, "no tables of pgfence"),
         (lambda op, at: op.create_pgfence(schema=""), ValueError, "schema must not be empty"),
         (lambda op, at: op.create_pgfence(schema=at, version=True), ValueError, "version True"),
         (lambda op, at: op.add_fence(MetaData, resource="r"), TypeError, "named by a str"),

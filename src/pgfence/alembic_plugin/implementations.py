@@ -98,30 +98,27 @@ def _refuse_while_used(used: Sequence[str]) -> None:
 
 @Operations.implementation_for(UpgradePgfence)
 def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
-    if operation.to < operation.from_:
-        _lower(operations, operation.place, operation.to)
-        return
+    place, version = operation.place, operation.to
+    lowers = version < operation.from_
 
     def work(connection: Connection, settled: Place) -> None:
         if migrating.version(connection, settled) == 0:
             raise SchemaError(
                 f"there are no tables of pgfence in {settled.schema!r} to bring to another version: op.create_pgfence()"
                 " makes them",
-                needed=operation.to,
+                needed=version,
                 command="op.create_pgfence()",
             )
-        texts.create(connection, settled, operation.to)
+        if lowers:
+            _refuse_while_used(migrating.used(connection, settled, version))
+            texts.lower(connection, settled, version)
+        else:
+            texts.create(connection, settled, version)
 
-    place = operation.place
-    _perform(operations, place, work, [migrating.expecting_installed(place), *texts.creation(place, operation.to)])
-
-
-def _lower(operations: Operations, place: Place, version: int) -> None:
-    def work(connection: Connection, settled: Place) -> None:
-        _refuse_while_used(migrating.used(connection, settled, version))
-        texts.lower(connection, settled, version)
-
-    _perform(operations, place, work, [migrating.expecting_unused(place, version), *texts.lowering(place, version)])
+    script = texts.creation(place, version)
+    if lowers:
+        script = (migrating.expecting_unused(place, version), *texts.lowering(place, version))
+    _perform(operations, place, work, [migrating.expecting_installed(place), *script])
 
 
 @Operations.implementation_for(AddFence)
