@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pickle
 import secrets
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
+from pydantic import TypeAdapter
 from sqlalchemy import BigInteger, Column, ForeignKey, String, Table, Uuid, func, inspect, select, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, relationship
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
+from sqlmodel import SQLModel
 
 from pgfence import schema
 from pgfence.errors import SchemaError, VersionConflictError
@@ -21,6 +24,8 @@ from support.versioned_models import KINDS, MODES, adding, meddle, page_class, p
 from support.versioned_rows import made, on_session
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import psycopg
 
     from support.worlds import World
@@ -178,10 +183,86 @@ def test_concrete_inheritance_from_a_versioned_class_is_refused() -> None:
         )
 
 
-def test_the_constructor_takes_no_version() -> None:
-    """A keyword is an assignment like any other."""
+SENT = {"id": 1, "title": "x", "version": 3}
+
+
+class Form(SQLModel):
+    """What a client sends, its version too."""
+
+    id: int = 1
+    title: str = "x"
+    version: int | None = 3
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda cls: cls(**SENT),
+        lambda cls: cls.model_validate(SENT),
+        lambda cls: cls.model_validate(Form()),
+        lambda cls: cls.model_validate({"id": 1}, update={"version": 3}),
+        lambda cls: cls.model_validate_json(json.dumps(SENT)),
+        lambda cls: cls.model_validate_strings({"id": "1", "version": "3"}),
+        lambda cls: cls.model_construct(**SENT),
+        lambda cls: TypeAdapter(cls).validate_python(SENT),
+        lambda cls: cls(id=1).sqlmodel_update(SENT),
+        lambda cls: cls(id=1).sqlmodel_update(Form()),
+        lambda cls: cls(id=1).sqlmodel_update({}, update={"version": 3}),
+        lambda cls: cls(id=1).model_copy(update=SENT),
+    ],
+)
+def test_methods_of_sqlmodel_take_no_version(create: Callable[[Any], Any]) -> None:
+    """They would drop it, because it is not a field of the model, and save a form that is out of date."""
+    cls = page_class("sqlmodel")
+    with pytest.raises(AttributeError, match=r"Page\.version is counted by itself.*load_for_version"):
+        create(cls)
+
+
+def test_methods_of_sqlmodel_work_without_a_version() -> None:
+    """None is not a version, and a row that is validated or copied has a version which no client has sent."""
+    cls = page_class("sqlmodel")
+    row = cls.model_validate(Form(version=None))
+    set_committed_value(row, "version", 3)
+    assert cls.model_validate(row).version is None
+    assert row.sqlmodel_update({"title": "y"}).sqlmodel_update({"title": "z", "version": 3}).title == "z"
+    with pytest.raises(AttributeError, match="load_for_version"):
+        row.sqlmodel_update({"title": "stale", "version": 2})
+    assert (row.title, row.model_copy(update={"title": "a"}).title) == ("z", "a")
+
+
+def own_constructor() -> Any:
+    class Page(page_class()):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**{name: value for name, value in given.items() if name in {"id", "title"}})
+
+    return Page
+
+
+def dataclass_without_init() -> Any:
+    class Base(MappedAsDataclass, DeclarativeBase, init=False):
+        pass
+
+    class Page(Versioned, Base, init=False):
+        __tablename__ = "page"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        title: Mapped[str] = mapped_column(default="")
+
+    return Page
+
+
+@pytest.mark.parametrize("build", [page_class, own_constructor, dataclass_without_init])
+def test_the_constructor_takes_no_version(build: Callable[[], Any]) -> None:
+    """A keyword is an assignment like any other, also for a constructor that would ignore it."""
     with pytest.raises(AttributeError, match="counted by itself"):
-        page_class()(id=1, version=3)
+        build()(**SENT)
+
+
+def test_a_replaced_dataclass_takes_no_version() -> None:
+    """dataclasses.replace() passes what it is given to the constructor."""
+    with pytest.raises(TypeError, match="version"):
+        dataclasses.replace(page_class("dataclass")(id=1), version=3)
+    with pytest.raises(AttributeError, match="counted by itself"):
+        dataclasses.replace(dataclass_without_init()(id=1), version=3)
 
 
 async def test_instances_can_be_pickled_and_their_version_comes_along(world: World) -> None:

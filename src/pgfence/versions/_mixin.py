@@ -12,6 +12,7 @@ from sqlalchemy import BigInteger, FetchedValue, Uuid, event, text
 from sqlalchemy.orm import declared_attr, mapped_column, validates
 
 from pgfence.versions import _relationships, _statements  # noqa: F401
+from pgfence.versions._assigned import assigned
 from pgfence.versions._mapper import VersionedMapper
 from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, version_in
 from pgfence.versions._xmin import Xid
@@ -30,10 +31,7 @@ class _Guarded(VersionedBase):
     @validates(ATTRIBUTE, include_removes=True)
     def _refuse_assigned(self, _name: str, value: Any, deleted: bool) -> Any:
         if deleted or value != version_in(self):
-            raise AttributeError(
-                f"{type(self).__name__}.{ATTRIBUTE} is counted by itself, and an assigned one would guard nothing: to check the"
-                " version that a client has seen, use load_for_version(session, Model, pk, expected)"
-            )
+            raise assigned(type(self))
         return value
 
 
@@ -76,7 +74,9 @@ class Versioned(_Guarded):
     Raises:
         VersionConflictError: on writing, in a `VersionedSession`: the row is at another version, or gone.
         StaleDataError: SQLAlchemy's own, in place of that in a plain Session.
-        AttributeError: on assigning `version`, also in the constructor: it would guard nothing. `load_for_version` does.
+        AttributeError: on assigning `version`, also in the constructor and in SQLModel's `model_validate` and
+            `sqlmodel_update`: it would guard nothing. `load_for_version` does. A version that a library drops because it is not
+            in its own list of fields is not seen.
         SchemaError: on writing: the row's version is NULL, or in mode "server" no trigger has counted. `command` cures it.
         TypeError, ValueError: on mapping the class: an attribute is unusable, or there are two version columns.
     """
