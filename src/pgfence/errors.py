@@ -289,6 +289,11 @@ class IdempotencyKeyReusedError(PgfenceError):
 class IdempotencyInProgressError(PgfenceError):
     """Another caller holds the key and did not finish within the timeout. The caller's transaction is usable.
 
+    `retry_after` is the time until the key is free, if that is known: the attempt that has it ended with an error, or no longer
+    renews its claim. While it runs, it is 1 second.
+
+    `ended_with` names the error that the attempt ended with, such as "TimeoutError"; it is None while the attempt runs.
+
     With SQLSTATE 40001 the other one has committed, and this transaction reads from a snapshot that is older than that:
     only a new transaction can see the result.
     """
@@ -298,11 +303,19 @@ class IdempotencyInProgressError(PgfenceError):
     retry_after: float | None = 1.0
 
     def __init__(
-        self, message: str, *, scope: str, key: str, sqlstate: str | None = None, retry_after: float | None = None
+        self,
+        message: str,
+        *,
+        scope: str,
+        key: str,
+        sqlstate: str | None = None,
+        retry_after: float | None = None,
+        ended_with: str | None = None,
     ) -> None:
         super().__init__(message, sqlstate=sqlstate)
         self.scope = scope
         self.key = key
+        self.ended_with = ended_with
         if retry_after is not None:
             self.retry_after = retry_after
 
@@ -311,13 +324,20 @@ class AttemptLostError(PgfenceError):
     """This attempt has been superseded; its result was not stored.
 
     Its claim has expired and `newest` has taken over, or an operator has freed the key. What it has done outside the database
-    remains; the derived keys let the provider recognise it.
+    remains; the derived keys let the provider recognise it. `retry_after` is set then: the same call returns the result of the
+    newest attempt, or runs another one.
+
+    With `takeover=False` it is also raised by calls that come after an attempt whose outcome is not known, until the key is
+    freed. `retry_after` is None then, because waiting does not help.
     """
 
     http_status = 409
 
-    def __init__(self, message: str, *, scope: str, key: str, attempt: int, newest: int) -> None:
+    def __init__(
+        self, message: str, *, scope: str, key: str, attempt: int, newest: int, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
         self.scope = scope
         self.key = key
         self.attempt = attempt

@@ -42,6 +42,7 @@ _STEP = ("text", "text", "bigint", "text", "text")
 _FINISH = ("text", "text", "bigint", "double precision", "text", "text", "integer", "text", "bytea", "boolean")
 _FREE = ("text", "text", "bigint")
 _FORGET = ("text", "text")
+_ENDED = ("text", "uuid", "bigint", "jsonb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ class EffectSql:
 
     Attributes:
         claim: scope, key, fingerprint, claim id, ttl, keep, whether a lost attempt is followed, owner, host, pid. One row:
-            outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status, headers as JSON, body; and
-            of the attempt at work owner, host, pid, since.
+            outcome, attempt, locked_until, remaining, steps as JSON, result as JSON, HTTP status, headers as JSON, body; of
+            the attempt at work owner, host, pid, since; and of a busy or lost one the TTL of its claim, NULL before version 3.
+            The last two parameters are scope and key again.
         renew: lists of names, claim ids, attempts, ttls. One value, for `lease.answers`.
         step: name, claim id, attempt, step, value as JSON. One value: the attempt that counts, -1 for none; NULL: no such key.
         finish: name, claim id, attempt, keep, status, result as JSON, HTTP status, headers as JSON, body, whether the
@@ -62,6 +64,9 @@ class EffectSql:
         finish_late: name, and then as finish; of the heartbeat, which must not wait for one row. NULL: ask again.
         release_late: likewise, as free.
         forget_late: likewise: name, claim id. Whether it ended something.
+        end: name, claim id, attempt, a note as JSON that the next caller reads as the result of the busy attempt. It waits for
+            no lock. One row: whether the note is written, whether the claim is still this attempt's, and of the key its
+            status, attempt, seconds left and `locked_until`; all of these NULL where there is no key.
     """
 
     claim: str
@@ -72,6 +77,7 @@ class EffectSql:
     finish_late: str
     release_late: str
     forget_late: str
+    end: str
 
 
 @cache
@@ -93,8 +99,15 @@ def effect_sql(place: Place, style: Style) -> EffectSql:
         )
 
     keys = name_of(place, "idempotency_key", style)
+    # Both times are of one version of the row. The tables of version 2 have no "locked_at".
+    lifetime = (
+        " LEFT JOIN LATERAL (SELECT EXTRACT(epoch FROM k.locked_until"
+        " - (pg_catalog.to_jsonb(k) ->> 'locked_at')::timestamptz)::double precision AS ttl"
+        f" FROM {keys} AS k WHERE k.scope = CAST({mark(style, 11)} AS text) AND k.key = CAST({mark(style, 12)} AS text)"
+        " AND r.outcome IN ('busy', 'lost')) AS t ON true"
+    )
     return EffectSql(
-        claim=ask("claim_effect_v1", _CLAIM, "r.*"),
+        claim=ask("claim_effect_v1", _CLAIM, "r.*, t.ttl") + lifetime,
         renew=ask("renew_keys_v1", _RENEW),
         step=ask("save_step_v1", _STEP),
         finish=ask("finish_effect_v1", _FINISH),
@@ -102,6 +115,22 @@ def effect_sql(place: Place, style: Style) -> EffectSql:
         finish_late=late("finish_effect_v1", _FINISH, "0"),
         release_late=late("free_effect_v1", _FREE, "'superseded'"),
         forget_late=late("forget_effect_v1", _FORGET, "false"),
+        end=_end(keys, style),
+    )
+
+
+def _end(keys: str, style: Style) -> str:
+    name, claim, attempt, note = (f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(_ENDED, 1))
+    here = "k.key = n.key AND k.scope = pg_catalog.left(n.name, -1 - pg_catalog.length(n.key))"
+    return (
+        f"WITH g AS (SELECT {name} AS name, {claim} AS claim, {attempt} AS attempt, {note} AS note),"
+        " n AS (SELECT g.*, pg_catalog.split_part(name, pg_catalog.chr(31), -1) AS key FROM g),"
+        f" f AS MATERIALIZED (SELECT k.scope, k.key, n.note FROM {keys} AS k, n WHERE {here} AND k.claim_id = n.claim"
+        " AND k.attempt = n.attempt AND k.status = 'in_progress' FOR NO KEY UPDATE OF k SKIP LOCKED),"
+        f" u AS (UPDATE {keys} AS k SET result = f.note FROM f WHERE k.scope = f.scope AND k.key = f.key RETURNING 1)"
+        " SELECT EXISTS (SELECT FROM u), k.claim_id = n.claim AND k.attempt = n.attempt, k.status, k.attempt,"
+        " GREATEST(0, EXTRACT(epoch FROM k.locked_until - pg_catalog.clock_timestamp()))::double precision, k.locked_until"
+        f" FROM n LEFT JOIN {keys} AS k ON {here}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import event
 
-from pgfence._sql.calls import call
+from pgfence._sql.calls import call, mark, name_of
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import KEYS, primary
@@ -75,6 +75,29 @@ def claim(connection: Connection, place: Place, row: Row, wait: float) -> Answer
     return answer
 
 
+class Attempt(NamedTuple):
+    """The attempt of an effect that has a key.
+
+    Attributes:
+        number: which one it is.
+        remaining: seconds until its claim ends.
+        kept: seconds until a transaction can claim the key all the same.
+        ended: the error that it ended with, if any.
+    """
+
+    number: int
+    remaining: float
+    kept: float
+    ended: str | None
+
+
+def attempt_at(connection: Connection, place: Place, row: Row) -> Attempt | None:
+    """Return the attempt of an effect that has a key; None if a transaction has it."""
+    style = style_of(connection.dialect)
+    found = send(connection, _attempt(place, style), (row.scope, row.key)).one_or_none()
+    return None if found is None else Attempt._make(found)
+
+
 def finish(connection: Connection, place: Place, row: Row, status: str, text: str) -> bool:
     """Store what came of it; False: this transaction has not claimed the key, or a rollback has taken the claim back."""
     style = style_of(connection.dialect)
@@ -111,6 +134,17 @@ def _answer(told: str) -> Answer:
 def _claim(place: Place, style: Style) -> str:
     kinds = ("text", "text", "bytea", "double precision", "double precision")
     return f"SELECT {call(place, style, 'claim_key_v1', kinds)}"
+
+
+@cache
+def _attempt(place: Place, style: Style) -> str:
+    now = "pg_catalog.clock_timestamp()"
+    return (
+        f"SELECT k.attempt, GREATEST(0, EXTRACT(epoch FROM k.locked_until - {now}))::double precision,"
+        f" GREATEST(0, EXTRACT(epoch FROM k.expires_at - {now}))::double precision, k.result ->> 'ended'"
+        f" FROM {name_of(place, 'idempotency_key', style)} AS k WHERE k.scope = CAST({mark(style, 1)} AS text)"
+        f" AND k.key = CAST({mark(style, 2)} AS text) AND k.status = 'in_progress' AND k.locked_until IS NOT NULL"
+    )
 
 
 @cache

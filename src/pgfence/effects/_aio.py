@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence.blocks import attach
 from pgfence.effects._attempts import WHY, Stored, claim_async
+from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_no_generator
 from pgfence.effects._handles import NOTHING, AsyncAttempt
 from pgfence.effects._request import Effects
@@ -128,14 +129,22 @@ class AsyncIdempotentEffect(Effects[T]):
     async def _failed(self, attempt: AsyncAttempt, error: BaseException) -> None:
         """End an attempt that did not come to a result. The error wins over what goes wrong here."""
         how, text = self._end_of(error, attempt)
-        running = attempt._running
+        running, kind = attempt._running, kind_of(error)
         try:
             match how:
                 case "record":
                     await running.finish("failed", text)
+                    self._tell(error, attempt, how, running.recorded)
                 case "free":
-                    await running.free()
-                case "lapse":
+                    freed = await running.free()
+                    self._tell(error, attempt, how, lambda what: running.freed(what, freed))
+                case "lapse" if isinstance(error, Exception):
+                    row = await running.lapse(kind)
+                    self._tell(error, attempt, how, lambda what: running.lapsed(what, row))
+                case "lapse":  # it must not be kept waiting
+                    running.let_lapse(kind)
+                    self._tell(error, attempt, how, running.lapsed)
+                case "lost":
                     running.let_lapse()
         except Exception as failure:
             attach(error, failure, "while the attempt was ended")

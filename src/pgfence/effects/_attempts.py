@@ -6,6 +6,7 @@ of ours, and none is made in a transaction of the user.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from pgfence._runtime.sync import for_certain
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.effects._claim import Settled, claim_of
 from pgfence.effects._domain import AsyncEffects, SyncEffects
+from pgfence.effects._ends import Lapse
 from pgfence.effects._record import Record
 from pgfence.effects._wanted import Reply, Stored, Wanted
 from pgfence.errors import PgfenceError
@@ -142,15 +144,32 @@ class Running(Record):
                 raise told from error
             raise
 
-    def free(self) -> None:
-        """Let anybody run at once: it is known that nothing came of this attempt. Without an answer it is tried in the background."""
+    def free(self) -> bool | None:
+        """Let anybody run at once: it is known that nothing came of this attempt. Without an answer it is tried in the background.
+
+        Returns whether it was freed: False where another attempt has the key, None without an answer.
+        """
         self._leave()
         try:
-            self._freed(self._domain.insist(*self._free(), 0.0))
+            return self._freed(self._domain.insist(*self._free(), 0.0))
         except BaseException as error:
             for_certain(partial(self._domain.unanswered, self._grant, error))
             if not isinstance(error, PgfenceError) and sqlstate(error) is None:
                 raise
+            return None
+
+    def lapse(self, ended: str) -> Lapse | None:
+        """Stop renewing, leave a note for the next caller, and return the row of the key; None without an answer.
+
+        Args:
+            ended: what the attempt ended with.
+        """
+        self._stop()
+        if not self.ours:
+            return None
+        with suppress(Exception):  # what it ended with counts, and not that it could not be noted
+            return Lapse(*self._domain.insist(*self._note(ended), 0.0))
+        return None
 
 
 class AsyncRunning(Record):
@@ -197,12 +216,22 @@ class AsyncRunning(Record):
                 raise told from error
             raise
 
-    async def free(self) -> None:
+    async def free(self) -> bool | None:
         """Let anybody run at once; see the sync twin."""
         self._leave()
         try:
-            self._freed(await self._domain.insist(*self._free(), 0.0))
+            return self._freed(await self._domain.insist(*self._free(), 0.0))
         except BaseException as error:
             self._domain.unanswered(self._grant, error)
             if not isinstance(error, PgfenceError) and sqlstate(error) is None:
                 raise
+            return None
+
+    async def lapse(self, ended: str) -> Lapse | None:
+        """Stop renewing, leave a note for the next caller, and return the row of the key; see the sync twin."""
+        self._stop()
+        if not self.ours:
+            return None
+        with suppress(Exception):  # what it ended with counts, and not that it could not be noted
+            return Lapse(*await self._domain.insist(*self._note(ended), 0.0))
+        return None

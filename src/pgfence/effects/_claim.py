@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, host, owner_of
 from pgfence._runtime.trust import Terms
 from pgfence._sql.effects import effect_sql
+from pgfence.effects._ends import Taken, ended_in, lost_before
 from pgfence.effects._wanted import Reply, Stored, Wanted
-from pgfence.errors import AttemptLostError, IdempotencyKeyReusedError
+from pgfence.errors import IdempotencyKeyReusedError
 from pgfence.grants import Holder
 from pgfence.keys import SEPARATOR, stored
 
@@ -66,14 +67,18 @@ class EffectClaim(Claim):
                 owner_of(self.identity),
                 host(),
                 os.getpid(),
+                self.scope,
+                wanted.key,
             ),
         )
-        outcome, attempt, until, remaining, steps, *rest = row
+        outcome, attempt, until, remaining, steps, *rest, ttl = row
         match outcome:
             case "granted":
                 return Granted(attempt, until, remaining, None, decoded(steps) or {})
             case "busy":
-                return Busy(remaining, None if attempt is None else self._holder(attempt, until, rest[4:]))
+                if attempt is None:
+                    return Busy(remaining)
+                return Taken(remaining, self._holder(attempt, until, rest[4:]), ttl, ended_in(rest[0]))
         raise self._refusal(outcome, attempt, rest[:4])
 
     def _holder(self, attempt: int, until: datetime, row: Sequence[Any]) -> Holder:
@@ -106,13 +111,7 @@ class EffectClaim(Claim):
             return Settled(Stored(outcome, text, reply))
         refused = Refused()
         if outcome == "lost":
-            refused.__cause__ = AttemptLostError(
-                f"attempt {attempt} at {wanted} was lost, and nobody knows what it did: look for its effect, then free the key",
-                scope=wanted.scope,
-                key=wanted.key,
-                attempt=attempt,
-                newest=attempt,
-            )
+            refused.__cause__ = lost_before(wanted, attempt, ended_in(row[0]))
         else:
             refused.__cause__ = IdempotencyKeyReusedError(
                 f"{wanted} belongs to a request with another payload: a new request needs a key of its own",

@@ -9,7 +9,8 @@ from pgfence._runtime.lease_domain import LONGEST_SLEEP, LeaseDomain
 from pgfence._runtime.lease_sync import SyncLeases
 from pgfence._runtime.watch import WATCHER
 from pgfence.effects._claim import EffectClaim
-from pgfence.errors import IdempotencyInProgressError, LockNotHeldError, UnreachableError
+from pgfence.effects._ends import in_progress
+from pgfence.errors import LockNotHeldError, UnreachableError
 from pgfence.timing import between
 
 if TYPE_CHECKING:
@@ -38,18 +39,7 @@ class _Effects(LeaseDomain[Any]):
     def too_late(self, request: Request, busy: Busy) -> None:
         claim: Any = request.sql
         assert isinstance(claim, EffectClaim)
-        if busy.holder is None:
-            who = "another transaction is at work under"
-        else:
-            who = f"attempt {busy.holder.token} ({busy.holder}) is at work under"
-        waited = f", and did not end within {request.deadline.timeout:g} s" if request.waits else ""
-        raise IdempotencyInProgressError(
-            f"{who} {claim.wanted}{waited}",
-            scope=claim.wanted.scope,
-            key=claim.wanted.key,
-            # A claim is renewed each third of its time: with less than half of it left, its process is gone or hangs.
-            retry_after=max(0.1, busy.remaining) if 0 < busy.remaining < claim.wanted.ttl / 2 else None,
-        )
+        raise in_progress(claim.wanted, busy, request.deadline.timeout if request.waits else 0)
 
     def no_session(self, request: Request | None) -> PgfenceError:
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")

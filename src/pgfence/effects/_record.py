@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pgfence._runtime.chores import Ending, row_until
@@ -12,6 +13,7 @@ from pgfence._runtime.state import emit
 from pgfence._sql.effects import effect_sql
 from pgfence._sql.encoding import TextError
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence.effects._ends import lapsed, note_of
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, LockNotHeldError, UnreachableError
 from pgfence.timing import clock
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from pgfence._sql.effects import EffectSql
     from pgfence._sql.storage import Place
     from pgfence.effects._domain import AsyncEffects, SyncEffects
+    from pgfence.effects._ends import Lapse
     from pgfence.effects._wanted import Reply, Wanted
 
     Statement = tuple[Place, str, tuple[Any, ...]]
@@ -71,6 +74,11 @@ class Record:
         return self._wanted.key
 
     @property
+    def ours(self) -> bool:
+        """Whether this process has claimed it, and not the parent of a forked child."""
+        return self._grant.ours
+
+    @property
     def place(self) -> Place:
         """Of the tables."""
         return self._grant.place
@@ -99,12 +107,39 @@ class Record:
         if self._grant.released or not self._grant.ours:
             raise self._over()
 
-    def let_lapse(self) -> None:
-        """Stop renewing, and say nothing to the server: nobody knows what came of it, until the claim's time is over. No I/O."""
-        try:
-            self._domain.let_lapse(self._grant)
-        except LockNotHeldError:
-            return
+    def let_lapse(self, ended: str = "") -> None:
+        """Stop renewing: it is not known what the attempt did, until its claim ends. No I/O: a note is sent in the background.
+
+        Args:
+            ended: what it ended with, for the next caller; empty for no note.
+        """
+        self._stop()
+        if ended and self.ours:
+            grant, args = self._grant, self._note(ended)[2]
+            self._domain.beat.end_later(Ending(grant.place, lambda sql: sql.end, args, row_until(grant), grant.family))
+
+    def lapsed(self, what: str, row: Lapse | None = None) -> str:
+        """Say what becomes of the key after `let_lapse` or `lapse`."""
+        return lapsed(self._wanted, self.number, what, row, self._left)
+
+    def freed(self, what: str, answer: bool | None) -> str:
+        """Say what becomes of the key after `free`, whose answer this is."""
+        if answer is False:
+            return f"attempt {self.number} at {self._wanted} ended with {what} after another attempt had taken over"
+        free = (
+            "the key is free" if answer else f"the server gave no answer, and the key is free within {self._left:.1f} s"
+        )
+        return (
+            f"attempt {self.number} at {self._wanted} ended with {what}, which is named in free=: {free}. The next call runs"
+            f" attempt {self.number + 1}"
+        )
+
+    def recorded(self, what: str) -> str:
+        """Say what becomes of the key after `finish("failed", ...)`."""
+        return (
+            f"attempt {self.number} at {self._wanted} ended with {what}, which is named in record=: it is stored as the result,"
+            f" and for {self._wanted.keep:g} s calls with this key raise it again"
+        )
 
     def inside(self, text: str) -> tuple[Place, tuple[Any, ...]]:
         """Return what `finish_inside` needs to store a result in the caller's transaction."""
@@ -138,6 +173,11 @@ class Record:
         return effect_sql(self._grant.place, self._domain.style)
 
     @property
+    def _left(self) -> float:
+        """Seconds until the claim ends, as far as this process knows."""
+        return max(0.0, row_until(self._grant) - clock())
+
+    @property
     def _mine(self) -> tuple[str, str, int]:
         return self._grant.stored, str(self._grant.lease_id), self.number
 
@@ -161,6 +201,14 @@ class Record:
 
     def _free(self) -> Statement:
         return self._grant.place, self._sql.free, self._mine
+
+    def _stop(self) -> None:
+        """Stop renewing, unless that was done before."""
+        with suppress(LockNotHeldError):
+            self._domain.let_lapse(self._grant)
+
+    def _note(self, ended: str) -> Statement:
+        return self._grant.place, self._sql.end, (*self._mine, note_of(ended))
 
     def _leave(self) -> None:
         """Take the right to end it, and stop its heartbeat."""
@@ -186,10 +234,11 @@ class Record:
         self._finished(row)
         return True
 
-    def _freed(self, row: Any) -> None:
+    def _freed(self, row: Any) -> bool:
         event = "released" if row[0] == "released" else "lost"
         grant = self._grant
         emit(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        return event == "released"
 
     def _unfinished(self, args: tuple[Any, ...], error: BaseException) -> None:
         """Have it stored in the background, unless the server itself has refused what is to be stored."""
@@ -235,6 +284,7 @@ class Record:
             key=self._wanted.key,
             attempt=self.number,
             newest=newest,
+            retry_after=1.0,
         )
 
     def _over(self) -> IdempotencyMisuseError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
+import logging
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 from pgfence._runtime.trust import ttl_of
 from pgfence.blocks import attach
+from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import Wanted
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
     from pgfence.timing import Seconds
 
 T = TypeVar("T")
+End: TypeAlias = Literal["record", "free", "lapse", "lost"]
+
+log = logging.getLogger("pgfence.idempotency")
+
+_MEANINGS = ". If this error means that nothing was done, name its class in free=; if it is the result of the work, name it in record="
 
 
 class Effects(Guided, Generic[T]):
@@ -103,13 +110,15 @@ class Effects(Guided, Generic[T]):
             f"{attempt!r} was completed in a transaction that was not committed by the end of the function: nothing is stored"
         )
 
-    def _end_of(self, error: BaseException, attempt: _Attempt[Any]) -> tuple[Literal["record", "free", "lapse"], str]:
+    def _end_of(self, error: BaseException, attempt: _Attempt[Any]) -> tuple[End, str]:
         """Return how an attempt ends by an error, and of a recorded one its JSON.
 
         What was done and is not known to be saved is unknown, whatever the error is, and so is what another thread or task is
         still doing. And nobody means an error of ours who says `Exception`: it counts only where a class of ours is named.
         """
-        if attempt.torn or attempt.doing or isinstance(error, AttemptLostError):
+        if isinstance(error, AttemptLostError):
+            return "lost", ""
+        if attempt.torn or attempt.doing:
             return "lapse", ""
         if _recorded.among(error, self._record):
             try:
@@ -118,3 +127,11 @@ class Effects(Guided, Generic[T]):
                 attach(error, failure, "while it was recorded")
                 return "lapse", ""
         return ("free" if _recorded.among(error, self._free) else "lapse"), ""
+
+    def _tell(self, error: BaseException, attempt: _Attempt[Any], how: End, told: Callable[[str], str]) -> None:
+        """Say on the error, and in the log, what becomes of the key of an attempt that ended with it."""
+        if how == "lost" or not attempt._running.ours:  # the error says it, or the parent of this child will
+            return
+        known = how != "lapse" or attempt.torn or attempt.doing or not isinstance(error, Exception)
+        error.add_note(told("this error") + ("" if known else _MEANINGS))
+        log.log(logging.WARNING if how == "lapse" else logging.INFO, "%s", told(kind_of(error)))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence.blocks import attach
 from pgfence.effects._attempts import WHY, Stored, claim
+from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_plain, expect_value
 from pgfence.effects._handles import NOTHING, Attempt
 from pgfence.effects._request import Effects
@@ -139,7 +140,8 @@ class IdempotentEffect(Effects[T]):
 
         Raises:
             IdempotencyKeyReusedError: the key belongs to another payload, done or in progress. 422.
-            IdempotencyInProgressError: another attempt is at work; `retry_after` says when to ask again. 409.
+            IdempotencyInProgressError: another attempt runs, or ended with an error and its claim is not over: `ended_with`. 409.
+                `retry_after` says when to ask again.
             AttemptLostError: this attempt does not count any more; or, with `takeover=False`, one before it was lost.
             IdempotencyMisuseError: the result cannot be stored: where the annotation of the function tells, before it runs.
             UnreachableError: no answer: before the function, nothing was done; after it, the result is stored in the background
@@ -147,7 +149,7 @@ class IdempotentEffect(Effects[T]):
             SchemaError: pgfence's tables are missing, or older than version 2.
             StandbyError: the server is a standby.
             TypeError: it is a coroutine or generator function.
-            Exception: what the function raised; or the recorded error.
+            Exception: what the function raised, with a note that says what happens to the key; or the recorded error.
         """
         expect_plain(fn)
         self._expect(fn)
@@ -175,14 +177,22 @@ class IdempotentEffect(Effects[T]):
     def _failed(self, attempt: Attempt, error: BaseException) -> None:
         """End an attempt that did not come to a result. The error wins over what goes wrong here."""
         how, text = self._end_of(error, attempt)
-        running = attempt._running
+        running, kind = attempt._running, kind_of(error)
         try:
             match how:
                 case "record":
                     running.finish("failed", text)
+                    self._tell(error, attempt, how, running.recorded)
                 case "free":
-                    running.free()
-                case "lapse":
+                    freed = running.free()
+                    self._tell(error, attempt, how, lambda what: running.freed(what, freed))
+                case "lapse" if isinstance(error, Exception):
+                    row = running.lapse(kind)
+                    self._tell(error, attempt, how, lambda what: running.lapsed(what, row))
+                case "lapse":  # it must not be kept waiting
+                    running.let_lapse(kind)
+                    self._tell(error, attempt, how, running.lapsed)
+                case "lost":
                     running.let_lapse()
         except Exception as failure:
             attach(error, failure, "while the attempt was ended")

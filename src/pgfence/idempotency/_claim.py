@@ -106,7 +106,8 @@ def claim(session: Session, call: Call) -> Claim:
             raise _recorded.decode(answer.text, call.record, call.codec, str(call))
     if answer.outcome == "busy":
         _tell(config, "timeout", call)
-    raise _refused(call, answer.outcome, limit)
+        raise _busy(call, _sent(connection, place, lambda: sql.attempt_at(connection, place, row)), limit)
+    raise _refused(call, answer.outcome)
 
 
 def _waited(connection: Connection, place: Place, row: sql.Row, call: Call, limit: float) -> sql.Answer:
@@ -220,7 +221,7 @@ def _told(error: DBAPIError, place: Place, connection: Connection) -> PgfenceErr
     return translated(error, place, sql.NEEDED, database=connection.engine.url.database)
 
 
-def _refused(call: Call, outcome: str, limit: float) -> PgfenceError:
+def _refused(call: Call, outcome: str) -> PgfenceError:
     match outcome:
         case "reused":
             return IdempotencyKeyReusedError(
@@ -238,17 +239,29 @@ def _refused(call: Call, outcome: str, limit: float) -> PgfenceError:
                 f"waiting for {call} closed a circle of waits: claim keys in one order everywhere, or one in a transaction",
                 sqlstate=DEADLOCK_DETECTED,
             )
-        case "snapshot":
-            return IdempotencyInProgressError(
-                f"{call} was claimed by a transaction that this one's snapshot (REPEATABLE READ, SERIALIZABLE) is older than:"
-                " its result is seen by a new transaction",
-                scope=call.scope,
-                key=call.key,
-                sqlstate=SERIALIZATION_FAILURE,
-            )
-    return IdempotencyInProgressError(
-        f"{call} is in progress: another transaction did not end within {limit:g} s, or an IdempotentEffect is at work under it,"
-        " for which no transaction waits",
+    return IdempotencyInProgressError(  # "snapshot"
+        f"{call} was claimed by a transaction that this one's snapshot (REPEATABLE READ, SERIALIZABLE) is older than:"
+        " its result is seen by a new transaction",
         scope=call.scope,
         key=call.key,
+        sqlstate=SERIALIZATION_FAILURE,
+    )
+
+
+def _busy(call: Call, attempt: sql.Attempt | None, limit: float) -> IdempotencyInProgressError:
+    """Return the error for a key that another transaction, or an attempt at an effect, has."""
+    if attempt is None:
+        waited = f", which did not end within {limit:g} s" if limit else ""
+        told = f"{call} is in use by another transaction{waited}"
+        return IdempotencyInProgressError(told, scope=call.scope, key=call.key)
+    over = attempt.ended is not None or not attempt.remaining
+    how = f"ended with {attempt.ended}" if attempt.ended else "was lost" if over else "is running"
+    then = f"; a transaction can claim the key in {attempt.kept:.0f} s" if over else ""
+    return IdempotencyInProgressError(
+        f"{call} is claimed by attempt {attempt.number} of an IdempotentEffect, which {how}, and no transaction waits for"
+        f" it{then}. Use separate scopes for idempotent() and IdempotentEffect",
+        scope=call.scope,
+        key=call.key,
+        retry_after=attempt.kept if over else None,
+        ended_with=attempt.ended,
     )
