@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from sqlalchemy import Connection, text
 
-from pgfence import AsyncLease, Lease, schema
+from pgfence import AsyncLease, Lease, LockKey, schema
 from pgfence._runtime import lease_aio, lease_sync
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
+from pgfence.migrations import _session, migration_lock
 from support.locking import background, freed, is_free, labelled, lock, run, sessions, take, waits
 from support.processes import family, frozen
 from support.transactions import connection
@@ -197,6 +199,39 @@ async def test_a_block_with_an_open_transaction_on_a_hung_backend_can_be_left(
         with pytest.raises(LockLostError):
             await leaving
     await freed(admin, name)
+
+
+async def test_a_migration_lock_on_a_hung_backend_ends_soon(
+    world: World, name: str, private_server: OwnServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait ends soon after its timeout, and the release after the limit of a statement, with UnreachableError."""
+    if world.name in ("psycopg2", "psycopg_async"):
+        pytest.skip("one driver of each half is enough")
+    for limit in ("RELEASE_BUDGET", "STATEMENT_BUDGET"):
+        monkeypatch.setattr(_session, limit, 0.5)
+    engine, key = world.engine(dsn=private_server.dsn), LockKey.of(name)
+
+    def work(connection: Connection) -> None:
+        pid = connection.scalar(text("SELECT pg_backend_pid()"))
+        connection.rollback()
+        with frozen(pid), pytest.raises(UnreachableError, match=r"no response from .* within 1\.0 s"):
+            migration_lock(connection, key=key, timeout=0.5).__enter__()
+        pid = connection.scalar(text("SELECT pg_backend_pid()"))
+        connection.rollback()
+        held = migration_lock(connection, key=key, timeout=10)
+        held.__enter__()
+        with frozen(pid), pytest.raises(UnreachableError, match=r"no response from .* within 0\.5 s"):
+            held.__exit__(None, None, None)
+
+    def here() -> None:
+        with engine.connect() as connection:
+            work(connection)
+
+    async def there() -> None:
+        async with engine.connect() as connection:
+            await connection.run_sync(work)
+
+    await world.call(world.pick(here, there))
 
 
 async def backend(admin: psycopg.Connection[Any], name: str) -> int:

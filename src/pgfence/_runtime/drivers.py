@@ -279,11 +279,7 @@ class AsyncpgWire:
         return pid
 
     def fileno(self) -> int:
-        # asyncpg has no public way to its socket; without it, its termination listener alone tells of a loss.
-        transport = getattr(self.driver, "_transport", None)
-        socket = transport.get_extra_info("socket") if transport is not None else None
-        fd: int = -1 if socket is None else socket.fileno()
-        return fd
+        return descriptor(self.driver)
 
     @property
     def in_transaction(self) -> bool | None:
@@ -357,3 +353,14 @@ def wire_for(driver: str, wires: dict[str, type[W]], world: str) -> type[W]:
             f"the driver {driver} has no {world} connections: use one of {', '.join(sorted(wires))}"
         )
     return wires[driver]
+
+
+def descriptor(driver: Any) -> int:
+    """Return the socket's descriptor of a driver's connection, as `fileno`; -1 where it shows none."""
+    if hasattr(driver, "fileno"):
+        fd: int = driver.fileno()
+        return fd
+    # asyncpg has no public way to its socket; without it, its termination listener alone tells of a loss.
+    transport = getattr(driver, "_transport", None)
+    socket = transport.get_extra_info("socket") if transport is not None else None
+    return -1 if socket is None else int(socket.fileno())

@@ -72,7 +72,8 @@ def migration_lock(
         alembic.util.CommandError: an upgrade to `head` where there are several, two revisions with one id, or a cycle of revisions.
         PoolerError, StandbyError: session locks are not safe on this server.
         UnsupportedServerError: it is no PostgreSQL that pgfence knows, and `unsupported="raise"`.
-        UnreachableError: the server cannot be reached. That ends the wait, because the connection is yours.
+        UnreachableError: the server cannot be reached. That ends the wait, because the connection is yours. Or it does not
+            respond: a wait then ends a few seconds after its timeout, and a release after 30 s.
         TypeError, ValueError: an argument cannot be used.
     """
     if not isinstance(connection, Connection):
@@ -116,12 +117,14 @@ def _locked(connection: Connection, limit: float | None, key: LockKey | None, un
             " keep a snapshot, and what Alembic commits would not be committed. Enter migration_lock() right after connect()"
         )
     _command.expect_one_head()
-    lock = SessionLock(connection, key or _default_key())
+    lock = SessionLock(
+        connection, key or _default_key(), config_of(connection).default_timeout if limit is None else limit
+    )
     if key is None and lock.ask(_command.at_head):
         with lock.watching(_refuse_to_write):
             yield
         return
-    lock.acquire(config_of(connection).default_timeout if limit is None else limit)
+    lock.acquire()
     try:
         with lock.watching(lock.expect_held):
             yield

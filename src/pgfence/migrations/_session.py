@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import event
 
+from pgfence._runtime.addresses import place
+from pgfence._runtime.drivers import descriptor
 from pgfence._runtime.opening import from_driver, judge, strange_backend, through, unreachable
+from pgfence._runtime.process import PROCESS
+from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
+from pgfence._runtime.watch import WATCHER, socket_id
 from pgfence._sql import activity, migration, server
 from pgfence._sql.advisory import LockSql
 from pgfence.config import config_of
-from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError
+from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError, UnreachableError
 from pgfence.migrations import _command
 from pgfence.timing import between, clock
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from pgfence.errors import LossReason
     from pgfence.grants import Holder
     from pgfence.keys import LockKey
 
@@ -36,13 +42,54 @@ log = logging.getLogger("pgfence.migrations")
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.1, 0.3
 TELL_EVERY = 10.0
 
+UNKNOWN = "Nothing is known about the migration lock"
+
+
+class _Limit:
+    """The end of the time for statements of ours: the watcher then shuts the connection's socket down.
+
+    Waiting for the response of a server that hangs cannot be ended in another way, by any driver.
+    """
+
+    dup = -1
+    dead: object = None
+
+    def __init__(self, driver: Any, seconds: float) -> None:
+        self.seconds = seconds
+        self.exceeded = False
+        self._end = time.monotonic() + seconds
+        fd = descriptor(driver)
+        self.socket = socket_id(fd) if fd >= 0 else None
+        PROCESS.notice_fork()
+        WATCHER.watch(self, fd)
+
+    def died(self, reason: LossReason) -> None:
+        """Nothing to do: the statement under way fails."""
+
+    def tick(self, now: float, paused: bool) -> None:
+        """Once a second, on the watcher's thread."""
+        if paused:  # the response may have arrived: this process, not the server, was stopped
+            self._end = max(self._end, now + RELEASE_BUDGET)
+        elif now > self._end:
+            self.exceeded = True
+            WATCHER.shut_down(self)
+
 
 class SessionLock:
     """One lock, on somebody's connection, which is handed back as it was."""
 
-    def __init__(self, connection: Connection, key: LockKey) -> None:
+    def __init__(self, connection: Connection, key: LockKey, limit: float) -> None:
+        """Make it.
+
+        Args:
+            connection: the one that migrates.
+            key: of the lock.
+            limit: seconds from now to wait for it.
+        """
         self._connection = connection
         self._key = key
+        self._limit = limit
+        self._deadline = clock() + limit
         self._sql = LockSql((key,), server.style_of(connection.dialect))
         self._dbapi_connection: Any = connection.connection.dbapi_connection
         self._driver: Any = connection.connection.driver_connection
@@ -50,42 +97,59 @@ class SessionLock:
         self._wrote = False
 
     def ask(self, question: Callable[[Connection], T]) -> T:
-        """Ask the server in autocommit."""
-        with self._in_autocommit() as own:
+        """Ask the server in autocommit, before the deadline.
+
+        Raises:
+            UnreachableError: the server went away, or does not respond.
+        """
+        with self._in_autocommit(max(0.0, self._deadline - clock()) + RELEASE_BUDGET) as own:
             return question(own)
 
     @contextmanager
-    def _in_autocommit(self) -> Iterator[Connection]:
+    def _in_autocommit(self, seconds: float) -> Iterator[Connection]:
         """Yield another Connection on the same session, in autocommit; the caller's never notices."""
         engine, dbapi_connection = self._connection.engine, self._dbapi_connection
         before = dbapi_connection.autocommit
         try:
-            dbapi_connection.autocommit = True
-            with through(engine, dbapi_connection) as own:
-                yield own
+            with self._limited(seconds):
+                dbapi_connection.autocommit = True
+                with through(engine, dbapi_connection) as own:
+                    yield own
         except Exception as error:
-            if told := unreachable(engine, error, "Nothing is known about the migration lock"):
+            if told := unreachable(engine, error, UNKNOWN):
                 raise told from error
             raise
         finally:
             with suppress(Exception):  # a connection that broke has no mode, and its own error says more
                 dbapi_connection.autocommit = before
 
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """End the session if the block takes longer."""
+        limit = _Limit(self._driver, seconds)
+        try:
+            yield
+        except Exception as error:
+            if limit.exceeded:
+                raise UnreachableError(
+                    f"no response from {place(self._connection.engine)} within {seconds:.1f} s. {UNKNOWN}"
+                ) from error
+            raise
+        finally:
+            WATCHER.unwatch(limit)
+
     # ------------------------------------------------------------ acquire
 
-    def acquire(self, limit: float) -> None:
+    def acquire(self) -> None:
         """Wait until this session has it.
-
-        Args:
-            limit: seconds.
 
         Raises:
             LockTimeoutError: somebody else had it all the time.
             PoolerError, StandbyError, UnsupportedServerError: it would be worth nothing on this server.
-            UnreachableError: the server went away.
+            UnreachableError: the server went away, or does not respond.
         """
         try:
-            busy = self.ask(lambda own: self._acquire(own, limit))
+            busy = self.ask(self._acquire)
         except PoolerError as error:
             self._connection.invalidate()
             raise PoolerError(
@@ -100,29 +164,29 @@ class SessionLock:
         if busy is not None:
             raise busy
 
-    def _acquire(self, own: Connection, limit: float) -> LockTimeoutError | None:
+    def _acquire(self, own: Connection) -> LockTimeoutError | None:
         self._facts = server.read_facts(own, -1, set_up=False)
         judge(self._connection.engine, self._facts, self._driver, config_of(self._connection).pooler)
         migration.set_up(own, self._facts.backend_pid)
-        if self._wait(own, limit):
+        if self._wait(own):
             return None
-        busy = self._timed_out(own, limit)
+        busy = self._timed_out(own)
         server.restore(own, self._facts)
         return busy
 
-    def _wait(self, own: Connection, limit: float) -> bool:
+    def _wait(self, own: Connection) -> bool:
         began = clock()
         told = began
         while not self._try(own):
             now = clock()
-            if now - began >= limit:
+            if now >= self._deadline:
                 return False
             if told == began or now - told >= TELL_EVERY:
                 told = now
                 log.info(
                     "waiting for the migration lock %s since %.0f s: %s", self._name, now - began, self._holders(own)[1]
                 )
-            time.sleep(min(between(SHORTEST_PAUSE, LONGEST_PAUSE), limit - (now - began)))
+            time.sleep(min(between(SHORTEST_PAUSE, LONGEST_PAUSE), self._deadline - now))
         if told > began:
             log.info("the migration lock %s is ours after %.1f s", self._name, clock() - began)
         return True
@@ -140,14 +204,14 @@ class SessionLock:
         told = [f"{each}: {doing.get(each.backend_pid or 0, migration.UNSEEN)}" for each in found]
         return found, "; ".join(told) or "held by nobody at this moment"
 
-    def _timed_out(self, own: Connection, limit: float) -> LockTimeoutError:
+    def _timed_out(self, own: Connection) -> LockTimeoutError:
         found, told = self._holders(own)
         return LockTimeoutError(
-            f"no migration lock {self._name} within {limit:g} s: {told}. Wait longer (timeout=); or, if the process behind that"
+            f"no migration lock {self._name} within {self._limit:g} s: {told}. Wait longer (timeout=); or, if the process behind that"
             " backend is gone, end it with pg_terminate_backend()",
             names=[self._key.label],
             keys=[self._key],
-            timeout=limit,
+            timeout=self._limit,
             holders=found,
         )
 
@@ -190,7 +254,12 @@ class SessionLock:
 
     def expect_held(self) -> None:
         """Raise unless this session still has it. One round trip, in the caller's transaction."""
-        if not activity.mine(self._connection, (self._key,)):
+        try:
+            with self._limited(STATEMENT_BUDGET):
+                held = activity.mine(self._connection, (self._key,))
+        except UnreachableError as error:
+            raise self._lost() from error
+        if not held:
             raise self._lost()
 
     def _same(self) -> bool:
@@ -221,7 +290,7 @@ class SessionLock:
             if not self._same():
                 raise self._lost()
             written = self._end_transaction()
-            if not self.ask(self._unlock):
+            if not self._unlock():
                 raise self._lost()
         except BaseException:
             self._close()
@@ -237,7 +306,8 @@ class SessionLock:
         connection, wrote = self._connection, self._wrote
         if not connection.in_transaction():
             return False
-        written = not self._dbapi_connection.autocommit and migration.has_written(connection)
+        with self._limited(STATEMENT_BUDGET):
+            written = not self._dbapi_connection.autocommit and migration.has_written(connection)
         if written and not wrote:
             # Alembic makes its version table in a transaction that is begun by looking for it, and commits it with a revision.
             connection.commit()
@@ -245,10 +315,11 @@ class SessionLock:
         connection.rollback()
         return written
 
-    def _unlock(self, own: Connection) -> bool:
-        held: bool = own.exec_driver_sql(self._sql.unlock_text, self._sql.unlock_args).scalar_one()
-        server.restore(own, self._facts)
-        return held
+    def _unlock(self) -> bool:
+        with self._in_autocommit(STATEMENT_BUDGET) as own:
+            held: bool = own.exec_driver_sql(self._sql.unlock_text, self._sql.unlock_args).scalar_one()
+            server.restore(own, self._facts)
+            return held
 
     def abandon(self, error: BaseException) -> None:
         """Give it back after a migration that failed, or close the connection. Why it failed says more than we could.
@@ -259,8 +330,9 @@ class SessionLock:
         gone = not self._same()
         try:
             if not gone:
-                self._connection.rollback()
-                if self.ask(self._unlock):
+                with self._limited(STATEMENT_BUDGET):
+                    self._connection.rollback()
+                if self._unlock():
                     return
         except Exception:
             gone = True
