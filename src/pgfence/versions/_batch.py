@@ -25,13 +25,13 @@ from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
 from pgfence.versions._rows import Key, lock, versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from sqlalchemy.orm import InstanceState, Mapper, Session
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
     State: TypeAlias = "InstanceState[Any]"
-    Sent: TypeAlias = tuple[Mapper[Any], list[Key], bool]
+    Sent: TypeAlias = tuple[Callable[[Any], list[Any]], Any, bool]
 
 
 class Flush:
@@ -44,7 +44,7 @@ class Flush:
         locked: the version of each row that was locked and compared.
         written: what is written by a batch, in that order.
         deleted: what is deleted by a batch.
-        sent: the writes that were executed: the base mapper, the keys, and whether each was written.
+        sent: the writes that were executed: what finds their keys, their parameters, and whether each was written.
         looked: the rows as they were when the flush failed.
     """
 
@@ -100,8 +100,8 @@ class Flush:
         """Return the rows that this flush has written, and those that it may have deleted."""
         done: set[Any] = set()
         unclear: set[Any] = set()
-        for base, keys, written in self.sent:
-            (done if written else unclear).update((base, key) for key in keys)
+        for keys, parameters, written in self.sent:
+            (done if written else unclear).update(keys(parameters))
         return done, unclear
 
     def added(self, state: State) -> bool:

@@ -10,7 +10,7 @@ from sqlalchemy.orm.attributes import flag_modified
 from pgfence.flushes import sends_update
 from pgfence.versions._batch import NOW, batch_of, compare
 from pgfence.versions._conflicts import switched, without
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column, version_in
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column
 from pgfence.versions._sent import raise_version
 
 if TYPE_CHECKING:
@@ -70,9 +70,7 @@ def _before_delete(mapper: Mapper[Any], _connection: Connection, state: State) -
 
 
 def _expect_version(mapper: Mapper[Any], state: State) -> None:
-    if ATTRIBUTE not in state.dict:
-        getattr(state.obj(), ATTRIBUTE)
-    if version_in(state.obj()) is None:
+    if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
         raise without(mapper, tuple(state.identity or ()))
 
 

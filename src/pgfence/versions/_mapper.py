@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy.orm import Mapper
 from sqlalchemy.util import HasMemoized, memoized_property
 
-from pgfence.versions._batch import emitting
+from pgfence.versions._batch import NOW, emitting
 from pgfence.versions._flush import turn
 from pgfence.versions._sent import SentDelete, SentPostUpdate, SentUpdate
 
@@ -27,7 +27,9 @@ class VersionedMapper(Mapper[_O]):
 
     @property
     def version_id_col(self) -> ColumnElement[Any] | None:
-        return None if emitting() and self.batches else self.__dict__["version_id_col"]
+        # Asked several times for each row of a flush.
+        flush = NOW.get()
+        return None if flush is not None and flush.emitting and self.batches else self.__dict__["version_id_col"]
 
     @version_id_col.setter
     def version_id_col(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -80,7 +82,15 @@ class VersionedMapper(Mapper[_O]):
     @_validate_polymorphic_identity.setter
     def _validate_polymorphic_identity(self, given: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # A subclass takes over what its base returns.
-        self.__dict__["checks_identity"] = None if given is _turn else given
+        if given is not _turn:
+            self.__dict__["_check"] = given
+
+    @memoized_property
+    def identity_check(self) -> Any:
+        """SQLAlchemy's look at the polymorphic identity of a row that is about to be written."""
+        return next(
+            (mapper.__dict__["_check"] for mapper in self.iterate_to_root() if "_check" in mapper.__dict__), None
+        )
 
     def _memo(self, key: Any, callable_: Callable[[], Any]) -> Any:
         version, batch = self.__dict__["version_id_col"], emitting()
@@ -96,8 +106,6 @@ class VersionedMapper(Mapper[_O]):
 
 
 def _turn(mapper: Any, state: InstanceState[Any], values: dict[str, Any]) -> None:
-    for each in mapper.iterate_to_root():
-        if (check := each.__dict__.get("checks_identity")) is not None:
-            check(mapper, state, values)
-            break
+    if (check := mapper.identity_check) is not None:
+        check(mapper, state, values)
     turn(mapper, state)

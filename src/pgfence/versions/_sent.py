@@ -20,7 +20,7 @@ from pgfence.versions._mapping import ATTRIBUTE, mode_of, version_column
 if TYPE_CHECKING:
     from collections.abc import MutableMapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Column, Connection
     from sqlalchemy.orm import InstanceState, Mapper
 
     from pgfence.versions._batch import Flush
@@ -35,12 +35,13 @@ class SentUpdate(Update):
 
     inherit_cache = True
     mapper: VersionedMapper[Any]
+    version: Column[Any]
 
     @classmethod
     def of(cls, statement: Update, mapper: VersionedMapper[Any]) -> Self:
         """Return the same statement for a base mapper."""
         made = cls(statement.table).where(*statement._where_criteria)
-        made.mapper = mapper
+        made.mapper, made.version = mapper, version_column(mapper)
         return made
 
     def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
@@ -56,16 +57,19 @@ class SentUpdate(Update):
             raise StaleDataError(
                 f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
             )
-        mapper = self.mapper
         if (flush := NOW.get()) is not None:
-            flush.sent.append((mapper, [_updated(mapper, parameters)], True))
-        if mapper.version_id_generator is not False or result.returned_defaults is None:
+            flush.sent.append((self.keys, (parameters,), True))
+        mapper = self.mapper
+        if mapper.version_id_generator is not False or (row := result.returned_defaults) is None:
             return None
-        column = version_column(mapper)
-        version = result.returned_defaults._mapping[column]
-        if mode_of(mapper) == "server" and version == parameters.get(column._label):
+        version = row[0] if len(row) == 1 else row._mapping[self.version]
+        if version == parameters.get(self.version._label) and mode_of(mapper) == "server":
             raise not_counted(mapper, version)
         return version
+
+    def keys(self, parameters: Sequence[Parameters]) -> list[Any]:
+        """Return the rows of a statement, each as its base mapper and its key."""
+        return [(self.mapper, _updated(self.mapper, each)) for each in parameters]
 
 
 class SentPostUpdate(SentUpdate):
@@ -78,7 +82,7 @@ class SentPostUpdate(SentUpdate):
         if flush is not None and flush.emitting and self.mapper.batches:
             _raise_versions(flush, self.mapper, distilled_params, connection)
             return Update._execute_on_connection(self, connection, distilled_params, execution_options)
-        column = version_column(self.mapper)
+        column = self.version
         sent: list[Parameters] = []
         result: Any = None
         for parameters in distilled_params:
@@ -123,16 +127,16 @@ class SentDelete(Delete):
                 f"A DELETE on table '{self.table.description}' expected to delete 1 row; it is not there."
             )
         if flush is not None:
-            flush.sent.append((mapper, [_deleted(mapper, each) for each in distilled_params], written))
+            flush.sent.append((self.keys, distilled_params, written))
         return result
+
+    def keys(self, parameters: Sequence[Parameters]) -> list[Any]:
+        """Return the rows of a statement, each as its base mapper and its key."""
+        return [(self.mapper, tuple(each[column.key] for column in self.mapper.primary_key)) for each in parameters]
 
 
 def _updated(mapper: Mapper[Any], parameters: Parameters) -> Key:
     return tuple(parameters[column._label] for column in mapper.primary_key)
-
-
-def _deleted(mapper: Mapper[Any], parameters: Parameters) -> Key:
-    return tuple(parameters[column.key] for column in mapper.primary_key)
 
 
 def _raise_versions(
