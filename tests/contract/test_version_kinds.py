@@ -1,0 +1,202 @@
+"""Every kind of write on a versioned row, in every mode and with both checks: free, beaten by another process, or rejected."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import pytest
+from sqlalchemy import create_engine, delete, select, update
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.pool import NullPool
+
+from pgfence import schema
+from pgfence.errors import VersionConflictError
+from pgfence.versions import VersionedSession
+from support.version_kinds import KINDS, Kind, classes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy.orm import Session
+
+    Run = Callable[[str, Callable[[Session], Any]], Any]
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "versions.md"
+CHECKS = ("row", "batch")
+_NUMBERS = itertools.count(1, 10)
+
+# Drivers differ in whether they send several rows at once, and in whether they count them.
+SEVERAL = ("update", "delete", "orphan", "nulled", "post_update of many", "deleted parent with post_update")
+EVERY = [
+    pytest.param("psycopg", mode, name, id=f"psycopg-{mode}-{name}")
+    for name, kind in KINDS.items()
+    for mode in kind.modes
+]
+EVERY += [
+    pytest.param(driver, mode, name, id=f"{driver}-{mode}-{name}")
+    for driver in ("psycopg2", "asyncpg")
+    for name in SEVERAL
+    for mode in ("client", "server")
+]
+
+
+@pytest.fixture(scope="module")
+def engine(dsn: str) -> Iterator[Any]:
+    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def models(engine: Any) -> Iterator[Callable[[str], Any]]:
+    """The classes of a mode, with their tables."""
+    found: dict[str, Any] = {}
+
+    def of(mode: str) -> Any:
+        if mode not in found:
+            found[mode] = m = classes(mode)
+            m.base.metadata.create_all(engine)
+            for cls in m.versioned if mode == "server" else ():
+                if cls.__mapper__.inherits is None:
+                    schema.add_version_trigger(engine, cls)
+        return found[mode]
+
+    yield of
+    for m in found.values():
+        m.base.metadata.drop_all(engine)
+
+
+async def run(engine: Any, driver: str, work: Callable[[Session], Any], check: str) -> Any:
+    """Work with a VersionedSession of a driver."""
+    options: Any = {"conflict_check": check, "autoflush": False}
+    if driver == "psycopg":
+        with VersionedSession(engine, **options) as session:
+            return work(session)
+    address = engine.url.set(drivername=f"postgresql+{driver}")
+    if driver == "asyncpg":
+        sender = create_async_engine(address, poolclass=NullPool)
+        async with AsyncSession(sender, sync_session_class=VersionedSession, **options) as async_session:
+            return await async_session.run_sync(work)
+    with VersionedSession(create_engine(address, poolclass=NullPool), **options) as session:
+        return work(session)
+
+
+def fill(engine: Any, m: Any, kind: Kind) -> int:
+    """Add the rows of a kind, and return the number that their keys start at."""
+    start = next(_NUMBERS)
+    with VersionedSession(engine) as session:
+        for row in kind.rows(m, start):
+            session.add(row)
+            session.flush()
+        session.commit()
+    return start
+
+
+def version_of(cls: Any) -> Any:
+    return cls.__mapper__.column_attrs["version"].columns[0]
+
+
+def versions(executor: Any, m: Any, start: int) -> dict[tuple[str, int], Any]:
+    """The versions in the tables, of the rows of one test."""
+    found = {}
+    for cls in m.versioned:
+        if cls.__mapper__.inherits is None:
+            key = cls.__table__.c.id
+            query = select(key, version_of(cls)).where(key.between(start, start + 9))
+            found |= {(cls.__name__, number - start): version for number, version in executor.execute(query)}
+    return found
+
+
+def beat(engine: Any, m: Any, mode: str, row: tuple[str, int], start: int, how: str) -> None:
+    """Write a row as another process does."""
+    cls = getattr(m, row[0])
+    table = cls.__table__
+    values: dict[str, Any] = {"label": "theirs"}
+    if mode == "client":
+        values["version"] = table.c.version + 1
+    elif mode == "UUID":
+        values["version"] = uuid4()
+    statement: Any = update(table).values(values) if how == "changed" else delete(table)
+    with engine.begin() as connection:
+        assert connection.execute(statement.where(table.c.id == start + row[1])).rowcount == 1
+
+
+@pytest.mark.parametrize(("driver", "mode", "name"), EVERY)
+async def test_a_free_write_is_saved_at_the_next_version(
+    engine: Any, models: Any, driver: str, mode: str, name: str
+) -> None:
+    """The rows that it writes get the next version, all others keep theirs, and instances have the versions of the table."""
+    kind, m = KINDS[name], models(mode)
+    for check in CHECKS:
+        start = fill(engine, m, kind)
+        with engine.connect() as connection:
+            before = versions(connection, m, start)
+        work = partial(_write, kind, m, start)
+        if mode in kind.rejected:
+            with pytest.raises(kind.rejected[mode]):
+                await run(engine, driver, work, check)
+            continue
+        await run(engine, driver, work, check)
+        with engine.connect() as connection:
+            after = versions(connection, m, start)
+        for row in before.keys() & after.keys():
+            if row not in kind.written:
+                assert after[row] == before[row], (check, row)
+            elif mode in {"client", "server"}:
+                assert after[row] - before[row] == kind.written[row], (check, row)
+            else:
+                assert after[row] != before[row], (check, row)
+
+
+def _write(kind: Kind, m: Any, start: int, session: Session) -> None:
+    kind.act(session, m, start)
+    session.info.get("late", session.flush)()
+    session.flush()
+    table = versions(session, m, start)
+    for row in session.identity_map.values():
+        if "version" in row.__dict__:
+            cls = row.__mapper__.base_mapper.class_
+            assert table[cls.__name__, row.id - start] == row.__dict__["version"]
+    session.commit()
+
+
+@pytest.mark.parametrize(
+    ("driver", "mode", "name"),
+    [
+        each
+        for each in EVERY
+        if KINDS[str(each.values[2])].beaten and each.values[1] not in KINDS[str(each.values[2])].rejected
+    ],
+)
+async def test_a_beaten_write_lists_exactly_the_row(
+    engine: Any, models: Any, driver: str, mode: str, name: str
+) -> None:
+    """A row that another process has changed or deleted is the one item of the conflict, and nothing of the flush is kept."""
+    kind, m = KINDS[name], models(mode)
+    for check, how in itertools.product(CHECKS, ("changed", "deleted") if kind.gone else ("changed",)):
+        start = fill(engine, m, kind)
+        theirs: dict[Any, Any] = {}
+        with pytest.raises(VersionConflictError) as conflict:
+            await run(engine, driver, partial(_lose, engine, kind, m, start, mode, how, theirs), check)
+        (item,) = conflict.value.items
+        found = theirs.get(kind.beaten)
+        assert (item.pk, item.found) == ((start + kind.beaten[1],), found), (check, how)  # type: ignore[index]
+        assert item.expected != found, (check, how)
+        with engine.connect() as connection:
+            assert versions(connection, m, start) == theirs, (check, how)
+
+
+def _lose(
+    engine: Any, kind: Kind, m: Any, start: int, mode: str, how: str, theirs: dict[Any, Any], session: Session
+) -> None:
+    assert kind.beaten is not None
+    kind.act(session, m, start)
+    beat(engine, m, mode, kind.beaten, start, how)
+    with engine.connect() as connection:
+        theirs |= versions(connection, m, start)
+    session.info.get("late", session.flush)()
+    session.commit()
