@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import create_engine, delete, select, update
+from sqlalchemy import ForeignKey, create_engine, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, configure_mappers, mapped_column, relationship
 from sqlalchemy.pool import NullPool
 
 from pgfence import schema
-from pgfence.errors import VersionConflictError
-from pgfence.versions import VersionedSession
-from support.version_kinds import KINDS, Kind, classes
+from pgfence.errors import PgfenceError, VersionConflictError
+from pgfence.versions import Versioned, VersionedSession
+from support.version_kinds import KINDS, Kind, classes, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ EVERY = [
 ]
 EVERY += [
     pytest.param(driver, mode, name, id=f"{driver}-{mode}-{name}")
-    for driver in ("psycopg2", "asyncpg")
+    for driver in ("asyncpg",)
     for name in SEVERAL
     for mode in ("client", "server")
 ]
@@ -200,3 +201,132 @@ def _lose(
         theirs |= versions(connection, m, start)
     session.info.get("late", session.flush)()
     session.commit()
+
+
+def test_the_page_on_versions_shows_this_table() -> None:
+    """The page has a row for each kind, as the tests above have it."""
+    assert table() in PAGE.read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------ what is rejected when the class is mapped
+
+
+def _mapped(kind: str) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    class Item(Versioned, Base):
+        __tablename__ = "item"
+        __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "item"}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+
+    class Book(Item):
+        __tablename__ = "book"
+        __mapper_args__ = {"polymorphic_identity": "book"}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(ForeignKey(Item.id), primary_key=True)
+        shelf_id: Mapped[int | None] = mapped_column(ForeignKey("shelf.id"))
+        if kind == "many-to-one":
+            shelf: Mapped[Shelf] = relationship(post_update=True)
+
+    class Shelf(Base):
+        __tablename__ = "shelf"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        if kind == "one-to-many":
+            books: Mapped[list[Book]] = relationship(post_update=True)
+        if kind == "secondary":
+            items: Mapped[list[Item]] = relationship(secondary="place")
+
+    class Place(Versioned, Base):
+        __tablename__ = "place"
+        item_id: Mapped[int] = mapped_column(ForeignKey(Item.id), primary_key=True)
+        shelf_id: Mapped[int] = mapped_column(ForeignKey(Shelf.id), primary_key=True)
+
+    try:
+        configure_mappers()
+    finally:
+        Base.registry.dispose()
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("many-to-one", "Book.shelf has post_update, which writes book.shelf_id"),
+        ("one-to-many", "Shelf.books has post_update, which writes book.shelf_id"),
+        ("secondary", "Shelf.items adds and deletes rows of Place"),
+    ],
+)
+def test_a_relationship_that_writes_rows_without_their_version_is_rejected(kind: str, says: str) -> None:
+    """An UPDATE or DELETE that SQLAlchemy sends without a comparison is an error when the class is mapped."""
+    with pytest.raises(TypeError, match=says):
+        _mapped(kind)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_class_switch_under_one_key_names_its_cause(engine: Any, models: Any, check: str) -> None:
+    """An instance of another class under the key of one that the flush deletes is an error, and a conflict if it is beaten."""
+    m = models("client")
+    kind = KINDS["joined"]
+    for beaten in (False, True):
+        start = fill(engine, m, kind)
+        with VersionedSession(engine, conflict_check=check) as session:  # type: ignore[arg-type]
+            session.delete(session.get_one(m.Book, start))
+            session.add(m.Item(id=start))
+            if beaten:
+                beat(engine, m, "client", ("Item", 0), start, "changed")
+                with pytest.raises(VersionConflictError):
+                    session.commit()
+            else:
+                with pytest.raises(
+                    PgfenceError, match=r"Item .* was added under the key of a row of class Book .*flush\(\)"
+                ):
+                    session.commit()
+            session.rollback()
+            session.delete(session.get_one(m.Book, start))
+            session.flush()
+            session.add(m.Item(id=start))
+            session.commit()
+
+
+def test_deletes_on_a_shared_connection_are_told_apart(engine: Any, models: Any) -> None:
+    """Of two rows that a session deletes, the one that another session on its connection has deleted is in the conflict."""
+    m = models("client")
+    start = fill(engine, m, KINDS["delete"])
+    with engine.connect() as connection:
+        connection.begin()
+        one, other = (VersionedSession(connection, join_transaction_mode="rollback_only") for _ in range(2))
+        for page in [one.get_one(m.Page, start + number) for number in range(2)]:
+            one.delete(page)
+        other.delete(other.get_one(m.Page, start + 1))
+        other.flush()
+        with pytest.raises(VersionConflictError) as conflict:
+            one.flush()
+        assert conflict.value.items == ((m.Page, (start + 1,), 1, None),)
+        one.close()
+        other.close()
+
+
+def test_a_stale_delete_is_noticed_without_confirmed_rows(engine: Any) -> None:
+    """A mapper with `confirm_deleted_rows=False` deletes several rows only at the versions they were read at."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Page(Versioned, Base):
+        __tablename__ = "kinds_unconfirmed"
+        __mapper_args__ = {"confirm_deleted_rows": False}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    with engine.connect() as connection:
+        Base.metadata.create_all(connection)
+        with VersionedSession(connection) as session:
+            session.add_all([Page(id=1), Page(id=2)])
+            session.flush()
+        with VersionedSession(connection) as session:
+            for page in session.scalars(select(Page)).all():
+                session.delete(page)
+            connection.execute(update(Page.__table__).where(Page.__table__.c.id == 2).values(version=2))
+            with pytest.raises(VersionConflictError) as conflict:
+                session.flush()
+            assert conflict.value.items == ((Page, (2,), 1, 2),)
+        connection.rollback()

@@ -48,6 +48,25 @@ class Kind:
     modes: tuple[str, ...] = MODES
 
 
+def table() -> str:
+    """Return the table of the kinds as the page on versions shows it."""
+    head = ["write", *(f'`"{mode}"`' if mode != "UUID" else "`VersionedUUID`" for mode in MODES)]
+    lines = [head, ["---"] * len(head)]
+    for kind in KINDS.values():
+        lines.append([kind.says, *(_cell(kind, mode) for mode in MODES)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(kind: Kind, mode: str) -> str:
+    if mode not in kind.modes:
+        return "not mapped"
+    if mode in kind.rejected:
+        return "rejected"
+    if kind.beaten is not None:
+        return "compared"
+    return "counted" if kind.written else "new"
+
+
 def classes(mode: str) -> Any:
     """Return the classes of a mode, in tables that have no rows yet."""
     prefix = f"kinds_{secrets.token_hex(6)}"
@@ -298,6 +317,21 @@ def _update(session: Session, m: Any, n: int) -> None:
     session.info["late"] = lambda: session.execute(update(m.Page).where(m.Page.id == n).values(label="ours"))
 
 
+def _update_and_change(session: Session, m: Any, n: int) -> None:
+    page = session.get_one(m.Page, n)
+    session.execute(
+        update(m.Page).where(m.Page.id == n).values(views=1), execution_options={"synchronize_session": False}
+    )
+    page.label = "ours"
+
+
+def _change_and_update(session: Session, m: Any, n: int) -> None:
+    session.get_one(m.Page, n).label = "ours"
+    session.execute(
+        update(m.Page).where(m.Page.id == n).values(views=1), execution_options={"synchronize_session": False}
+    )
+
+
 def _upsert(session: Session, m: Any, n: int) -> None:
     statement = insert(m.Page).values(id=n, label="", views=0)
     session.info["late"] = lambda: session.execute(
@@ -440,6 +474,15 @@ KINDS: dict[str, Kind] = {
         {("Page", 0): 1},
         ("Page", 0),
         rejected={"xmin": VersionRequiredError},
+    ),
+    "own statement, then a change": Kind(
+        "`update()` of a row, and then a changed column", _of("Page", 0), _update_and_change, {("Page", 0): 2}
+    ),
+    "a change, then an own statement": Kind(
+        "a changed column, and then an `update()` ahead of the flush",
+        _of("Page", 0),
+        _change_and_update,
+        {("Page", 0): 2},
     ),
     "statement": Kind("`update()` with a WHERE clause", _of("Page", 0), _update, {("Page", 0): 1}),
     "upsert": Kind("`insert()` with ON CONFLICT DO UPDATE", _of("Page", 0), _upsert, {("Page", 0): 1}),

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from sqlalchemy import BigInteger, FetchedValue, Uuid, event, text
-from sqlalchemy.orm import declared_attr, mapped_column, validates
+from sqlalchemy.orm import Mapper, RelationshipDirection, declared_attr, mapped_column, validates
 
 from pgfence.versions import _relationships, _statements  # noqa: F401
 from pgfence.versions._assigned import assigned
 from pgfence.versions._mapper import VersionedMapper
-from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, version_in
+from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, is_versioned, version_column, version_in
 from pgfence.versions._xmin import Xid
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Mapped, Mapper
+    from sqlalchemy.orm import Mapped
 
 _LAST = 1_000_000
 _OURS = "pgfence_version"
@@ -78,7 +78,9 @@ class Versioned(_Guarded):
             `sqlmodel_update`: it would guard nothing. `load_for_version` does. A version that a library drops because it is not
             in its own list of fields is not seen.
         SchemaError: on writing: the row's version is NULL, or in mode "server" no trigger has counted. `command` cures it.
-        TypeError, ValueError: on mapping the class: an attribute is unusable, or there are two version columns.
+        TypeError, ValueError: on mapping the class: an attribute is unusable, there are two version columns, or a relationship
+            writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined
+            subclass, or a table of versioned rows as `secondary`.
     """
 
     if TYPE_CHECKING:
@@ -183,4 +185,29 @@ def _two(cls: type[Any], way: str) -> TypeError:
     return TypeError(f"{cls.__name__} has two version columns: {way}")
 
 
+def _expect_guarded(mapper: Mapper[Any], cls: type[Any]) -> None:
+    """Reject relationships that write versioned rows by statements which compare and count no version."""
+    for prop in mapper.relationships:
+        if prop.viewonly:
+            continue
+        named = f"{cls.__name__}.{prop.key}"
+        written: Mapper[Any] = mapper if prop.direction is RelationshipDirection.MANYTOONE else prop.mapper
+        if prop.post_update and is_versioned(written):
+            table: Any = version_column(written).table
+            for _, column in prop.synchronize_pairs:
+                if column.table is not table and not column.primary_key:
+                    raise TypeError(
+                        f"{named} has post_update, which writes {column} and leaves {table.fullname} as it is, where the version"
+                        f" is: put the foreign key into {table.fullname}, or leave post_update out"
+                    )
+        found = None if prop.secondary is None else _statements.mapper_of_table(prop.secondary)
+        if found is not None:
+            raise TypeError(
+                f"{named} adds and deletes rows of {found.class_.__name__} as its secondary table, without a look at their"
+                f" versions: give it viewonly=True, and write through a relationship to {found.class_.__name__}"
+            )
+
+
 event.listen(VersionedBase, "instrument_class", _configure, propagate=True)
+# Of all classes: one without a version can have a relationship to one with a version.
+event.listen(Mapper, "mapper_configured", _expect_guarded)

@@ -99,9 +99,10 @@ class SentPostUpdate(SentUpdate):
 
 
 class SentDelete(Delete):
-    """The DELETE of one row that raises if there was none.
+    """The DELETE of rows at the versions they were read at, which raises if one was not there.
 
-    SQLAlchemy adds the counts of several up, and then trusts the sum only where a driver can count many rows at once.
+    SQLAlchemy adds the counts of several up, and then trusts the sum only where a driver can count many rows at once, and the
+    mapper has not switched `confirm_deleted_rows` off.
     """
 
     inherit_cache = True
@@ -121,13 +122,17 @@ class SentDelete(Delete):
             results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
             return SimpleNamespace(rowcount=len(results))
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
-        written = result.rowcount == len(distilled_params)
-        if not written and len(distilled_params) == 1:
-            raise StaleDataError(
-                f"A DELETE on table '{self.table.description}' expected to delete 1 row; it is not there."
-            )
-        if flush is not None:
+        several = len(distilled_params) > 1
+        # A batch looks for itself: some drivers cannot count several at once.
+        uncounted = several and flush is not None and flush.emitting and mapper.batches
+        written = uncounted or result.rowcount == len(distilled_params)
+        if flush is not None and (written or several):
             flush.sent.append((self.keys, distilled_params, written))
+        if not written:
+            raise StaleDataError(
+                f"A DELETE on table '{self.table.description}' expected to delete {len(distilled_params)} row(s);"
+                f" {result.rowcount} were matched."
+            )
         return result
 
     def keys(self, parameters: Sequence[Parameters]) -> list[Any]:

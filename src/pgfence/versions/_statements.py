@@ -111,7 +111,12 @@ def _mapper_of(statement: Any) -> Mapper[Any] | None:
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is not None:
         return subject.mapper if is_versioned(subject.mapper) else None
-    found = _TABLES.get(getattr(statement.table, "element", statement.table))
+    return mapper_of_table(getattr(statement.table, "element", statement.table))
+
+
+def mapper_of_table(table: Any) -> Mapper[Any] | None:
+    """Return the mapper of a versioned class whose rows are in a table."""
+    found = _TABLES.get(table)
     return found() if found else None
 
 
