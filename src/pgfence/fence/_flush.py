@@ -1,4 +1,7 @@
-"""The guard of a flush: each row that is about to be written is asked for its resource, before and after the change."""
+"""The guard of a flush: the resource of each row that is written is checked, before and after the change.
+
+The hooks of a mapper see most rows. An UPDATE that a flush sends without a hook is checked in `_updates`.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +9,124 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import inspect, select, tuple_
-from sqlalchemy.orm import object_session
-from sqlalchemy.orm.attributes import flag_modified, set_attribute
+from sqlalchemy.orm.attributes import flag_modified, instance_state, set_attribute, set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 
-from pgfence.fence._rows import ATTRIBUTE, Guarded, View, column_of, constant, refuse_stale, resource_of, token_for
+from pgfence.fence._rows import (
+    ATTRIBUTE,
+    Guarded,
+    View,
+    column_of,
+    constant,
+    refuse_stale,
+    resource_in_flush,
+    resource_of,
+    token_for,
+)
+from pgfence.flushes import sends_update, will_send_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from sqlalchemy import Column, Connection
-    from sqlalchemy.orm import InstanceState, Mapper, Session
+    from sqlalchemy.orm import InstanceState, Mapper, Session, UOWTransaction
 
 Key = tuple[Any, ...]
 
 CHUNK = 1000
 
-_AHEAD: weakref.WeakKeyDictionary[Session, dict[tuple[Any, Key], int]] = weakref.WeakKeyDictionary()
-"""The tokens of rows that the present flush of a Session has locked."""
+
+class _Flush:
+    """The present flush of a Session."""
+
+    def __init__(self, context: UOWTransaction) -> None:
+        self._context = weakref.ref(context)
+        self.locked: dict[tuple[Any, Key], int] = {}
+        """The tokens of rows that were locked in this flush."""
+        self._tokens: dict[tuple[Any, str, Connection], int] = {}
+        self._deleting: set[Mapper[Any]] | None = None
+
+    def token_for(self, cls: type[Guarded], resource: str, connection: Connection) -> int:
+        """Return the token that this transaction brought for a resource; it stays the same during a flush."""
+        key = cls, resource, connection
+        token = self._tokens.get(key)
+        if token is None:
+            token = self._tokens[key] = token_for(cls, resource, connection)
+        return token
+
+    def row_that_becomes(self, mapper: Mapper[Any], target: Any) -> Any:
+        """Return the deleted object whose row a new object takes over, or None.
+
+        SQLAlchemy sends one UPDATE for a DELETE and an INSERT of the same key, and calls no hook for the deleted object.
+        """
+        context = self._context()
+        if context is None:
+            return None
+        if self._deleting is None:
+            # Objects that are deleted as orphans are registered after before_flush, and before the first hook.
+            deleted = (state for state, (is_delete, _) in context.states.items() if is_delete)
+            self._deleting = {state.mapper.base_mapper for state in deleted}
+        if mapper.base_mapper not in self._deleting:
+            return None
+        key = mapper.identity_key_from_instance(target)
+        existing = context.session.identity_map.get(key)
+        is_delete, _ = (
+            context.states.get(instance_state(existing), (False, False)) if existing is not None else (False, False)
+        )
+        return existing if is_delete else None
 
 
-def before_insert(_mapper: Mapper[Any], connection: Connection, target: Any) -> None:
-    """Let a new row pass under its token, and write it into the row."""
-    cls = type(target)
-    set_attribute(target, ATTRIBUTE, token_for(cls, resource_of(cls, target), connection))
+_FLUSHES: weakref.WeakKeyDictionary[Session, _Flush] = weakref.WeakKeyDictionary()
+
+
+def before_insert(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
+    """Check the token for a new row, and for the row it replaces, and write it into the row."""
+    cls, flush = type(target), _flush_of(target)
+    token = flush.token_for(cls, resource_in_flush(cls, target), connection)
+    replaced = flush.row_that_becomes(mapper, target)
+    if isinstance(replaced, Guarded):
+        _pass_old(flush, inspect(type(replaced)), connection, replaced)
+    set_attribute(target, ATTRIBUTE, token)
 
 
 def before_update(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
-    """Let a changed row pass if its resource allows, and the one it had before."""
-    session = _session(target)
-    if not session.is_modified(target, include_collections=False):
+    """Check the tokens for a changed row: of its resource, and of the one it had before."""
+    if not sends_update(instance_state(target)):
         return
-    cls = type(target)
-    new = resource_of(cls, target)
-    token = token_for(cls, new, connection)
-    _pass_old(mapper, connection, target)
+    cls, flush = type(target), _flush_of(target)
+    token = flush.token_for(cls, resource_in_flush(cls, target), connection)
+    _pass_old(flush, mapper, connection, target)
     set_attribute(target, ATTRIBUTE, token)
     flag_modified(target, ATTRIBUTE)  # a column that goes out unchanged is asked for a value of its own
 
 
 def before_delete(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
-    """Let a row go if its resource allows."""
-    _pass_old(mapper, connection, target)
+    """Check the token for a row that is deleted."""
+    _pass_old(_flush_of(target), mapper, connection, target)
 
 
-def _pass_old(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
+def forget_token(_mapper: Mapper[Any], _connection: Connection, target: Any) -> None:
+    """Have a later UPDATE of the row in the same flush ask for its token again: its resource may be another one by then."""
+    written = instance_state(target).dict
+    if ATTRIBUTE in written:
+        set_committed_value(target, ATTRIBUTE, written[ATTRIBUTE])
+
+
+def _pass_old(flush: _Flush, mapper: Mapper[Any], connection: Connection, target: Any) -> None:
     """Raise unless this transaction may write the row as it stands in the table."""
     cls = type(target)
     row = None if constant(cls) else View(cls, lambda name: _loaded(mapper, connection, target, name))
     resource = resource_of(cls, row)
-    token = token_for(cls, resource, connection)
+    token = flush.token_for(cls, resource, connection)
     if cls.__fence__ == "row":
-        newest = _newest(mapper, connection, target)
+        newest = _newest(flush, mapper, connection, target)
         if newest > token:
             refuse_stale(connection, resource, token, newest)
 
 
 def _loaded(mapper: Mapper[Any], connection: Connection, target: Any, name: str) -> Any:
     """Return the value of a column before the change that is being flushed."""
-    history = inspect(target).attrs[name].history
+    history = instance_state(target).attrs[name].history
     if history.deleted:
         return history.deleted[0]
     if not history.added:
@@ -79,29 +141,28 @@ def _loaded(mapper: Mapper[Any], connection: Connection, target: Any, name: str)
 # ------------------------------------------------------------ mode "row"
 
 
-def lock_ahead(session: Session, _context: Any, _instances: Any) -> None:
+def lock_ahead(session: Session, context: UOWTransaction, _instances: Any) -> None:
     """Lock the rows of a flush that are compared by their column, with few statements and in one order."""
-    _AHEAD.pop(session, None)
+    _FLUSHES[session] = flush = _Flush(context)
     rows: dict[Mapper[Any], list[Any]] = {}
     for target in (*session.dirty, *session.deleted):
         if not isinstance(target, Guarded) or target.__fence__ != "row":
             continue
-        if target in session.deleted or session.is_modified(target, include_collections=False):
+        if target in session.deleted or will_send_update(instance_state(target)):
             rows.setdefault(inspect(type(target)), []).append(target)
     for mapper, targets in rows.items():
         connection = session.connection(bind_arguments={"mapper": mapper})
-        locked = _AHEAD.setdefault(session, {})
-        locked.update(_lock(connection, mapper, [_identity(target) for target in targets]))
+        flush.locked.update(_lock(connection, mapper, [_identity(target) for target in targets]))
 
 
-def _newest(mapper: Mapper[Any], connection: Connection, target: Any) -> int:
+def _newest(flush: _Flush, mapper: Mapper[Any], connection: Connection, target: Any) -> int:
     """Return the token in a row, which is locked from now on; most were locked by `lock_ahead`.
 
     Raises:
         StaleDataError: the row is gone. Whoever wrote it again since might have been the newer holder.
     """
     key = column_of(mapper), _identity(target)
-    found = _AHEAD.get(_session(target), {}).get(key)
+    found = flush.locked.get(key)
     if found is None:
         found = _lock(connection, mapper, [key[1]]).get(key)
     if found is None:
@@ -133,12 +194,12 @@ def _chunks(keys: list[Key]) -> Iterator[Iterable[Key]]:
 
 
 def _identity(target: Any) -> Key:
-    state: InstanceState[Any] = inspect(target)
+    state: InstanceState[Any] = instance_state(target)
     assert state.identity is not None
     return tuple(state.identity)
 
 
-def _session(target: Any) -> Session:
-    session = object_session(target)
+def _flush_of(target: Any) -> _Flush:
+    session = instance_state(target).session
     assert session is not None
-    return session
+    return _FLUSHES[session]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from sqlalchemy import BigInteger, event, text
 from sqlalchemy.orm import Session, declared_attr, mapped_column
 
-from pgfence.fence import _flush, _statements
-from pgfence.fence._rows import MODEL, Guarded, on_insert, on_update, validated
+from pgfence.fence import _flush, _mapping, _statements
+from pgfence.fence._rows import MODEL, Guarded, on_insert, validated
+from pgfence.fence._updates import on_update
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapped
@@ -37,20 +38,26 @@ class Fenced(Guarded):
     For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`) and SQLModel. It adds a column with
     the highest token that wrote the row; what a program assigns to it does not count.
 
-    Promised: a Session writes such a row, by a flush or by insert(), update() and delete() of the class, single or batched,
-    only in a transaction that brought a token for the row's resource, before the change and after it. A write that is refused
-    is an error, never a row that was left out. With `__fence__ = "gate"` the transaction is behind the gate, so its token was
-    the newest when it entered and stays so until it ends.
+    Guarantees:
+        A Session writes such a row only in a transaction that brought a token for the row's resource, before the change and
+        after it: by a flush, whatever hook it calls for the row (also `post_update`, and a DELETE and an INSERT of the same
+        key that become one UPDATE), or by insert(), update() and delete() of the class. A write without the token raises an
+        error; no row is left out silently. Rows of other classes need no token. With `__fence__ = "gate"` the transaction is
+        behind the gate: its token was the newest when it entered and stays the newest until it ends.
 
-    `__fence__ = "row"` needs no table of pgfence's beside these rows: the token is that of the gate, if one was entered, else
-    of the lease or lock of that name which this task or thread holds, and it is compared with the column of each row, locked,
-    before it is changed. It lets through what no column can tell: a stale writer's INSERT, also of a row that the newer holder
-    has deleted; its writes to rows that the newer holder has not written; and all of it until the newer holder's first write.
+        `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered, otherwise of the
+        lease or lock of that name which this task or thread holds. It is compared with the column of each row, which is locked
+        first.
 
-    Not promised: anything about SQL in plain text, and about deletes of the Table rather than of the class:
-    `schema.add_fence` puts a trigger there. For classes of a row's resource or of mode "row", statements whose rows cannot be
-    told before they run (upserts, INSERT from SELECT, Core updates) are refused. In a bulk update or delete of theirs the
-    rows are read and locked first; the resource may look at columns only, and at values that are set before the statement runs.
+    Limitations:
+        In mode "row" no column can reject a stale INSERT of a new row, stale writes to rows that the newer holder has not
+        written, and all stale writes before the newer holder's first one.
+
+        SQL in plain text, a DELETE of the Table and what the server changes on its own (`ON DELETE CASCADE`) are not seen:
+        `schema.add_fence` guards against them with a trigger. If the resource depends on the row, or in mode "row", statements
+        whose rows cannot be determined in advance (upserts, INSERT from SELECT, most Core statements) raise an error, and in a
+        bulk update or delete the rows are read and locked first. The resource may depend on columns only. The reference shows
+        each kind of write.
 
     Attributes:
         __fence_resource__: the resource: a str, or a static method from the row to a str. The configured namespace is added.
@@ -62,8 +69,8 @@ class Fenced(Guarded):
         StaleFencingTokenError: on writing, in mode "row": a newer token wrote the row. The transaction cannot commit any more.
         LockLostError: on writing, in mode "row": the lease or lock that the token would come from is lost.
         StaleDataError: SQLAlchemy's own; on writing, in mode "row": a row that was to be changed or deleted is gone.
-        TypeError, ValueError: on mapping the class: one of the attributes is missing or unusable. ValueError
-            also for a statement that sets the column itself.
+        TypeError, ValueError: on mapping the class: one of the attributes is missing or unusable, or the mapping lets a flush
+            write the rows without their tokens. ValueError also for a statement that sets the column itself.
     """
 
     if TYPE_CHECKING:
@@ -86,6 +93,7 @@ class Fenced(Guarded):
             )
 
 
+event.listen(Fenced, "instrument_class", _mapping.expect_usable, propagate=True)
 event.listen(Fenced, "before_insert", _flush.before_insert, propagate=True)
 event.listen(Fenced, "before_update", _flush.before_update, propagate=True)
 event.listen(Fenced, "before_delete", _flush.before_delete, propagate=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any, Never
+from weakref import WeakKeyDictionary
 
+from sqlalchemy import Column
 from sqlalchemy import inspect as mapped
+from sqlalchemy.orm import ColumnProperty
 
 from pgfence._runtime import aio, sync
 from pgfence._sql.storage import place_of
@@ -73,13 +76,35 @@ class View:
         self._look = look
 
     def __getattr__(self, name: str) -> Any:
-        mapper = mapped(self._cls)
-        if name in mapper.column_attrs:
-            return self._look(name)
-        if name in mapper.attrs:
-            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may look at columns, and {name} is none")
-        found = inspect.getattr_static(self._cls, name)
-        return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
+        attributes = mapped(self._cls).attrs
+        if name not in attributes:
+            found = inspect.getattr_static(self._cls, name)
+            return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
+        why = _unusable(attributes[name])
+        if why is not None:
+            raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may look at columns, and {name} {why}")
+        return self._look(name)
+
+
+def _unusable(attribute: Any) -> str | None:
+    """Return why a resource cannot depend on an attribute: its value is not that of the row before or after a write."""
+    if not isinstance(attribute, ColumnProperty) or not isinstance(attribute.columns[0], Column):
+        return "is none"
+    column = attribute.columns[0]
+    if column.onupdate is not None or column.server_onupdate is not None or column.computed is not None:
+        return "has another value after an UPDATE"
+    return None
+
+
+_UNSTEADY: WeakKeyDictionary[type[Any], bool] = WeakKeyDictionary()
+"""Whether a class has attributes of columns that are unusable for a resource, beside the token."""
+
+
+def _is_unsteady(cls: type[Any]) -> bool:
+    columns = mapped(cls).column_attrs
+    found = any(prop.key != ATTRIBUTE and _unusable(prop) is not None for prop in columns)
+    _UNSTEADY[cls] = found
+    return found
 
 
 def view(cls: type[Guarded], values: Mapping[str, Any]) -> View:
@@ -104,6 +129,15 @@ def resource_of(cls: type[Guarded], row: Any) -> str:
     if not isinstance(found, str):
         raise TypeError(f"{cls.__name__}.__fence_resource__ must return a str, not {type(found).__name__}")
     return found
+
+
+def resource_in_flush(cls: type[Guarded], target: Any) -> str:
+    """Return the resource that a row will belong to when its object is flushed."""
+    asked = cls.__fence_resource__
+    if isinstance(asked, str):
+        return asked
+    unsteady = _UNSTEADY[cls] if cls in _UNSTEADY else _is_unsteady(cls)
+    return resource_of(cls, View(cls, lambda name: getattr(target, name)) if unsteady else target)
 
 
 def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
@@ -185,10 +219,3 @@ def _given(cls: type[Guarded], context: Any) -> dict[str, Any]:
                 found[prop.key] = values[key]
                 break
     return found
-
-
-def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
-    """Return the token for rows that are updated past the flush."""
-    if cls.__fence__ == "row" or not constant(cls):
-        raise refusal(cls, "the rows of this UPDATE cannot be told before it runs")
-    return token_for(cls, resource_of(cls, None), context.root_connection)

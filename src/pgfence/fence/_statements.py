@@ -99,13 +99,13 @@ def _refuse_assigned(work: Work) -> None:
     names = {ATTRIBUTE, column_of(work.mapper).key}
     parameters = work.state.parameters
     sets = parameters if isinstance(parameters, list) else [parameters or {}]
-    values = [*sets, dict(_values(work.statement))]
+    values = [*sets, dict(values_of(work.statement))]
     values += [row for many in getattr(work.statement, "_multi_values", ()) for row in many if isinstance(row, dict)]
     if any(name in names for row in values for name in map(_named, row)):
         raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by the fence and by nobody else: leave it out")
 
 
-def _values(statement: Any) -> Iterator[tuple[str, Any]]:
+def values_of(statement: Any) -> Iterator[tuple[str, Any]]:
     """Yield what `values()` was given, by name."""
     sets: list[Any] = [getattr(statement, "_values", None) or (), getattr(statement, "_ordered_values", None) or ()]
     for given in sets:
@@ -164,7 +164,7 @@ def _changes(work: Work) -> dict[str, Any]:
     if constant(work.cls) or not work.state.is_update:
         return {}
     names = {column.key: prop.key for prop in work.mapper.column_attrs for column in prop.columns}
-    given = dict(_values(work.statement))
+    given = dict(values_of(work.statement))
     return {names.get(name, name): value for name, value in given.items()}
 
 

@@ -1,0 +1,114 @@
+"""The guard of UPDATEs that no hook of a mapper sees, such as those of `post_update`: asked by the column, as its `onupdate`.
+
+Where a statement names one row by its primary key, that row is read, locked and checked. All others are rejected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BindParameter, Column, select
+from sqlalchemy import inspect as mapped
+from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.sql import operators
+
+from pgfence.fence._flush import keys_in
+from pgfence.fence._rows import ATTRIBUTE, View, column_of, constant, refusal, refuse_stale, resource_of, token_for
+from pgfence.fence._statements import values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Row
+    from sqlalchemy.engine.default import DefaultExecutionContext
+    from sqlalchemy.orm import Mapper
+
+    from pgfence.fence._rows import Guarded
+
+_MISSING = object()
+
+
+def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
+    """Return the token for a row that is updated past the hooks, under which it may become what the statement makes of it."""
+    connection = context.root_connection
+    if constant(cls) and cls.__fence__ == "gate":
+        return token_for(cls, resource_of(cls, None), connection)
+    row = _lock_row(cls, context)
+    cls = _class_of(row, mapped(cls))
+    resource = resource_of(cls, View(cls, lambda name: row._mapping[_column(cls, name)]))
+    token = token_for(cls, resource, connection)
+    if cls.__fence__ == "row":
+        newest = row._mapping[_column(cls, ATTRIBUTE)]
+        if newest > token:
+            refuse_stale(connection, resource, token, newest)
+    if constant(cls):
+        return token
+    new = View(cls, lambda name: _changed(cls, context, row, _column(cls, name)))
+    return token_for(cls, resource_of(cls, new), connection)
+
+
+def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> Row[Any]:
+    """Read and lock the one row that an UPDATE is about.
+
+    Raises:
+        FenceRequiredError: the statement does not name it by its primary key.
+        StaleDataError: there is none. A row that appears there until the UPDATE runs would be written unseen.
+    """
+    table = column_of(mapped(cls)).table
+    named = _named_row(context)
+    columns = keys_in(mapped(cls), table)
+    if not named.keys() >= set(columns):
+        raise refusal(cls, "the rows of this UPDATE cannot be told before it runs")
+    query: Any = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
+    row: Row[Any] | None = context.root_connection.execute(query).one_or_none()
+    if row is None:
+        key = tuple(named[column] for column in columns)
+        raise StaleDataError(f"the row {key!r} of {cls.__name__} that was to be written is not there any more")
+    return row
+
+
+def _named_row(context: Any) -> dict[Any, Any]:
+    """Return the values that columns of the row must have, from the criteria of a statement that all have to be met."""
+    parameters, names = context.current_parameters, context.compiled.bind_names
+    found = {}
+    for criterion in _conjuncts(context.compiled.statement._where_criteria):
+        column, value = getattr(criterion, "left", None), getattr(criterion, "right", None)
+        if criterion.operator is operators.eq and isinstance(column, Column) and isinstance(value, BindParameter):
+            found[column] = parameters[names[value]]
+    return found
+
+
+def _conjuncts(criteria: Any) -> Iterator[Any]:
+    for criterion in criteria:
+        if getattr(criterion, "operator", None) is operators.and_:
+            yield from _conjuncts(criterion.clauses)
+        elif hasattr(criterion, "operator"):
+            yield criterion
+
+
+def _class_of(row: Row[Any], mapper: Mapper[Any]) -> Any:
+    """Return the class of a row: with inheritance the one that its discriminator names."""
+    told = mapper.polymorphic_on
+    if told is None or told not in row._mapping:
+        return mapper.class_
+    return mapper.polymorphic_map.get(row._mapping[told], mapper).class_
+
+
+def _column(cls: type[Guarded], name: str) -> Any:
+    """Return the column of an attribute in the table of the token."""
+    mapper = mapped(cls)
+    table = column_of(mapper).table
+    for column in mapper.column_attrs[name].columns:
+        if isinstance(column, Column) and column.table is table:
+            return column
+    raise refusal(cls, f"the resource of a row depends on {name}, which is in another table than the fencing column")
+
+
+def _changed(cls: type[Guarded], context: Any, row: Row[Any], column: Any) -> Any:
+    """Return the value of a column after the UPDATE."""
+    value = context.current_parameters.get(column.key, _MISSING)
+    if value is not _MISSING:
+        return value
+    if column.key in dict(values_of(context.compiled.statement)):
+        raise refusal(cls, f"the resource of a row depends on {column.key}, which an expression computes")
+    return row._mapping[column]

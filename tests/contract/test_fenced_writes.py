@@ -1,0 +1,237 @@
+"""Every kind of write of a fenced class, in each mode, by the right holder, by a stale one and without a token.
+
+The table of what comes of it is on the page about fences, and is read from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+from sqlalchemy import ForeignKey, create_engine, select, text
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    configure_mappers,
+    mapped_column,
+    registry,
+    relationship,
+)
+
+from pgfence.errors import FenceRequiredError, StaleFencingTokenError
+from pgfence.fence import Fenced, fence
+from pgfence.versions import Versioned, VersionedSession
+from support.fenced_models import on_session, under
+from support.fenced_writes import WRITES, Shop, fill, shop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import Engine
+
+    from support.worlds import World
+
+pytestmark = pytest.mark.usefixtures("tables")
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "fence.md"
+MODES = [("gate", False), ("gate", True), ("row", False), ("row", True)]
+WRITTEN, STALE, REQUIRED = "✓", "S", "F"
+_TOKENS = itertools.count(10, 10)
+_PREFIX = f"w{secrets.token_hex(5)}"
+
+
+def told() -> dict[str, list[str]]:
+    """Return the table of the page: for each kind of write the outcomes in each of the modes."""
+    lines = PAGE.read_text(encoding="utf-8").split("### Every kind of write")[1].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+@pytest.fixture(scope="module")
+def engine(dsn: str, tables: None) -> Iterator[Engine]:
+    made = create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    yield made
+    made.dispose()
+
+
+@cache
+def classes(engine: Engine, mode: str, by_row: bool, versioned: bool) -> Shop:
+    prefix = f"{_PREFIX}{mode[0]}{by_row:d}{versioned:d}"
+    made = shop(prefix, mode, by_row=by_row, mixins=(Versioned,) if versioned else ())
+    made.metadata.create_all(engine)
+    return made
+
+
+def attempt(engine: Engine, made: Shop, write: str, who: str, opened: Session) -> str:
+    """Have one of three try a write on rows of a token, and return the outcome."""
+    token = next(_TOKENS)
+    with engine.begin() as connection:
+        for table in reversed(made.metadata.sorted_tables):
+            connection.execute(table.delete())
+    with Session(engine) as session:
+        fence(session, made.resource, token)
+        fill(made, session)
+        session.commit()
+    if made.Entry.__fence__ == "row":  # so that the column alone is left to refuse
+        with engine.begin() as connection:
+            connection.execute(text("DELETE FROM pgfence_gate WHERE resource = :r"), {"r": made.resource})
+    before = rows(engine, made)
+    mine = {"right": token + 1, "stale": token - 1}.get(who)
+    try:
+        with opened as session:
+            if mine is not None:
+                fence(session, made.resource, mine)
+            WRITES[write](made, session)
+            session.commit()
+    except (FenceRequiredError, StaleFencingTokenError) as error:
+        assert rows(engine, made) == before
+        return STALE if isinstance(error, StaleFencingTokenError) else REQUIRED
+    after = rows(engine, made)
+    assert after != before
+    if who == "right" and "SQL" not in write:
+        changed = [row for row in after if row not in before and "fence_token" in row]
+        assert {row["fence_token"] for row in changed} <= {mine}
+        versions = {(row["table"], row["id"]): row["version"] for row in before if "version" in row}
+        for row in changed:
+            key = row["table"], row["id"]
+            assert key not in versions or row["version"] == versions[key] + 1
+    return WRITTEN
+
+
+def rows(engine: Engine, made: Shop) -> list[dict[str, Any]]:
+    with engine.connect() as connection:
+        found = [connection.execute(table.select()).mappings().all() for table in made.metadata.sorted_tables]
+    return [{"table": n, **row} for n, table in enumerate(found) for row in table]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("mode", "by_row"), MODES)
+def test_each_kind_of_write_ends_as_the_page_says(engine: Engine, write: str, mode: str, by_row: bool) -> None:
+    """The right holder's rows carry the token; a stale or missing one is rejected where the page promises that."""
+    made = classes(engine, mode, by_row, versioned=False)
+    outcomes = [attempt(engine, made, write, who, Session(engine)) for who in ("right", "stale", "none")]
+    assert " ".join(outcomes) == told()[write][MODES.index((mode, by_row))]
+
+
+@pytest.mark.parametrize(
+    "write", [write for write in list(WRITES)[: list(WRITES).index("`insert()`")] if "merge" not in write]
+)
+@pytest.mark.parametrize(("mode", "by_row"), [("gate", True), ("row", False)])
+@pytest.mark.parametrize("check", ["row", "batch"])
+def test_a_fenced_class_may_be_versioned_too(engine: Engine, write: str, mode: str, by_row: bool, check: Any) -> None:
+    """A flush of a class with both mixins keeps the fence, and each row it writes gets one new version."""
+    made = classes(engine, mode, by_row, versioned=True)
+    opened = [VersionedSession(engine, conflict_check=check) for _ in range(2)]
+    outcomes = [attempt(engine, made, write, who, one) for who, one in zip(("right", "stale"), opened, strict=True)]
+    assert outcomes == told()[write][MODES.index((mode, by_row))].split()[:2]
+
+
+def test_the_page_has_no_other_kinds_of_write() -> None:
+    """The table on the page and the kinds that are tried here are the same, in one order."""
+    assert list(told()) == list(WRITES)
+
+
+@pytest.mark.parametrize("write", ["`post_update` of a child", "a one-to-one child with its parent's key, replaced"])
+async def test_rows_that_no_hook_sees_are_checked_with_every_driver(world: World, write: str) -> None:
+    """A row is read and locked in the middle of a flush, also where a driver is asynchronous."""
+    engine = world.engine()
+    made = shop(f"w{secrets.token_hex(6)}", "row", by_row=True)
+    create = lambda session: made.metadata.create_all(session.connection()) or session.commit()  # noqa: E731
+    await on_session(world, engine, create)
+    await under(world, engine, {made.resource: 3}, lambda session: fill(made, session))
+    with pytest.raises(FenceRequiredError):
+        await under(world, engine, {}, lambda session: WRITES[write](made, session))
+    await under(world, engine, {made.resource: 4}, lambda session: WRITES[write](made, session))
+    cls = made.Same if "one-to-one" in write else made.Entry
+    token = select(cls.fence_token).where(cls.id == 1)
+    assert await on_session(world, engine, lambda session: session.scalar(token)) == 4
+
+
+# ------------------------------------------------------------ refused when the class is mapped
+
+
+def _secondary(base: Any, entry: Any) -> None:
+    class Tag(base):
+        __tablename__ = "tag"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        rows = relationship("Doc", secondary=entry.__table__)
+
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    configure_mappers()
+
+
+def _post_update(base: Any, entry: Any) -> None:
+    class Child(entry):
+        __tablename__ = "child"
+        __mapper_args__: ClassVar = {"polymorphic_identity": "child"}
+        id: Mapped[int] = mapped_column(ForeignKey(entry.id), primary_key=True)
+        next_id: Mapped[int | None] = mapped_column(ForeignKey("child.id"))
+        next = relationship("Child", foreign_keys=next_id, remote_side="Child.id", post_update=True)
+
+    configure_mappers()
+
+
+def _other_resource(base: Any, entry: Any) -> None:
+    class Child(entry):
+        __fence_resource__ = "another"
+        __mapper_args__: ClassVar = {"polymorphic_identity": "child"}
+
+
+def _unfenced_base(base: Any, entry: Any) -> None:
+    class Doc(base):
+        __tablename__ = "doc"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Child(Fenced, Doc):
+        __tablename__ = "child"
+        __fence_resource__ = "a"
+        id: Mapped[int] = mapped_column(ForeignKey(Doc.id), primary_key=True)
+
+
+def _own_column(base: Any, entry: Any) -> None:
+    class Doc(Fenced, base):
+        __tablename__ = "doc"
+        __fence_resource__ = "a"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        fence_token: Mapped[int] = mapped_column()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (_secondary, "writes rows of Entry as its secondary table"),
+        (_post_update, "has post_update and writes a table of Child without the fencing column"),
+        (_other_resource, "Child has another __fence_resource__ than Entry"),
+        (_unfenced_base, "Child is fenced and Doc, which it inherits from, is not"),
+        (_own_column, "Doc has a fencing column that is not the mixin's"),
+    ],
+)
+def test_a_mapping_that_cannot_be_guarded_raises_type_error(mapping: Any, message: str) -> None:
+    """What a flush would write past the fence is an error when classes are mapped or configured."""
+    mappers = registry()
+
+    class Base(DeclarativeBase):
+        registry = mappers
+
+    class Entry(Fenced, Base):
+        __tablename__ = "entry"
+        __fence_resource__ = "a"
+        __mapper_args__: ClassVar = {"polymorphic_on": "kind", "polymorphic_identity": "entry"}
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        tag_id: Mapped[int | None] = mapped_column(ForeignKey("tag.id"))
+        doc_id: Mapped[int | None] = mapped_column(ForeignKey("doc.id"))
+
+    try:
+        with pytest.raises(TypeError, match=message):
+            mapping(Base, Entry)
+    finally:
+        mappers.dispose()
