@@ -17,13 +17,14 @@ from sqlalchemy import (
     lambda_stmt,
     literal,
     select,
+    text,
     update,
 )
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, relationship
 from sqlalchemy.orm.exc import StaleDataError
 
-from pgfence.errors import VersionConflictError, VersionRequiredError
+from pgfence.errors import PgfenceError, VersionConflictError, VersionRequiredError
 from pgfence.versions import Versioned, VersionedUUID
 from support.versioned_rows import KINDS, beside, joined, made, on_session, page, read, statements, versions
 from support.worlds import NAMES
@@ -419,6 +420,92 @@ async def test_a_before_flush_listener_may_update_rows_with_pending_changes(
         assert (row.title, row.views) == ("mine", 2)
 
     await on_session(world, engine, work, conflict_check=check)
+
+
+def unseen_writes(cls: Any) -> list[Callable[[Session], Any]]:
+    """Return functions that write row 1 by statements of the session which it cannot follow."""
+    version = {"uuid": ", version = gen_random_uuid()", "client": ", version = version + 1"}
+    counted = version.get("uuid" if issubclass(cls, VersionedUUID) else cls.__version_mode__, "")
+    statement = text(f"UPDATE {cls.__tablename__} SET title = 'new'{counted} WHERE id = 1")
+
+    def in_a_savepoint(session: Session) -> None:
+        with session.no_autoflush, session.connection().begin_nested():
+            session.execute(statement)
+
+    return [
+        lambda session: session.execute(statement),
+        lambda session: session.connection().execute(statement),
+        in_a_savepoint,
+        lambda session: session.execute(
+            delete(cls).where(cls.id == 1), execution_options={"synchronize_session": False}
+        ),
+    ]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize("check", CHECKS)
+async def test_a_statement_that_the_session_cannot_follow_is_not_a_conflict(
+    world: World, kind: str, check: Any
+) -> None:
+    """The error says that the session itself has written the row and what to do, and it is not retryable."""
+    engine = world.engine()
+    cls = await page(world, engine, kind)
+
+    def work(session: Session) -> None:
+        row = session.get_one(cls, 1)
+        for write in unseen_writes(cls):
+            for early in (True, False):
+                before = row.version, row.views
+                if early:
+                    row.views = 7
+                write(session)
+                row.views = 7
+                with pytest.raises(PgfenceError, match=r"this session's own statement.*refresh") as error:
+                    session.commit()
+                assert not isinstance(error.value, VersionConflictError)
+                assert not error.value.retryable
+                session.rollback()
+                assert (row.version, row.views) == before
+        unseen_writes(cls)[0](session)
+        session.refresh(row)
+        row.views = 7
+        session.commit()
+
+    await on_session(world, engine, work, conflict_check=check, autoflush=False)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+async def test_only_rows_of_others_are_conflicts_beside_the_sessions_own(world: World, check: Any) -> None:
+    """Of two rows that have changed since they were read, the conflict lists the one that another session has written."""
+    engine = world.engine()
+    cls = await page(world, engine)
+
+    def work(session: Session) -> None:
+        one, two = session.get_one(cls, 1), session.get_one(cls, 2)
+        session.info["writer"].get_one(cls, 2).views = 9
+        session.info["writer"].commit()
+        one.views = two.views = 7
+        unseen_writes(cls)[0](session)
+        with pytest.raises(VersionConflictError) as conflict:
+            session.commit()
+        assert conflict.value.items == ((cls, (2,), 1, 2),)
+
+    await beside(world, engine, work, conflict_check=check, autoflush=False)
+
+
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_an_update_by_primary_key_tells_the_sessions_own_statement_from_a_conflict(world: World) -> None:
+    """The versions of the parameters were read before the session's own update()."""
+    engine = world.engine()
+    cls = await page(world, engine)
+
+    def work(session: Session) -> None:
+        session.execute(by_criteria(cls))
+        with pytest.raises(PgfenceError, match="this session's own statement") as error:
+            session.execute(update(cls), [{"id": 1, "version": 1, "title": "x"}])
+        assert not isinstance(error.value, VersionConflictError)
+
+    await on_session(world, engine, work)
 
 
 @pytest.mark.parametrize("kind", EVERY)

@@ -18,9 +18,9 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
-from pgfence.errors import TransactionStateError, VersionConflict
+from pgfence.errors import TransactionStateError
 from pgfence.flushes import will_send_update
-from pgfence.versions._conflicts import Row, conflict, look, not_counted, not_written
+from pgfence.versions._conflicts import Row, identify, look, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
 from pgfence.versions._rows import Key, lock, versions_of
 
@@ -74,7 +74,7 @@ class Flush:
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
             with suppress(DBAPIError):
-                self.looked = look(self)
+                self.looked = self.looked or look(self)
             raise
         finally:
             self.emitting = False
@@ -165,19 +165,17 @@ def _batched(states: Iterable[State]) -> list[State]:
 
 def compare(flush: Flush, states: list[State], *, deleting: bool = False, connection: Connection | None = None) -> None:
     """Lock rows, and raise unless each is at the version that its instance was read at."""
-    conflicts: list[VersionConflict] = []
     barred: list[str] = []
     for mapper, some in _by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
         found, seen = lock(where, mapper, [_key(state) for state in some], deleting=deleting)
         barred += [f"{mapper.class_.__name__} {key}" for key in seen]
-        for state, version in zip(some, found, strict=True):
-            expected = state.dict.get(ATTRIBUTE)
-            if version is None or (expected is not None and expected != version):
-                conflicts.append(VersionConflict(state.class_, _key(state), expected, version))
-            flush.locked[state] = version
-    if conflicts:
-        raise conflict(conflicts)
+        flush.locked.update(zip(some, found, strict=True))
+        rows = [(state, state.dict.get(ATTRIBUTE), version) for state, version in zip(some, found, strict=True)]
+        differing = [row for row in rows if row[2] is None or row[1] not in (None, row[2])]
+        flush.looked += identify(flush, where, mapper, differing) if differing else []
+    if flush.looked:
+        raise StaleDataError("rows are not at the versions that their instances were read at")
     if barred:
         raise not_written(f"Rows could not be locked: {', '.join(barred)}.")
 

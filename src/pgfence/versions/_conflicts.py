@@ -12,10 +12,11 @@ from pgfence._sql.versions import backfill
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
 from pgfence.flushes import will_send_update
 from pgfence.versions._mapping import is_versioned, version_column, version_in
-from pgfence.versions._rows import Key, versions_of
+from pgfence.versions._own_writes import overtaken
+from pgfence.versions._rows import Key, versions_of, written_here
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import TypeAlias
 
     from sqlalchemy import Connection
@@ -31,8 +32,9 @@ _SHOWN = 5
 class Row(NamedTuple):
     """A row that a failed flush was to write, as it was when the flush failed.
 
-    `settled` is False for a row that is gone and that this flush may have deleted itself: several were deleted by one
-    statement, and their number was wrong. Only after the rollback does the row show whether another process has.
+    `settled` is False for a row that is gone and that this transaction may have deleted itself. Only after the rollback does
+    the row show whether another process has. `flushed` is True if it may have been this flush: several were deleted by one
+    statement, and their number was wrong. `ours` is True for a row that this transaction was the last to write.
     """
 
     mapper: Mapper[Any]
@@ -41,6 +43,13 @@ class Row(NamedTuple):
     found: Any
     connection: Connection
     settled: bool
+    flushed: bool = False
+    ours: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """Whether the row is not at the version that was read."""
+        return self.found is None or self.expected not in (None, self.found)
 
 
 def look(flush: Flush) -> list[Row]:
@@ -57,11 +66,34 @@ def look(flush: Flush) -> list[Row]:
             by_mapper.setdefault(state.mapper, []).append(state)
     for mapper, states in by_mapper.items():
         connection = flush.connection(mapper, states[0])
-        keys = [_key(state) for state in states]
-        for state, key, version in zip(states, keys, versions_of(connection, mapper, keys), strict=True):
-            settled = (mapper.base_mapper, key) not in unclear
-            if settled or version is not None or not flush.added(state):
-                found.append(Row(mapper, key, version_in(state.obj()), version, connection, settled))
+        now = versions_of(connection, mapper, list(map(_key, states)))
+        rows = [(state, version_in(state.obj()), version) for state, version in zip(states, now, strict=True)]
+        for row, (state, _, _) in zip(identify(flush, connection, mapper, rows), rows, strict=True):
+            flushed = row.found is None and (mapper.base_mapper, row.key) in unclear
+            if not (flushed and flush.added(state)):
+                found.append(row._replace(flushed=flushed))
+    return found
+
+
+def identify(
+    flush: Flush, connection: Connection, mapper: Mapper[Any], rows: Iterable[tuple[State, Any, Any]]
+) -> list[Row]:
+    """Return rows, given with the version that was read and the one that is there, with whether this transaction wrote them."""
+    # Several sessions on one connection write in one transaction: there only the versions tell them apart.
+    shared = flush.shares_connection(mapper)
+    found: list[Row] = []
+    unknown: list[int] = []
+    for place, (state, expected, version) in enumerate(rows):
+        row = Row(mapper, _key(state), expected, version, connection, settled=shared or version is not None)
+        other = overtaken(state, expected) if row.differs else None
+        if other is not None:
+            row = row._replace(found=other[0], settled=True)
+        elif row.differs and version is not None and not shared:
+            unknown.append(place)
+        found.append(row)
+    here = written_here(connection, mapper, [found[place].key for place in unknown]) if unknown else []
+    for place, ours in zip(unknown, here, strict=True):
+        found[place] = found[place]._replace(ours=ours)
     return found
 
 
@@ -90,25 +122,29 @@ def meant(flush: Flush, error: Exception) -> Exception:
 
     The error itself, where it is about other classes, or where the rows could not be looked at.
     """
+    others: list[VersionConflict] = []
+    own: list[VersionConflict] = []
     try:
-        items = [
-            VersionConflict(row.mapper.class_, row.key, row.expected, row.found)
-            for row in flush.looked
-            if (_gone(row) if row.found is None else row.expected not in (None, row.found))
-        ]
+        for row in flush.looked:
+            if row.differs:
+                item = VersionConflict(row.mapper.class_, row.key, row.expected, row.found)
+                if not row.ours and (row.settled or _gone(row)):
+                    others.append(item)
+                elif not row.flushed:
+                    own.append(item)
     except DBAPIError:
         return error
-    if items:
-        return conflict(items)
+    if others:
+        return conflict(others)
+    if own:
+        return own_statement(own)
     if any(f"table '{table}' expected" in str(error) for table in flush.tables()):
         return not_written(str(error))
     return error
 
 
 def _gone(row: Row) -> bool:
-    """Return whether another process has deleted a row that is gone."""
-    if row.settled:
-        return True
+    """Return whether a row is gone after the rollback too, so that another process has deleted it."""
     connection = row.connection
     # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
     transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
@@ -134,12 +170,23 @@ def conflict(items: Sequence[VersionConflict], *, precondition: bool = False) ->
     )
 
 
+def own_statement(items: Sequence[VersionConflict]) -> PgfenceError:
+    """Return the error for rows that no other process has written, but a statement which the session cannot follow."""
+    named = ", ".join(map(_told, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+    return PgfenceError(
+        f"{named}: this session's own statement has changed it, and the change of the instance is based on the row before that."
+        " This is not a conflict with another process, and retrying would fail the same way. The session follows update(),"
+        " insert() and delete() that go through session.execute(), but no SQL text, nothing that is sent through"
+        " session.connection(), and no rows that a trigger changes: call session.refresh() after such a statement, before you"
+        " change the instance"
+    )
+
+
 def not_written(what: str) -> PgfenceError:
     """Return the error for rows that nobody else has written and that were not written all the same."""
     return PgfenceError(
-        f"{what} Nobody else has written the rows, so this is no conflict, and another attempt would end the same way: a BEFORE"
-        " trigger that returns NULL or a row-level security policy keeps rows from being written, or this transaction has"
-        " written them by SQL beside the session, which should then refresh() them"
+        f"{what} No other process has written the rows, so this is not a conflict, and retrying would fail the same way: a"
+        " BEFORE trigger that returns NULL or a row-level security policy keeps rows from being written"
     )
 
 

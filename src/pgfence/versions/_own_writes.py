@@ -22,13 +22,17 @@ from pgfence.versions._rows import lock, versions_of, written_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from typing import TypeAlias
 
     from sqlalchemy import Connection
     from sqlalchemy.orm import InstanceState, Mapper, ORMExecuteState, SessionTransaction
 
     from pgfence.versions._rows import Key
 
-    State = InstanceState[Any]
+    State: TypeAlias = "InstanceState[Any]"
+
+_OVERTAKEN: WeakKeyDictionary[State, tuple[Any, Any]] = WeakKeyDictionary()
+"""Pending changes that were out of date before a statement of their session: the version they were made at, and the row's."""
 
 _IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[Any]]] = WeakKeyDictionary()
 """The base classes whose rows were written by statements inside a savepoint."""
@@ -59,6 +63,12 @@ def following(state: ORMExecuteState, mapper: Mapper[Any]) -> Iterator[dict[Stat
         if each.persistent and _is_pending(session, each):
             now = found.get(each)
             _move(each, version if now is None else now)
+
+
+def overtaken(state: State, expected: Any) -> tuple[Any] | None:
+    """Return the version that another session's write had given the row of a pending change before a statement of this one."""
+    version, found = _OVERTAKEN.get(state, (None, None))
+    return (found,) if version is not None and version == expected else None
 
 
 def expire(session: Session, states: Iterable[State]) -> None:
@@ -99,11 +109,15 @@ def _key(state: State) -> Key:
 def _lock_current(connection: Connection, base: Mapper[Any], known: dict[State, Any]) -> list[State]:
     """Lock rows, and return the instances that were read at the version which the row has now."""
     found, barred = lock(connection, base, list(map(_key, known)))
-    return [
-        each
-        for (each, version), now in zip(known.items(), found, strict=True)
-        if now == version and _key(each) not in barred
-    ]
+    now = dict(zip(known, found, strict=True))
+    differing = [each for each, version in known.items() if now[each] not in (None, version)]
+    if differing:
+        here = written_here(connection, base, list(map(_key, differing)))
+        for each, ours in zip(differing, here, strict=True):
+            # Of several statements the first sees what another session has written.
+            if not ours and overtaken(each, known[each]) is None:
+                _OVERTAKEN[each] = known[each], now[each]
+    return [each for each, version in known.items() if now[each] == version and _key(each) not in barred]
 
 
 def _move(state: State, version: Any) -> None:

@@ -5,8 +5,22 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import ARRAY, BigInteger, Text, and_, bindparam, case, cast, column, false, func, select, true
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Text,
+    and_,
+    bindparam,
+    case,
+    cast,
+    column,
+    false,
+    func,
+    literal_column,
+    null,
+    select,
+    true,
+)
 from sqlalchemy.types import UserDefinedType
 
 from pgfence.versions._mapping import version_column
@@ -43,18 +57,28 @@ def versions_of(
 def _query(mapper: Mapper[Any], lock: tuple[tuple[str, bool], ...] | None) -> tuple[Any, list[str]]:
     """Return a SELECT of versions, and the names of its parameters: an array for each column of the key."""
     version = version_column(mapper)
-    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
-    columns = [next(each for each in prop.columns if each.table is version.table) for prop in props]
-    names = [f"key_{place}" for place in range(len(columns))]
-    arrays = [_array(name, each.type) for name, each in zip(names, columns, strict=True)]
-    given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
-    # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
-    wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
+    wanted, columns, names = _wanted(mapper)
     same = and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)])
     query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)
     if lock is not None:
         query = query.order_by(*columns).with_for_update(of=version.table, **dict(lock))
     return query, names
+
+
+def _wanted(mapper: Mapper[Any]) -> tuple[Any, list[Any], list[str]]:
+    """Return keys as a table, the columns that they are compared with, and the names of its parameters."""
+    table = version_column(mapper).table
+    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
+    columns = [next(each for each in prop.columns if each.table is table) for prop in props]
+    names = [f"key_{place}" for place in range(len(columns))]
+    arrays = [_array(name, each.type) for name, each in zip(names, columns, strict=True)]
+    given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
+    # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
+    return (
+        func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted"),
+        columns,
+        names,
+    )
 
 
 def lock(
@@ -84,24 +108,23 @@ def lock(
 def written_here(connection: Connection, mapper: Mapper[Any], keys: Sequence[Key]) -> list[bool]:
     """Return for each row whether this transaction, or a savepoint in it, was the last to write it."""
     query, names = _written_query(mapper)
-    try:
-        with connection.begin_nested():
-            found = set(
-                connection.scalars(query, {name: [key[place] for key in keys] for place, name in enumerate(names)})
-            )
-    except DBAPIError:
-        return [False] * len(keys)  # a view has no xmin
+    found = set(connection.scalars(query, {name: [key[place] for key in keys] for place, name in enumerate(names)}))
     return [place in found for place in range(1, len(keys) + 1)]
 
 
 @lru_cache(maxsize=1000)
 def _written_query(mapper: Mapper[Any]) -> tuple[Any, list[str]]:
-    query, names = _query(mapper, None)
-    xmin: Any = column("xmin", _selectable=version_column(mapper).table)
-    ours, top = func.pg_catalog.pg_current_xact_id_if_assigned(), func.pg_catalog.pg_current_snapshot()
-    own, end = _number(ours), _number(func.pg_catalog.pg_snapshot_xmax(top))
+    wanted, columns, names = _wanted(mapper)
+    same = and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)])
+    # Without the name of a table, so that it means the outer one where the table is a view, which has no xmin.
+    name: Any = literal_column("xmin")
+    xmin = select(name).select_from(version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
+    absent = select(null().label("xmin")).subquery("absent")
+    rows = select(wanted.c.place, _number(xmin).label("xmin")).select_from(wanted.join(absent, true())).subquery("rows")
+    own = _number(func.pg_catalog.pg_current_xact_id_if_assigned())
+    end = _number(func.pg_catalog.pg_snapshot_xmax(func.pg_catalog.pg_current_snapshot()))
     # xmin has the lower 32 bits. A savepoint has a higher number than its transaction.
-    later = (_number(xmin) - own % _XIDS + _XIDS) % _XIDS
+    later = (rows.c.xmin - own % _XIDS + _XIDS) % _XIDS
     status = func.pg_catalog.pg_xact_status(cast(cast(own + later, Text), _Xid8))
     # Other transactions whose rows this statement sees ended before its snapshot, so their numbers are below `end`. For higher
     # numbers pg_xact_status would raise an error.
@@ -111,7 +134,7 @@ def _written_query(mapper: Mapper[Any]) -> tuple[Any, list[str]]:
         (own + later >= end, true()),
         else_=status == "in progress",
     )
-    return query.with_only_columns(query.selected_columns[0]).where(here), names
+    return select(rows.c.place).where(here), names
 
 
 class _Xid8(UserDefinedType[int]):

@@ -19,6 +19,7 @@ from sqlalchemy import (
     BindParameter,
     ClauseElement,
     ColumnClause,
+    Connection,
     Insert,
     Select,
     Table,
@@ -34,10 +35,10 @@ from sqlalchemy.sql import visitors
 from sqlalchemy.sql.lambdas import StatementLambdaElement
 
 from pgfence.errors import VersionConflict, VersionRequiredError
-from pgfence.versions._conflicts import conflict, not_written
+from pgfence.versions._conflicts import conflict, not_written, own_statement
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
 from pgfence.versions._own_writes import expire, expire_written, following
-from pgfence.versions._rows import Key, lock
+from pgfence.versions._rows import Key, lock, written_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -277,12 +278,17 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
 
 def _compare(state: ORMExecuteState, mapper: Mapper[Any], keys: list[Key], expected: list[Any]) -> None:
     """Lock the rows, so that a conflict is known by its rows and before the first is written."""
-    if state.session.autoflush:
-        state.session.flush()
-    found, barred = lock(state.session.connection(bind_arguments=dict(state.bind_arguments)), mapper, keys)
+    session = state.session
+    session._autoflush()
+    connection = session.connection(bind_arguments=dict(state.bind_arguments))
+    found, barred = lock(connection, mapper, keys)
     rows = zip(keys, expected, found, strict=True)
-    if conflicts := [VersionConflict(mapper.class_, *row) for row in rows if row[1] != row[2]]:
-        raise conflict(conflicts)
+    if differing := [VersionConflict(mapper.class_, *row) for row in rows if row[1] != row[2]]:
+        shared = isinstance(session.bind or session.get_bind(**state.bind_arguments), Connection)
+        known = [item.pk for item in differing if item.found is not None and not shared]
+        ours = dict(zip(known, written_here(connection, mapper, known), strict=True)) if known else {}
+        others = [item for item in differing if not ours.get(item.pk)]
+        raise conflict(others) if others else own_statement(differing)
     if barred:
         raise not_written(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
 
