@@ -327,7 +327,7 @@ def _update_and_change(session: Session, m: Any, n: int) -> None:
 
 def _change_and_update(session: Session, m: Any, n: int) -> None:
     session.get_one(m.Page, n).label = "ours"
-    session.execute(
+    session.info["late"] = lambda: session.execute(
         update(m.Page).where(m.Page.id == n).values(views=1), execution_options={"synchronize_session": False}
     )
 
@@ -483,6 +483,7 @@ KINDS: dict[str, Kind] = {
         _of("Page", 0),
         _change_and_update,
         {("Page", 0): 2},
+        ("Page", 0),
     ),
     "statement": Kind("`update()` with a WHERE clause", _of("Page", 0), _update, {("Page", 0): 1}),
     "upsert": Kind("`insert()` with ON CONFLICT DO UPDATE", _of("Page", 0), _upsert, {("Page", 0): 1}),

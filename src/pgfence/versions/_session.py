@@ -47,8 +47,10 @@ class VersionedSession(Session):
 
     Limitations:
         In REPEATABLE READ and SERIALIZABLE PostgreSQL itself rejects such a write with SQLSTATE 40001. The legacy methods
-        `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. Instances whose rows the transaction
-        has written by plain SQL are not protected: refresh() them.
+        `bulk_save_objects` and `bulk_update_mappings` compare versions and list no rows. The session cannot follow SQL text,
+        statements on session.connection() and triggers that write rows of its instances: refresh() these before changing them,
+        or the flush raises a PgfenceError. Two sessions on one Connection are told apart by versions only, so that such a
+        row is a conflict there.
 
     Args:
         bind: an Engine, or a Connection whose transaction is the caller's.
@@ -90,7 +92,8 @@ class VersionedSession(Session):
         Raises:
             VersionConflictError: rows are not at the version they were read at. What the transaction or savepoint had is
                 rolled back: call rollback().
-            PgfenceError: they are, and were not written: a trigger or a policy is in the way.
+            PgfenceError: no other process has written them, but they were not written: a trigger or a policy is in the way, or
+                this session has changed the rows by a statement which it cannot follow.
         """
         flush = Flush(self, batch=self.conflict_check == "batch")
         before = NOW.set(flush)
