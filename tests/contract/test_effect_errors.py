@@ -227,3 +227,24 @@ async def test_a_transaction_that_cannot_have_the_key_of_an_effect_says_which_at
             await shop.in_transaction("k")
         assert 60 + remaining < (ended.value.retry_after or 0) <= 70 + remaining
         shop.set("k", "locked_until = locked_at, expires_at = expires_at - interval '60 s'")
+
+
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+async def test_a_result_of_another_type_is_refused_before_it_is_stored(shop: Shop) -> None:
+    """The error names both types, whether the function returns the result or completes a transaction with it."""
+
+    async def returns(attempt: Any) -> Any:
+        return 5
+
+    async def completes(attempt: Any) -> Any:
+        session = shop.session()
+        try:
+            await shop.soon(attempt.complete(session, 5))
+        finally:
+            await shop.soon(session.close())
+
+    for work in (returns, completes):
+        with pytest.raises(IdempotencyMisuseError, match="announced as str .* and holds an int") as caught:
+            await shop.run(work.__name__, work, record=[Exception], free=[Exception])
+        assert "the next call then runs attempt 2" in caught.value.__notes__[-1]
+        assert shop.row(work.__name__).status == "in_progress"

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncSession  # noqa: TC002
 from sqlalchemy.orm import Session  # noqa: TC002
 
-from pgfence.errors import IdempotencyKeyReusedError
+from pgfence.errors import IdempotencyKeyReusedError, IdempotencyMisuseError
 from pgfence.idempotency import idempotent_call
 from support.keyed import Desk, Receipt
 
@@ -129,3 +129,46 @@ def test_what_cannot_work_is_refused_at_the_decoration() -> None:
         with pytest.raises(TypeError, match=told):
             idempotent_call(key="k", scope="s")(fn)
     assert functools.partial(idempotent_call(key="{a}", scope="s")(plain))
+
+
+@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+@pytest.mark.parametrize("form", ["run", "block", "decorator"])
+async def test_a_result_of_another_type_is_refused_before_anything_is_stored(desk: Desk, form: str) -> None:
+    """In each form, sync and async: the error names both types, the transaction is rolled back, and the key is free."""
+    sync: bool = not desk.world.is_async
+
+    async def run(session: Any, value: object) -> None:
+        async def work() -> Any:
+            return value
+
+        await desk.world.call(desk.key(session, "k").run, (lambda: value) if sync else work)
+
+    async def block(session: Any, value: object) -> None:
+        async with desk.world.enter(desk.key(session, "k")) as op:
+            op.complete(value)
+
+    async def decorator(session: Any, value: object) -> None:
+        decorate = idempotent_call(key="k", scope=desk.scope)
+        if sync:
+
+            @decorate
+            def call(session: Session) -> Receipt:
+                return value  # type: ignore[return-value]
+
+            await desk.world.call(call, session)
+        else:
+
+            @decorate
+            async def call_async(session: AsyncSession) -> Receipt:
+                return value  # type: ignore[return-value]
+
+            await desk.world.call(call_async, session)
+
+    use = {"run": run, "block": block, "decorator": decorator}[form]
+    message = "announced as Receipt .* and holds a dict"
+    async with desk.world.enter(desk.session()) as session:
+        with pytest.raises(IdempotencyMisuseError, match=message):
+            await use(session, {"key": "k"})
+        await desk.world.call(session.rollback)
+        await use(session, Receipt("k"))
+        await desk.world.call(session.commit)

@@ -107,7 +107,7 @@ class AsyncIdempotentEffect(Effects[T]):
         found = await claim_async(self._engine, self._wanted, self._timeout)
         if isinstance(found, Stored):
             return self._replay(found)
-        attempt = AsyncAttempt(found, self._codec, self._expect)
+        attempt = AsyncAttempt(found, self._codec, self._expect, self._check)
         try:
             given: Any = fn(attempt)
             value: T = await given if isawaitable(given) else given

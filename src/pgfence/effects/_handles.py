@@ -37,11 +37,19 @@ NOTHING: Any = object()
 class _Attempt(Generic[RunningT]):
     """What both twins know."""
 
-    def __init__(self, running: RunningT, codec: Codec, expect: Callable[[Callable[..., Any]], None]) -> None:
+    def __init__(
+        self,
+        running: RunningT,
+        codec: Codec,
+        expect: Callable[[Callable[..., Any]], None],
+        check: Callable[[Any], None],
+    ) -> None:
         self._running = running
         self._codec = codec
         self._expect = expect
         """Refuses a function whose result could not be stored, as far as its annotation tells."""
+        self._check = check
+        """Refuses a result that is not of the announced type."""
         self._completed: Any = NOTHING
         self.doing: dict[str, object] = {}
         """The steps at work, each with a mark of whoever does it."""
@@ -113,6 +121,7 @@ class _Attempt(Generic[RunningT]):
     def _complete(self, session: Session, value: Any) -> None:
         # Not by what this process believes: the server refuses a late attempt so that its transaction cannot commit.
         self._running.expect_unfinished()
+        self._check(value)
         text = self._codec.encode(value)
         connection = connection_of(session)
         try:
@@ -178,11 +187,11 @@ class Attempt(_Attempt[Running]):
 
         Args:
             session: its transaction must end before the function returns.
-            value: of the types that can be stored.
+            value: of the type of `result`, if that was given, and of the types that can be stored.
 
         Raises:
             AttemptLostError: this attempt does not count any more: roll back.
-            IdempotencyMisuseError: the value cannot be stored; or the attempt was completed before, by a transaction that was
+            IdempotencyMisuseError: the value is not of the type of `result`, or cannot be stored; or the attempt was completed before, by a transaction that was
                 committed or has not ended.
             TransactionStateError: autocommit.
             TypeError: it is no session of this half.

@@ -10,9 +10,10 @@ from pgfence.blocks import attach
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import Wanted
-from pgfence.errors import AttemptLostError, IdempotencyMisuseError
+from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
 from pgfence.idempotency import _recorded
 from pgfence.idempotency._codec import Codec
+from pgfence.idempotency._expected import expect_result
 from pgfence.idempotency._fingerprint import fingerprint
 from pgfence.idempotency._functions import errors_of, life_of
 from pgfence.idempotency._keys import expect_key
@@ -71,6 +72,7 @@ class Effects(Guided, Generic[T]):
                 " attempt is given up"
             )
         self._codec = Codec.of(result)
+        self._result = result
         self._reached = None if result is None else frozenset(self._codec.classes.values())
         self._timeout = seconds(timeout)
         self._record = errors_of(record)
@@ -88,6 +90,14 @@ class Effects(Guided, Generic[T]):
         if why := unreached(fn, self._reached):
             raise IdempotencyMisuseError(f"{called(fn)} was not called: {why}")
 
+    def _check(self, value: Any) -> None:
+        """Refuse a result that is not of the type of `result`.
+
+        Raises:
+            IdempotencyMisuseError: it is not.
+        """
+        expect_result(value, self._result, str(self._wanted))
+
     def _replay(self, stored: Stored) -> T:
         """Return what is stored, or raise the recorded error."""
         if stored.text is None:
@@ -100,6 +110,7 @@ class Effects(Guided, Generic[T]):
     def _encoded(self, value: Any, attempt: _Attempt[Any]) -> str:
         attempt.torn[""] = ""
         try:
+            self._check(value)
             return self._codec.encode(value)
         except BaseException as error:
             error.add_note(f"{attempt!r} was done, and nobody will know: what came of it is not stored")
@@ -132,6 +143,7 @@ class Effects(Guided, Generic[T]):
         """Say on the error, and in the log, what becomes of the key of an attempt that ended with it."""
         if how == "lost" or not attempt._running.ours:  # the error says it, or the parent of this child will
             return
-        known = how != "lapse" or attempt.torn or attempt.doing or not isinstance(error, Exception)
-        error.add_note(told("this error") + ("" if known else _MEANINGS))
+        unsaved = attempt.torn or attempt.doing
+        named = how != "lapse" or unsaved or isinstance(error, PgfenceError) or not isinstance(error, Exception)
+        error.add_note(told("this error") + ("" if named else _MEANINGS))
         log.log(logging.WARNING if how == "lapse" else logging.INFO, "%s", told(kind_of(error)))

@@ -143,7 +143,8 @@ class IdempotentEffect(Effects[T]):
             IdempotencyInProgressError: another attempt runs, or ended with an error and its claim is not over: `ended_with`. 409.
                 `retry_after` says when to ask again.
             AttemptLostError: this attempt does not count any more; or, with `takeover=False`, one before it was lost.
-            IdempotencyMisuseError: the result cannot be stored: where the annotation of the function tells, before it runs.
+            IdempotencyMisuseError: the result is not of the type of `result`, or cannot be stored: where the annotation of the
+                function tells, before it runs. After that it is not known to others that the work was done.
             UnreachableError: no answer: before the function, nothing was done; after it, the result is stored in the background
                 if the server comes back in time, and to ask again is safe.
             SchemaError: pgfence's tables are missing, or older than version 2.
@@ -156,7 +157,7 @@ class IdempotentEffect(Effects[T]):
         found = claim(self._engine, self._wanted, self._timeout)
         if isinstance(found, Stored):
             return self._replay(found)
-        attempt = Attempt(found, self._codec, self._expect)
+        attempt = Attempt(found, self._codec, self._expect, self._check)
         try:
             value = expect_value(fn(attempt), fn)
             if attempt._completed is not NOTHING:

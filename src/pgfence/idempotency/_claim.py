@@ -63,6 +63,7 @@ class Call:
     key: str
     fingerprint: bytes | None
     codec: Codec
+    result: Any
     timeout: float | None
     keep: float
     record: tuple[type[Exception], ...]

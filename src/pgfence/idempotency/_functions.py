@@ -120,7 +120,8 @@ def idempotent(
             another key. Never the same scope for two clients that must not see each other's answers.
         payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
         result: the type of the result; dataclasses, pydantic models, named tuples and enumerations are stored if it reaches
-            them. None: only what JSON and the standard library's types of numbers, texts, times and collections can say.
+            them, and a result of another type is rejected. None: only what JSON and the standard library's types of numbers,
+            texts, times and collections can say.
         timeout: seconds to wait for another transaction that has the key; None is the configured default, `math.inf` for ever,
             0 does not wait.
         keep: seconds from the end of the work on for which the result is kept. After that the key is new again.
@@ -132,7 +133,7 @@ def idempotent(
         IdempotencyKeyReusedError: on entering: the key belongs to another payload, also while that is in progress. 422.
         IdempotencyInProgressError: on entering: whoever has the key did not end within the timeout. 409.
         IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
-            result cannot be stored. On entering: this transaction is at work under the key; or the stored result cannot be read.
+            result is not of the type of `result`, or cannot be stored. On entering: this transaction is at work under the key; or the stored result cannot be read.
             From COMMIT, with SQLSTATE PF004: the work was begun and not finished. Nothing is committed then.
         TransactionStateError: autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
@@ -151,6 +152,7 @@ def idempotent(
         key=expect_key(key, "the key"),
         fingerprint=fingerprint(payload),
         codec=Codec.of(result),
+        result=result,
         timeout=None if timeout is None else seconds(timeout),
         keep=life_of(keep),
         record=errors_of(record),

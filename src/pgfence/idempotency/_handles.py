@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from pgfence.blocks import attach
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
+from pgfence.idempotency._expected import expect_result
 from pgfence.idempotency._recorded import among
 from pgfence.wrapping import called
 
@@ -56,10 +57,10 @@ class Op(Generic[T]):
         """Say what came of the work; the end of the block stores it, in the caller's transaction.
 
         Args:
-            value: of the types that can be stored; see `idempotent`.
+            value: of the type of `result`, if that was given, and of the types that can be stored; see `idempotent`.
 
         Raises:
-            IdempotencyMisuseError: the key has a result already.
+            IdempotencyMisuseError: the key has a result already; or the value is not of the type of `result`.
         """
         if self._complete:
             how = (
@@ -68,6 +69,7 @@ class Op(Generic[T]):
                 else "is complete already"
             )
             raise IdempotencyMisuseError(f"{self._call} {how}")
+        expect_result(value, self._call.result, str(self._call))
         self._value = value
         self._complete = True
 
@@ -122,7 +124,7 @@ class Idem(_Keyed[T]):
 
         Raises:
             TypeError: it is a coroutine function; nothing was asked for.
-            IdempotencyMisuseError: what it returned cannot be stored.
+            IdempotencyMisuseError: what it returned is not of the type of `result`, or cannot be stored.
             PgfenceError: as on entering the block.
         """
         if inspect.iscoroutinefunction(fn):
@@ -174,7 +176,7 @@ class AsyncIdem(_Keyed[T]):
             fn: does the work in the session's transaction. It does not commit.
 
         Raises:
-            IdempotencyMisuseError: what it returned cannot be stored.
+            IdempotencyMisuseError: what it returned is not of the type of `result`, or cannot be stored.
             PgfenceError: as on entering the block.
         """
         async with self as op:

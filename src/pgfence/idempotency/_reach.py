@@ -102,13 +102,13 @@ class _Walk:
         arguments = get_args(annotation)
         if origin is Annotated:
             arguments = arguments[:1]
-        elif origin not in (Union, types.UnionType) and (isinstance(origin, type) or _is_alias(origin)):
+        elif origin not in (Union, types.UnionType) and (isinstance(origin, type) or is_alias(origin)):
             self.to(origin)
         for one in arguments:
             self.to(one)
 
     def _to_alias(self, one: Any) -> None:
-        if not _is_alias(one):
+        if not is_alias(one):
             raise TypeError(_refusal(one))
         if one in self.found:
             return
@@ -121,7 +121,7 @@ class _Walk:
             self.to(value)
 
     def _to_class(self, one: Any) -> None:
-        if one in ATOMS or one in CONTAINERS or one in self.found or _is_untold(one):
+        if one in ATOMS or one in CONTAINERS or one in self.found or is_untold(one):
             return
         form = _form(one)
         if form is None:
@@ -178,7 +178,7 @@ class _Walk:
             return None
 
 
-def _is_alias(one: Any) -> bool:
+def is_alias(one: Any) -> bool:
     """Say whether this is `type A = ...`, or what typing_extensions has for that; its value may name what is not there yet."""
     return type(one).__name__ == "TypeAliasType"
 
@@ -188,7 +188,7 @@ def _is_typeddict(one: Any) -> bool:
     return issubclass(one, dict) and hasattr(one, "__total__")
 
 
-def _is_untold(one: Any) -> bool:
+def is_untold(one: Any) -> bool:
     """Say whether values that can be stored are instances of an abstract class, or what a mark of pydantic stands for."""
     if one.__module__ == collections.abc.__name__:
         return any(issubclass(kind, one) for kind in ATOMS | CONTAINERS)
