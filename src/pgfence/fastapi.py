@@ -121,6 +121,7 @@ class IdempotentCall(Generic[T]):
     """The key of a request, in the endpoint's transaction."""
 
     def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
+        once._used = True  # an endpoint that answers 404 before it calls `run` is no mistake
         self._once: Any = once
         self._response = response
 

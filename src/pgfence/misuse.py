@@ -43,15 +43,20 @@ class Guided:
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
+    def _misused(self) -> None:
+        """Take note of a wrong use, which raises."""
+
     if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
+            self._misused()
             raise TypeError(f"{type(self).__name__} is not a context manager: use {self._block}")
 
         def __exit__(self, *_: object) -> NoReturn:
             raise AssertionError("never entered")
 
         async def __aenter__(self) -> NoReturn:
+            self._misused()
             raise TypeError(f"{type(self).__name__} is not an async context manager: use {self._block}")
 
         async def __aexit__(self, *_: object) -> NoReturn:
@@ -59,6 +64,7 @@ class Guided:
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Refuse to be a decorator."""
+            self._misused()
             raise TypeError(f"{type(self).__name__} is not a function or decorator: use {self._decorator}")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import warnings
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +190,63 @@ def test_the_wrong_twin_is_named() -> None:
     ):
         with pytest.raises(TypeError, match=fitting):
             make()
+
+
+def idempotent_on(given: Any) -> Any:
+    """Ask for a key, and do nothing with it."""
+    return pgfence.idempotent(given, "k", scope="s")
+
+
+@pytest.mark.parametrize(
+    ("drop", "form"),
+    [
+        (lambda: idempotent_on(Session(ENGINE)), r"Use idempotent\(\.\.\.\)\.run\(fn\), or `with idempotent"),
+        (lambda: idempotent_on(AsyncSession(ASYNC_ENGINE)), r"Use await idempotent\(.*`async with idempotent"),
+        (
+            lambda: idempotent_on(AsyncSession(ASYNC_ENGINE)).run(print),
+            r"Use await idempotent\(.*`async with idempotent",
+        ),
+        (
+            lambda: pgfence.idempotent_call(key="{k}", scope="s"),
+            r"Write @idempotent_call\(\.\.\.\) in front of the function",
+        ),
+    ],
+    ids=["sync", "async", "not awaited", "decorator"],
+)
+def test_a_key_that_is_never_used_warns_with_the_right_form(
+    monkeypatch: pytest.MonkeyPatch, drop: Callable[[], object], form: str
+) -> None:
+    """Nothing was done, which looks like success: a RuntimeWarning, as for a coroutine that is never awaited."""
+    shown: list[tuple[object, str, str]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        # A record of Python's warning about the coroutine would keep the key alive.
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda message, kind, file, *_, **__: shown.append((kind, str(message), file))
+        )
+        drop()
+    ours = [(kind, file) for kind, message, file in shown if re.search(form, message)]
+    assert ours == [(RuntimeWarning, __file__)]
+
+
+def test_a_key_is_used_in_its_own_ways() -> None:
+    """As a decorator, as a block of the other kind, or run with the wrong kind of function it raises, and does not warn too."""
+
+    async def enter(key: Any) -> None:
+        async with key:
+            pytest.fail("it was entered")
+
+    async def work() -> None: ...
+
+    sync, other = (lambda: idempotent_on(Session(ENGINE))), (lambda: idempotent_on(AsyncSession(ASYNC_ENGINE)))
+    with pytest.raises(TypeError, match=r"Idem is not a function or decorator: use .*run\(fn\), or .*@idempotent_call"):
+        sync()(work)
+    with pytest.raises(TypeError, match="Idem is not an async context manager: use .*`with idempotent"):
+        asyncio.run(enter(sync()))
+    with pytest.raises(TypeError, match="AsyncIdem is not a context manager: use .*`async with idempotent"), other():
+        pytest.fail("it was entered")
+    with pytest.raises(TypeError, match="needs an AsyncSession"):
+        sync().run(work)
 
 
 def test_right_uses_are_none_of_these() -> None:

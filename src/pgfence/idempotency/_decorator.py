@@ -6,6 +6,8 @@ import functools
 import inspect
 import re
 import string
+import sys
+import warnings
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -75,10 +77,19 @@ def idempotent_call(
             template is None.
         PgfenceError: from a call, as `idempotent`.
     """
-    options = {"timeout": timeout, "keep": keep, "record": record}
+    return _Decorator(key, scope, payload, {"timeout": timeout, "keep": keep, "record": record})
 
-    def decorate(fn: Callable[..., Any]) -> Any:
-        calls = _Calls(fn, key, scope, payload, options)
+
+class _Decorator:
+    """What `idempotent_call` returns. One that decorates nothing warns when it is dropped."""
+
+    def __init__(self, key: str, scope: str, payload: Sequence[str] | None, options: Mapping[str, Any]) -> None:
+        self._arguments = key, scope, payload, options
+        self._used = False
+
+    def __call__(self, fn: Callable[..., Any], /) -> Any:
+        self._used = True
+        calls = _Calls(fn, *self._arguments)
         if inspect.iscoroutinefunction(fn):
 
             @functools.wraps(fn)
@@ -93,7 +104,14 @@ def idempotent_call(
 
         return run
 
-    return decorate
+    def __del__(self) -> None:
+        if not self._used and not sys.is_finalizing():
+            warnings.warn(
+                f"idempotent_call(key={self._arguments[0]!r}, ...) decorates no function. Write @idempotent_call(...) in front of"
+                " the function",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class _Calls:

@@ -108,6 +108,8 @@ def idempotent(
     which the work was begun and not finished cannot commit: an exception in it has to lead to a rollback, of the whole
     transaction or to a savepoint around the call.
 
+    A key that is asked for and then neither run nor entered is a RuntimeWarning when it is dropped.
+
     Not promised: anything about effects outside the database; or that a key is remembered for longer than `keep`. Of a Session
     with several engines only what is written through the key's own is committed with it. In REPEATABLE READ and SERIALIZABLE
     whoever comes second cannot see the result of a transaction that has committed since its own snapshot, and gets
@@ -133,8 +135,9 @@ def idempotent(
         IdempotencyKeyReusedError: on entering: the key belongs to another payload, also while that is in progress. 422.
         IdempotencyInProgressError: on entering: whoever has the key did not end within the timeout. 409.
         IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
-            result is not of the type of `result`, or cannot be stored. On entering: this transaction is at work under the key; or the stored result cannot be read.
-            From COMMIT, with SQLSTATE PF004: the work was begun and not finished. Nothing is committed then.
+            result is not of the type of `result`, or cannot be stored. On entering: this transaction is at work under the
+            key; or the stored result cannot be read. From COMMIT, with SQLSTATE PF004: the work was begun and not finished.
+            Nothing is committed then.
         TransactionStateError: autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pgfence.blocks import attach
@@ -10,6 +12,7 @@ from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
 from pgfence.idempotency._expected import expect_result
 from pgfence.idempotency._recorded import among
+from pgfence.misuse import Guided
 from pgfence.wrapping import called
 
 if TYPE_CHECKING:
@@ -90,12 +93,26 @@ class Op(Generic[T]):
         return error is not None and among(error, self._call.record) and not self._claim.replayed
 
 
-class _Keyed(Generic[T]):
+class _Keyed(Guided, Generic[T]):
     """What both twins know."""
+
+    _decorator = "idempotent(...).run(fn), or decorate the function with @idempotent_call(key=..., scope=...)"
 
     def __init__(self, call: _claim.Call) -> None:
         self._call = call
         self._op: Op[T] | None = None
+        self._used = False
+
+    def __del__(self) -> None:
+        if not getattr(self, "_used", True) and not sys.is_finalizing():
+            warnings.warn(
+                f"{self._call} was asked for and never used: no work was done under it. Use {self._block}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _misused(self) -> None:
+        self._used = True  # the error says it
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._call.scope!r} {self._call.key!r}>"
@@ -105,12 +122,15 @@ class _Keyed(Generic[T]):
         return self._op
 
     def _once(self) -> None:
+        self._used = True
         if self._op is not None:
             raise IdempotencyMisuseError(f"the block of {self._call} was entered before: ask for the key again")
 
 
 class Idem(_Keyed[T]):
-    """A key in the transaction of a Session; see `idempotent`."""
+    """A key in the transaction of a Session; see `idempotent`. One that is never used warns when it is dropped."""
+
+    _block = "idempotent(...).run(fn), or `with idempotent(...) as op:`"
 
     def __init__(self, session: Session | scoped_session[Any], call: _claim.Call) -> None:
         super().__init__(call)
@@ -127,6 +147,7 @@ class Idem(_Keyed[T]):
             IdempotencyMisuseError: what it returned is not of the type of `result`, or cannot be stored.
             PgfenceError: as on entering the block.
         """
+        self._used = True
         if inspect.iscoroutinefunction(fn):
             raise TypeError(f"{called(fn)} is a coroutine function: it needs an AsyncSession")
         with self as op:
@@ -163,7 +184,9 @@ class Idem(_Keyed[T]):
 
 
 class AsyncIdem(_Keyed[T]):
-    """A key in the transaction of an AsyncSession; see `idempotent`."""
+    """A key in the transaction of an AsyncSession; see `idempotent`. One that is never used warns when it is dropped."""
+
+    _block = "await idempotent(...).run(fn), or `async with idempotent(...) as op:`"
 
     def __init__(self, session: AsyncSession | async_scoped_session[Any], call: _claim.Call) -> None:
         super().__init__(call)
