@@ -210,7 +210,7 @@ def _expired(session: Session, m: Any, n: int) -> None:
 
 def _switch(session: Session, m: Any, n: int) -> None:
     session.delete(session.get_one(m.Page, n))
-    session.add(m.Page(id=n, label="ours"))
+    session.add(m.Page(id=n))
 
 
 def _orphan_switch(session: Session, m: Any, n: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import Connection
@@ -117,9 +118,16 @@ class Flush:
 
     def replaced_by(self, state: State) -> State | None:
         """Return the row whose key a new row has and which the same flush deletes: SQLAlchemy makes one UPDATE of the two."""
+        if not self._deletes:
+            return None
         instance = self.session.identity_map.get(state.mapper._identity_key_from_state(state))
         found: State | None = None if instance is None else instance_state(instance)
         return found if found is not None and self.deletes(found) else None
+
+    @cached_property
+    def _deletes(self) -> bool:
+        # Asked when the first new row has its turn: all rows that cascades delete are known by then.
+        return any(deleted for deleted, _ in self.context.states.values()) if self.context else False
 
     def deletes(self, state: State) -> bool:
         """Return whether the flush deletes a row."""

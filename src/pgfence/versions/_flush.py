@@ -9,9 +9,9 @@ from sqlalchemy.orm.attributes import flag_modified
 
 from pgfence.flushes import sends_update
 from pgfence.versions._batch import NOW, batch_of, compare
-from pgfence.versions._conflicts import switched, without
+from pgfence.versions._conflicts import switched
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column
-from pgfence.versions._sent import raise_version
+from pgfence.versions._sent import expect_version, raise_version
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -26,6 +26,8 @@ def turn(mapper: Mapper[Any], state: State) -> None:
         _insert(mapper, state)
     elif sends_update(state):
         _update(mapper, state)
+    elif mode_of(mapper) == "server" and state.dict.get(ATTRIBUTE, state) is None:
+        expect_version(mapper, state)  # SQLAlchemy rejects it, too, and does not say how to fill the column
 
 
 def _insert(mapper: Mapper[Any], state: State) -> None:
@@ -36,6 +38,8 @@ def _insert(mapper: Mapper[Any], state: State) -> None:
     if replaced is not None and set(replaced.mapper.tables) != set(mapper.tables):
         compare(flush, [replaced])
         raise switched(state, replaced)
+    if replaced is not None and mapper.version_id_generator is False:
+        _touch_switched(state, replaced)
     batch = batch_of(state)
     if batch is not None:
         if replaced is not None:
@@ -49,7 +53,7 @@ def _insert(mapper: Mapper[Any], state: State) -> None:
 def _update(mapper: Mapper[Any], state: State) -> None:
     batch = batch_of(state)
     if batch is None or state not in batch.locked:
-        _expect_version(mapper, state)
+        expect_version(mapper, state)
     if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
         touch(state.obj())
     if batch is not None:
@@ -62,21 +66,31 @@ def _update(mapper: Mapper[Any], state: State) -> None:
 def _before_delete(mapper: Mapper[Any], _connection: Connection, state: State) -> None:
     batch = batch_of(state)
     if batch is None or state not in batch.locked:
-        _expect_version(mapper, state)
+        expect_version(mapper, state)
     if batch is not None:
         if state not in batch.locked:
             compare(batch, [state], deleting=True)
         batch.deleted.append(state)
 
 
-def _expect_version(mapper: Mapper[Any], state: State) -> None:
-    if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
-        raise without(mapper, tuple(state.identity or ()))
-
-
 def touch(target: Any) -> None:
     """Make a flush write the row that has the version, though none of its columns has changed."""
     flag_modified(target, _column_of(target))
+
+
+def _touch_switched(state: State, replaced: State) -> None:
+    """Make the UPDATE of a row switch write a column: with a key alone there is nothing that the server could count."""
+    columns = {column for column in version_column(state.mapper).table.c if not column.primary_key}
+    attributes = state.mapper.column_attrs
+    if not any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
+        name = _column_of(replaced.obj())
+        if attributes[name].columns[0].primary_key:
+            raise TypeError(
+                f"{state.class_.__name__}: a row that has only a key cannot be replaced in one flush: flush() after the delete"
+            )
+        # As it is in the table: the new instance does not have the value.
+        state.dict[name] = attributes[name].columns[0]
+        flag_modified(state.obj(), name)
 
 
 def _column_of(target: Any) -> str:

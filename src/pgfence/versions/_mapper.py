@@ -45,9 +45,9 @@ class VersionedMapper(Mapper[_O]):
 
     @property
     def confirm_deleted_rows(self) -> bool:
-        """Whether SQLAlchemy warns of rows that were not deleted. A batch looks for itself."""
+        """Whether SQLAlchemy counts what it deletes. `SentDelete` does, and a table of a subclass has its row with the version."""
         asked: bool = self.__dict__["confirm_deleted_rows"]
-        return asked and not (emitting() and self.batches)
+        return asked and self.__dict__["version_id_col"] is None
 
     @confirm_deleted_rows.setter
     def confirm_deleted_rows(self, given: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]

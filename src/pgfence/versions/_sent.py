@@ -155,7 +155,10 @@ def _raise_versions(
         for state in flush.context.post_update_states[mapper][0]
     }
     some = [states[_updated(mapper, each)] for each in parameters]
-    compare(flush, [each for each in some if each.key and each not in flush.locked], connection=connection)
+    unlocked = [each for each in some if each.key and each not in flush.locked]
+    for state in unlocked:
+        expect_version(state.mapper, state)
+    compare(flush, unlocked, connection=connection)
     for state, each in zip(some, parameters, strict=True):
         if not flush.deletes(state):
             flush.written[state] = None
@@ -170,3 +173,9 @@ def raise_version(mapper: Mapper[Any], state: InstanceState[Any], old: Any) -> N
     if mapper.version_id_generator:
         state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
         flag_modified(state.obj(), ATTRIBUTE)
+
+
+def expect_version(mapper: Mapper[Any], state: InstanceState[Any]) -> None:
+    """Raise unless a row that is about to be written has a version; read it if it is not loaded."""
+    if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
+        raise without(mapper, tuple(state.identity or ()))
