@@ -441,6 +441,9 @@ async def test_behind_the_gate_of_one_resource_such_statements_pass(world: World
     [
         lambda cls: (insert(cls).values(id=2, book="a", fence_token=99),),
         lambda cls: (insert(cls), [{"id": 2, "book": "a", "fence_token": 99}]),
+        lambda cls: (
+            insert(cls).from_select(["id", "book", "amount", "fence_token"], select(cls.id, cls.book, 0, 99)),
+        ),
         lambda cls: (update(cls).values(fence_token=99),),
         lambda cls: (update(cls).values({cls.fence_token: 99}),),
         lambda cls: (update(cls), [{"id": 1, "fence_token": 99}]),

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from sqlalchemy import ForeignKey, create_engine, select, text
+from sqlalchemy import ForeignKey, Text, create_engine, delete, insert, literal_column, select, text, update
+from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
     Session,
+    column_property,
     configure_mappers,
     mapped_column,
     registry,
@@ -152,6 +156,124 @@ async def test_rows_that_no_hook_sees_are_checked_with_every_driver(world: World
     assert await on_session(world, engine, lambda session: session.scalar(token)) == 4
 
 
+# ------------------------------------------------------------ the resource is a function of the row
+
+
+@pytest.fixture
+def doc(engine: Engine) -> Iterator[Any]:
+    """A class Doc, whose resource is its owner's, and its subclass Memo, whose rows belong to a resource of their own."""
+    prefix, mappers = f"w{secrets.token_hex(6)}", registry()
+
+    class Base(DeclarativeBase):
+        registry = mappers
+
+    class Doc(Fenced, Base):
+        __tablename__ = prefix
+        __fence_resource__ = staticmethod(lambda row: f"{prefix}:{'memo' if isinstance(row, Memo) else row.owner_id}")
+        __mapper_args__: ClassVar = {"polymorphic_on": "kind", "polymorphic_identity": "doc"}
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str]
+        amount: Mapped[int] = mapped_column(default=0)
+        owner_id: Mapped[int | None] = mapped_column(ForeignKey(f"{prefix}.id"))
+        owner = relationship("Doc", remote_side="Doc.id", post_update=True)
+
+    class Memo(Doc):
+        __mapper_args__: ClassVar = {"polymorphic_identity": "memo"}
+
+    Base.metadata.create_all(engine)
+    with Session(engine) as session:
+        fence(session, {f"{prefix}:None": 1, f"{prefix}:1": 1, f"{prefix}:memo": 1})
+        session.add_all([Doc(id=1), Doc(id=2), Memo(id=3)])
+        session.flush()
+        session.add(Doc(id=4, owner_id=1))
+        session.commit()
+    yield SimpleNamespace(Doc=Doc, Memo=Memo, prefix=prefix)
+    Base.metadata.drop_all(engine)
+    mappers.dispose()
+
+
+def _replace(m: Any, s: Session) -> None:
+    s.delete(s.get_one(m.Doc, 4))
+    s.add(m.Doc(id=4))
+
+
+def _hand_over(m: Any, s: Session) -> None:
+    row = s.get_one(m.Doc, 2)
+    row.amount, row.owner = 9, s.get_one(m.Doc, 1)
+
+
+MOVES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a row replaced under its key": (_replace, ("None", "1")),
+    "a new row that post_update moves": (lambda m, s: s.add(m.Doc(id=9, owner=s.get_one(m.Doc, 1))), ("None", "1")),
+    "a changed row that post_update moves": (_hand_over, ("None", "1")),
+    "a row of a subclass": (lambda m, s: setattr(s.get_one(m.Doc, 3), "amount", 9), ("memo",)),
+    "a deleted row of a subclass": (lambda m, s: s.delete(s.get_one(m.Doc, 3)), ("memo",)),
+    "update() of the subclass": (lambda m, s: s.execute(update(m.Memo).values(amount=9)), ("memo",)),
+    "a Core UPDATE of a subclass's row": (
+        lambda m, s: s.execute(update(m.Doc.__table__).where(m.Doc.__table__.c.id == 3).values(amount=9)),
+        ("memo",),
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_flush_needs_the_tokens_of_all_resources_of_a_row(engine: Engine, doc: Any, move: str) -> None:
+    """A row that belongs to another resource after a write, or to one by its class, needs exactly these tokens."""
+    write, needed = MOVES[move]
+    for tokens in [*itertools.combinations(needed, len(needed) - 1), ("2",), needed]:
+        with Session(engine) as session:
+            if tokens:
+                fence(session, {f"{doc.prefix}:{name}": 2 for name in tokens})
+            with nullcontext() if tokens == needed else pytest.raises(FenceRequiredError):
+                write(doc, session)
+                session.commit()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        lambda m: (update(m.Doc).values(amount=9),),
+        lambda m: (delete(m.Doc),),
+        lambda m: (insert(m.Memo), [{"id": 9}]),
+        lambda m: (
+            upsert(m.Doc.__table__)
+            .values(id=1, kind="doc")
+            .on_conflict_do_update(index_elements=["id"], set_={"amount": 9}),
+        ),
+    ],
+    ids=["update", "delete", "insert", "upsert"],
+)
+def test_a_statement_whose_resources_are_not_certain_is_refused(engine: Engine, doc: Any, statement: Any) -> None:
+    """A statement on rows of several classes does not know the class that the resource depends on, nor an upsert its row."""
+    with Session(engine) as session:
+        fence(session, {f"{doc.prefix}:{name}": 2 for name in ("None", "1", "memo")})
+        with pytest.raises(FenceRequiredError, match="write such rows through a flush"):
+            session.execute(*statement(doc))
+
+
+@pytest.mark.parametrize("column", [column_property(literal_column("'x'")), mapped_column(Text, onupdate="x")])
+def test_a_resource_that_changes_unseen_is_refused(engine: Engine, column: Any) -> None:
+    """A resource may depend neither on an expression nor on a column that gets another value with each UPDATE."""
+    mappers = registry()
+
+    class Base(DeclarativeBase):
+        registry = mappers
+
+    class Doc(Fenced, Base):
+        __tablename__ = f"w{secrets.token_hex(6)}"
+        __fence_resource__ = staticmethod(lambda row: row.name)
+        id: Mapped[int] = mapped_column(primary_key=True)
+        name = column
+
+    try:
+        with Session(engine) as session:
+            session.add(Doc(id=1))
+            with pytest.raises(AttributeError, match="may look at columns, and name"):
+                session.flush()
+    finally:
+        mappers.dispose()
+
+
 # ------------------------------------------------------------ refused when the class is mapped
 
 
@@ -191,9 +313,7 @@ def _unfenced_base(base: Any, entry: Any) -> None:
         id: Mapped[int] = mapped_column(primary_key=True)
 
     class Child(Fenced, Doc):
-        __tablename__ = "child"
         __fence_resource__ = "a"
-        id: Mapped[int] = mapped_column(ForeignKey(Doc.id), primary_key=True)
 
 
 def _own_column(base: Any, entry: Any) -> None:
@@ -210,7 +330,7 @@ def _own_column(base: Any, entry: Any) -> None:
         (_secondary, "writes rows of Entry as its secondary table"),
         (_post_update, "has post_update and writes a table of Child without the fencing column"),
         (_other_resource, "Child has another __fence_resource__ than Entry"),
-        (_unfenced_base, "Child is fenced and Doc, which it inherits from, is not"),
+        (_unfenced_base, "Child is fenced and Doc, whose table it shares, is not"),
         (_own_column, "Doc has a fencing column that is not the mixin's"),
     ],
 )

@@ -17,25 +17,20 @@ _SETTINGS = ("__fence__", "__fence_resource__", "__fence_column__")
 
 
 def expect_usable(mapper: Mapper[Any], cls: type[Any]) -> None:
-    """Raise unless the mixin's column is on the class at the base, and all its subclasses are fenced alike.
+    """Raise unless a table has the mixin's column, and all classes of its rows are fenced alike.
 
     Raises:
-        TypeError: it is not, or they are not.
+        TypeError: it has not, or they are not.
     """
-    base = None if mapper.inherits is None else mapper.inherits.class_
-    if base is not None and not mapper.concrete:
-        if not issubclass(base, Guarded):
-            raise TypeError(
-                f"{cls.__name__} is fenced and {base.__name__}, which it inherits from, is not, so that a write through"
-                f" {base.__name__} would need no token: put the mixin on the class at the base"
-            )
-        for name in _SETTINGS:
-            if getattr(cls, name) != getattr(base, name):
-                raise TypeError(
-                    f"{cls.__name__} has another {name} than {base.__name__}, and both write the same rows: set it on"
-                    f" {base.__name__}; a function of the row can tell subclasses apart by the discriminator's column"
-                )
+    base = None if mapper.concrete else mapper.inherits
+    if base is not None and issubclass(base.class_, Guarded):
+        _expect_alike(cls, base.class_)
         return
+    if base is not None and base.local_table is mapper.local_table:
+        raise TypeError(
+            f"{cls.__name__} is fenced and {base.class_.__name__}, whose table it shares, is not, so that a write through"
+            f" {base.class_.__name__} would need no token: put the mixin on the class at the base"
+        )
     table: Any = mapper.local_table
     column = table.c.get(cls.__fence_column__)
     if column is None or MODEL not in column.info:
@@ -44,6 +39,15 @@ def expect_usable(mapper: Mapper[Any], cls: type[Any]) -> None:
             " mixin; with concrete inheritance put the mixin on each class, and what"
             " they share on a base that is not mapped"
         )
+
+
+def _expect_alike(cls: type[Any], base: type[Any]) -> None:
+    for name in _SETTINGS:
+        if getattr(cls, name) != getattr(base, name):
+            raise TypeError(
+                f"{cls.__name__} has another {name} than {base.__name__}, and both write the same rows: set it on"
+                f" {base.__name__}; a function of the row can tell subclasses apart by the discriminator's column"
+            )
 
 
 def _configured(mapper: Mapper[Any], _cls: type[Any]) -> None:

@@ -31,6 +31,7 @@ ATTRIBUTE = "fence_token"
 MODEL = "pgfence_fence"
 """In the `info` of the column: the class, for migrations that compare its table with the database."""
 MODES = ("gate", "row")
+_MISSING = object()
 
 
 class Guarded:
@@ -71,19 +72,50 @@ def column_of(mapper: Mapper[Any]) -> Any:
 class View:
     """A row as it was or will be: its columns from elsewhere, its methods and properties those of the class."""
 
-    def __init__(self, cls: type[Guarded], look: Callable[[str], Any]) -> None:
+    def __init__(self, cls: type[Guarded], look: Callable[[str], Any], *, exact: bool = True) -> None:
+        """Look at a row.
+
+        Args:
+            cls: the class of the row.
+            look: returns the value of an attribute.
+            exact: False: the row may also be one of a subclass, and what only subclasses know about it is an error.
+        """
         self._cls = cls
         self._look = look
+        self._exact = exact
 
     def __getattr__(self, name: str) -> Any:
         attributes = mapped(self._cls).attrs
         if name not in attributes:
-            found = inspect.getattr_static(self._cls, name)
+            found = inspect.getattr_static(self._cls, name, _MISSING)
+            if not self._exact:
+                self._expect_shared(name, found)
+            if found is _MISSING:
+                raise AttributeError(f"{self._cls.__name__} has no attribute {name!r}", name=name, obj=self)
             return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
         why = _unusable(attributes[name])
         if why is not None:
             raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may look at columns, and {name} {why}")
         return self._look(name)
+
+    if not TYPE_CHECKING:  # to a checker it is a View
+
+        @property
+        def __class__(self):  # noqa: ANN204
+            """The class of the row, for isinstance()."""
+            if not self._exact and len(list(mapped(self._cls).self_and_descendants)) > 1:
+                raise refusal(
+                    self._cls, "the resource of a row depends on its class, which the statement does not determine"
+                )
+            return self._cls
+
+    def _expect_shared(self, name: str, found: Any) -> None:
+        for mapper in mapped(self._cls).self_and_descendants:
+            if inspect.getattr_static(mapper.class_, name, _MISSING) is not found:
+                raise refusal(
+                    self._cls,
+                    f"the resource of a row depends on {name}, which differs in the subclass {mapper.class_.__name__}",
+                )
 
 
 def _unusable(attribute: Any) -> str | None:
@@ -115,7 +147,7 @@ def view(cls: type[Guarded], values: Mapping[str, Any]) -> View:
             raise refusal(cls, f"the resource of a row depends on {name}, which is not known before the statement runs")
         return values[name]
 
-    return View(cls, look)
+    return View(cls, look, exact=False)
 
 
 def resource_of(cls: type[Guarded], row: Any) -> str:
@@ -195,6 +227,9 @@ def refuse_stale(connection: Connection, resource: str, token: int, newest: int)
 
 def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     """Return the token for a row that is inserted past the flush, one row after the other."""
+    conflict = getattr(context.compiled and context.compiled.statement, "_post_values_clause", None)
+    if hasattr(conflict, "update_values_to_set") and not (constant(cls) and cls.__fence__ == "gate"):
+        raise refusal(cls, "the rows that an upsert meets cannot be told before it runs")
     if constant(cls):
         return token_for(cls, resource_of(cls, None), context.root_connection)
     if getattr(context.compiled and context.compiled.statement, "select", None) is not None:

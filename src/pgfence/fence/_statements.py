@@ -101,6 +101,7 @@ def _refuse_assigned(work: Work) -> None:
     sets = parameters if isinstance(parameters, list) else [parameters or {}]
     values = [*sets, dict(values_of(work.statement))]
     values += [row for many in getattr(work.statement, "_multi_values", ()) for row in many if isinstance(row, dict)]
+    values.append(dict.fromkeys(getattr(work.statement, "_select_names", None) or ()))
     if any(name in names for row in values for name in map(_named, row)):
         raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by the fence and by nobody else: leave it out")
 

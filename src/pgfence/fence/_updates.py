@@ -88,9 +88,11 @@ def _conjuncts(criteria: Any) -> Iterator[Any]:
 
 def _class_of(row: Row[Any], mapper: Mapper[Any]) -> Any:
     """Return the class of a row: with inheritance the one that its discriminator names."""
+    if len(list(mapper.self_and_descendants)) == 1:
+        return mapper.class_
     told = mapper.polymorphic_on
     if told is None or told not in row._mapping:
-        return mapper.class_
+        raise refusal(mapper.class_, "the class of a row cannot be told from the table with the fencing column")
     return mapper.polymorphic_map.get(row._mapping[told], mapper).class_
 
 
