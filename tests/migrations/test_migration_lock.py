@@ -131,6 +131,26 @@ async def test_a_timeout_names_the_session_and_its_statement_and_harms_nothing(
     await on(world, work)
 
 
+async def test_ddl_that_waited_in_vain_says_who_has_locks_on_tables(world: World, dsn: str, key: LockKey) -> None:
+    """A note with table, application, process and last statement of the transaction that kept an ALTER TABLE waiting."""
+    table = f"t{abs(key.value)}"
+
+    def work(connection: Connection) -> None:
+        with connection.begin():
+            connection.execute(text(f"CREATE TABLE {table} (x int)"))
+        with psycopg.connect(dsn, application_name="the-report") as other:
+            other.execute(f"SELECT FROM {table}".encode())
+            with pytest.raises(DBAPIError) as caught, migration_lock(connection, key=key), connection.begin():
+                connection.execute(text("SET LOCAL lock_timeout = '50ms'"))
+                connection.execute(text(f"ALTER TABLE {table} ADD y int"))
+            note = caught.value.__notes__[-1]
+            assert f"the-report (backend {other.info.backend_pid}) on {table}: idle in transaction" in note
+        with connection.begin():
+            connection.execute(text(f"DROP TABLE {table}"))
+
+    await on(world, work)
+
+
 async def test_limits_of_the_site_end_no_wait_and_hold_for_what_migrates(world: World, dsn: str, key: LockKey) -> None:
     """statement_timeout and lock_timeout are shorter than the wait, and in the block as they were; what ends idle ones is off."""
     limits = "statement_timeout=250", "lock_timeout=100", "idle_session_timeout=60000"

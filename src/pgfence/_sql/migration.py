@@ -40,6 +40,15 @@ _SET_UP = (
 )
 _MARKS = {"format": "%s", "numeric": "$1"}
 _HAS_WRITTEN = "SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL"
+_LOCKING = (
+    "SELECT l.pid, MAX(a.application_name), pg_catalog.string_agg(DISTINCT c.oid::pg_catalog.regclass::text, ', ')"
+    " FROM pg_catalog.pg_locks AS l JOIN pg_catalog.pg_class AS c ON c.oid = l.relation AND c.relkind IN ('r', 'p', 'm')"
+    " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
+    " WHERE l.locktype = 'relation' AND l.granted AND l.pid IS DISTINCT FROM pg_catalog.pg_backend_pid() AND l.relation >= 16384"
+    " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
+    " GROUP BY l.pid, l.virtualtransaction ORDER BY MIN(a.xact_start) LIMIT 5"
+)
+"""The oldest transactions that have locks on tables of the application. Those that are prepared have no process."""
 _LONGEST_QUERY = 200
 
 UNSEEN = "doing what this role may not see"
@@ -64,6 +73,18 @@ def doing(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
     text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
+
+
+def locking(connection: Connection) -> list[str]:
+    """Describe the transactions that have locks on tables at this moment, the oldest first."""
+    rows = connection.exec_driver_sql(_LOCKING).all()
+    known = doing(connection, [row[0] for row in rows if row[0]])
+    return [
+        f"{row[1] or 'a session without a name'} (backend {row[0]}) on {row[2]}: {known.get(row[0], UNSEEN)}"
+        if row[0]
+        else f"a prepared transaction on {row[2]}"
+        for row in rows
+    ]
 
 
 def set_up(connection: Connection, backend_pid: int) -> None:

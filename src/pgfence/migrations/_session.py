@@ -21,6 +21,7 @@ from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._runtime.watch import WATCHER, socket_id
 from pgfence._sql import activity, migration, server
 from pgfence._sql.advisory import LockSql
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence.config import config_of
 from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError, UnreachableError
 from pgfence.migrations import _command
@@ -332,6 +333,8 @@ class SessionLock:
             if not gone:
                 with self._limited(STATEMENT_BUDGET):
                     self._connection.rollback()
+                if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                    self._explain_wait(error)
                 if self._unlock():
                     return
         except Exception:
@@ -340,6 +343,15 @@ class SessionLock:
         self._close()
         if gone and isinstance(error, Exception) and from_driver(error):
             raise self._lost() from error
+
+    def _explain_wait(self, error: BaseException) -> None:
+        """Add a note to the error of a statement that waited for a lock until `lock_timeout`: who has locks on tables."""
+        with self._in_autocommit(STATEMENT_BUDGET) as own:
+            found = migration.locking(own)
+        if found:
+            error.add_note(
+                f"These transactions still have locks on tables, and one may be in the way: {'; '.join(found)}"
+            )
 
     def _close(self) -> None:
         """End the session, for the lock would stay on it."""
