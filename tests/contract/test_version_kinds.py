@@ -330,3 +330,37 @@ def test_a_stale_delete_is_noticed_without_confirmed_rows(engine: Any) -> None:
                 session.flush()
             assert conflict.value.items == ((Page, (2,), 1, 2),)
         connection.rollback()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_row_that_is_gone_ahead_of_the_flush_is_a_conflict(engine: Any, check: str) -> None:
+    """An owner that counts its lines, was expired and deleted elsewhere is the item of a conflict, whichever part reads it."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Owner(Versioned, Base):
+        __tablename__ = "kinds_owner"
+        __version_relationships__ = ("lines",)
+        id: Mapped[int] = mapped_column(primary_key=True)
+        label: Mapped[str] = mapped_column(default="")
+        lines: Mapped[list[Line]] = relationship(back_populates="owner")
+
+    class Line(Base):
+        __tablename__ = "kinds_line"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        owner_id: Mapped[int] = mapped_column(ForeignKey(Owner.id))
+        owner: Mapped[Owner] = relationship(back_populates="lines")
+
+    with engine.connect() as connection:
+        Base.metadata.create_all(connection)
+        with VersionedSession(connection, conflict_check=check) as session:  # type: ignore[arg-type]
+            session.add(owner := Owner(id=1))
+            session.flush()
+            session.expire(owner, ["label"])
+            connection.execute(delete(Owner.__table__))
+            owner.lines.append(Line(id=1))
+            with pytest.raises(VersionConflictError) as conflict:
+                session.flush()
+            assert [(item.pk, item.found) for item in conflict.value.items] == [((1,), None)]
+        connection.rollback()

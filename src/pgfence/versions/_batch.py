@@ -40,7 +40,8 @@ class Flush:
 
     Attributes:
         session: whose.
-        context: SQLAlchemy's account of it, once the listeners of before_flush have been called.
+        context: SQLAlchemy's account of it.
+        started: the listeners of before_flush have all been called.
         emitting: rows are being written by a batch, and mappers hide their version column.
         locked: the version of each row that was locked and compared.
         written: what is written by a batch, in that order.
@@ -52,6 +53,7 @@ class Flush:
     def __init__(self, session: Session, *, batch: bool) -> None:
         self.session = session
         self.context: UOWTransaction | None = None
+        self.started = False
         self.emitting = False
         self.locked: dict[State, Any] = {}
         self.written: dict[State, None] = {}
@@ -64,6 +66,7 @@ class Flush:
         """Execute the flush; if it fails, look at its rows while its transaction lasts."""
         context = self.context
         assert context is not None
+        self.started = True
         del context.execute  # what `_session` has put there, so that there is no cycle
         try:
             if self._batch:
@@ -74,11 +77,15 @@ class Flush:
             _confirm(self)
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
-            with suppress(DBAPIError):
-                self.looked = self.looked or look(self)
+            self.look()
             raise
         finally:
             self.emitting = False
+
+    def look(self) -> None:
+        """Look at the rows of the flush, which has failed."""
+        with suppress(DBAPIError):
+            self.looked = self.looked or look(self)
 
     def _ahead(self, context: UOWTransaction) -> None:
         states = [(state, deleted) for state, (deleted, listed) in context.states.items() if state.key and not listed]

@@ -72,7 +72,7 @@ def look(flush: Flush) -> list[Row]:
             flushed = row.found is None and (mapper.base_mapper, row.key) in unclear
             if not (flushed and flush.added(state)):
                 found.append(row._replace(flushed=flushed))
-    return found
+    return found if flush.started else [row for row in found if row.found is None]
 
 
 def identify(
@@ -99,10 +99,10 @@ def identify(
 
 def _to_be_written(flush: Flush) -> list[State]:
     """Return the versioned rows that a flush changes or deletes, as far as it has come to them."""
-    session, context = flush.session, flush.context
-    if context is None:
-        # A listener of before_flush has failed: of the rows that may have been its reason.
-        return [state for state in map(instance_state, session.dirty) if state.key and is_versioned(state.mapper)]
+    context = flush.context
+    if not flush.started or context is None:
+        # A listener of before_flush has failed, because a row that it has read again is gone.
+        return [state for state in map(instance_state, flush.session.dirty) if state.key and is_versioned(state.mapper)]
     switched = {state.mapper._identity_key_from_state(state) for state in context.states if state.key is None}
     return [
         state

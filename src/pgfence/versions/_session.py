@@ -100,6 +100,8 @@ class VersionedSession(Session):
         try:
             super().flush(objects)
         except (StaleDataError, ObjectDeletedError) as error:
+            if not flush.started:
+                flush.look()
             if (found := meant(flush, error)) is error:
                 raise
             raise found from error
