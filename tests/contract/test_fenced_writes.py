@@ -26,6 +26,8 @@ from sqlalchemy.orm import (
     registry,
     relationship,
 )
+from sqlalchemy.orm.exc import StaleDataError
+from sqlalchemy.schema import CreateSchema, DropSchema
 
 from pgfence.errors import FenceRequiredError, StaleFencingTokenError
 from pgfence.fence import Fenced, fence
@@ -154,6 +156,42 @@ async def test_rows_that_no_hook_sees_are_checked_with_every_driver(world: World
     cls = made.Same if "one-to-one" in write else made.Entry
     token = select(cls.fence_token).where(cls.id == 1)
     assert await on_session(world, engine, lambda session: session.scalar(token)) == 4
+
+
+@pytest.mark.parametrize("statement", ["Core", "update", "update by key", "delete"])
+def test_rows_are_checked_in_the_schema_that_a_statement_means(engine: Engine, statement: str) -> None:
+    """With a schema_translate_map, the row that decides is the one that is written, not its namesake."""
+    made = shop(f"w{secrets.token_hex(6)}", "row", by_row=False)
+    entry, tenant = made.Entry, f"{made.resource}_tenant"
+    with engine.begin() as connection:
+        connection.execute(CreateSchema(tenant))
+    there: dict[str, Any] = {"schema_translate_map": {None: tenant}}
+    for place, token in ((engine, 1), (engine.execution_options(**there), 3)):
+        made.metadata.create_all(place)
+        with place.begin() as connection:
+            connection.execute(insert(entry.__table__).values(id=1, book="", amount=0, fence_token=token))
+    sent: dict[str, tuple[Any, ...]] = {
+        "Core": (update(entry.__table__).where(entry.__table__.c.id == 1).values(amount=9),),
+        "update": (update(entry).values(amount=9),),
+        "update by key": (update(entry), [{"id": 1, "amount": 9}]),
+        "delete": (delete(entry),),
+    }
+    with Session(engine) as session:
+        fence(session, made.resource, 2)
+        with pytest.raises(StaleFencingTokenError, match="was written under 3"):
+            session.execute(*sent[statement], execution_options=there)
+    with engine.begin() as connection:
+        connection.execute(DropSchema(tenant, cascade=True))
+
+
+@pytest.mark.parametrize("mode", ["gate", "row"])
+def test_a_row_that_is_gone_is_sqlalchemys_error(engine: Engine, mode: str) -> None:
+    """An UPDATE without a hook, of a row that was deleted meanwhile, raises StaleDataError as a flush does."""
+    made = classes(engine, mode, True, versioned=False)
+    with Session(engine) as session:
+        fence(session, made.resource, next(_TOKENS))
+        with pytest.raises(StaleDataError, match="is not there any more"):
+            session.bulk_update_mappings(made.Entry, [{"id": 10**6, "amount": 9}])
 
 
 # ------------------------------------------------------------ the resource is a function of the row

@@ -32,6 +32,7 @@ MODEL = "pgfence_fence"
 """In the `info` of the column: the class, for migrations that compare its table with the database."""
 MODES = ("gate", "row")
 _MISSING = object()
+_SCHEMAS = "schema_translate_map"
 
 
 class Guarded:
@@ -206,6 +207,11 @@ def refusal(cls: type[Guarded], why: str) -> FenceRequiredError:
     return FenceRequiredError(
         f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or by an update() or delete() of the class"
     )
+
+
+def placing(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a statement's execution options that say which table it means."""
+    return {name: options[name] for name in (_SCHEMAS,) if name in options}
 
 
 def refuse_stale(connection: Connection, resource: str, token: int, newest: int) -> Never:

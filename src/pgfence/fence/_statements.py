@@ -19,6 +19,7 @@ from pgfence.fence._rows import (
     Guarded,
     column_of,
     constant,
+    placing,
     refusal,
     refuse_stale,
     resource_of,
@@ -133,7 +134,7 @@ def _bind_to_rows(work: Work) -> None:
     if work.cls.__fence__ == "row" and not inside:
         raise refusal(work.cls, "its fencing column is in another table than this statement")
     query = _query(work, _changes(work)).where(*work.statement._where_criteria)
-    rows = work.state.session.execute(query, work.state.parameters or {}).all()
+    rows = _read(work, query, work.state.parameters or {})
     tokens = [_pass(work, row) for row in rows]
     keys = keys_in(work.mapper, work.mapper.local_table)
     listed = _listed(keys, [_key(work, row) for row in rows], tokens)
@@ -143,6 +144,17 @@ def _bind_to_rows(work: Work) -> None:
     work.state.statement = statement
     if work.state.execution_options.get("synchronize_session") == "evaluate":
         work.state.update_execution_options(synchronize_session="fetch")
+
+
+def _read(work: Work, query: Any, parameters: Any) -> Sequence[Row[Any]]:
+    """Return the rows of a query that runs where the statement runs: on its connection, in its schema."""
+    found: Sequence[Row[Any]] = work.state.session.execute(
+        query,
+        parameters,
+        execution_options=placing(work.state.execution_options),
+        bind_arguments={"bind": work.connection},
+    ).all()
+    return found
 
 
 def _query(work: Work, changes: dict[str, Any]) -> Any:
@@ -224,7 +236,7 @@ def _guard_batch(work: Work) -> Result[Any]:
     wanted = [tuple(row[name] for name in names) for row in parameters]
     keys = list(work.mapper.primary_key)
     listed = _listed(keys, wanted, [0] * len(wanted))
-    found = {_key(work, row): row for row in work.state.session.execute(_query(work, {}).where(*_same(keys, listed)))}
+    found = {_key(work, row): row for row in _read(work, _query(work, {}).where(*_same(keys, listed)), {})}
     if missing := [key for key in wanted if key not in found]:
         raise StaleDataError(f"rows of {work.cls.__name__} that were to be written are not there: {missing[:5]}")
     tokens = [_pass(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]

@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import BindParameter, Column, select
 from sqlalchemy import inspect as mapped
+from sqlalchemy.exc import DontWrapMixin
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import operators
 
 from pgfence.fence._flush import keys_in
-from pgfence.fence._rows import ATTRIBUTE, View, column_of, constant, refusal, refuse_stale, resource_of, token_for
+from pgfence.fence._rows import (
+    ATTRIBUTE,
+    View,
+    column_of,
+    constant,
+    placing,
+    refusal,
+    refuse_stale,
+    resource_of,
+    token_for,
+)
 from pgfence.fence._statements import values_of
 
 if TYPE_CHECKING:
@@ -26,6 +37,10 @@ if TYPE_CHECKING:
     from pgfence.fence._rows import Guarded
 
 _MISSING = object()
+
+
+class _RowGoneError(StaleDataError, DontWrapMixin):
+    """SQLAlchemy's own error, which it does not wrap in another one where it was raised inside a statement."""
 
 
 def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
@@ -60,10 +75,11 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> Row[Any]:
     if not named.keys() >= set(columns):
         raise refusal(cls, "the rows of this UPDATE cannot be told before it runs")
     query: Any = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
-    row: Row[Any] | None = context.root_connection.execute(query).one_or_none()
+    options = placing(context.execution_options)
+    row: Row[Any] | None = context.root_connection.execute(query, execution_options=options).one_or_none()
     if row is None:
         key = tuple(named[column] for column in columns)
-        raise StaleDataError(f"the row {key!r} of {cls.__name__} that was to be written is not there any more")
+        raise _RowGoneError(f"the row {key!r} of {cls.__name__} that was to be written is not there any more")
     return row
 
 
