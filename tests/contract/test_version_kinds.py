@@ -31,7 +31,7 @@ CHECKS = ("row", "batch")
 _NUMBERS = itertools.count(1, 10)
 
 # Drivers differ in whether they send several rows at once, and in whether they count them.
-SEVERAL = ("update", "delete", "orphan", "nulled", "post_update of many", "deleted parent with post_update")
+SEVERAL = ("update", "delete", "post_update of many", "deleted parent with post_update")
 EVERY = [
     pytest.param("psycopg", mode, name, id=f"psycopg-{mode}-{name}")
     for name, kind in KINDS.items()
@@ -116,7 +116,7 @@ def beat(engine: Any, m: Any, mode: str, row: tuple[str, int], start: int, how: 
     """Write a row as another process does."""
     cls = getattr(m, row[0])
     table = cls.__table__
-    values: dict[str, Any] = {"label": "theirs"}
+    values: dict[str, Any] = {"label": "theirs"} if "label" in table.c else {"id": table.c.id}
     if mode == "client":
         values["version"] = table.c.version + 1
     elif mode == "UUID":
@@ -178,7 +178,9 @@ async def test_a_beaten_write_lists_exactly_the_row(
 ) -> None:
     """A row that another process has changed or deleted is the one item of the conflict, and nothing of the flush is kept."""
     kind, m = KINDS[name], models(mode)
-    for check, how in itertools.product(CHECKS, ("changed", "deleted") if kind.gone else ("changed",)):
+    # A row that is gone is the same in every mode.
+    ways = ("changed", "deleted") if kind.gone and mode == "client" else ("changed",)
+    for check, how in itertools.product(CHECKS, ways):
         start = fill(engine, m, kind)
         theirs: dict[Any, Any] = {}
         with pytest.raises(VersionConflictError) as conflict:

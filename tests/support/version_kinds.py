@@ -117,6 +117,10 @@ def classes(mode: str) -> Any:
         id: Mapped[int] = mapped_column(ForeignKey(Parent.id), primary_key=True)
         label: Mapped[str] = mapped_column(default="")
 
+    class Link(V, Base):
+        __tablename__ = f"{prefix}_link"
+        id: Mapped[int] = mapped_column(ForeignKey(Parent.id), primary_key=True)
+
     class Task(V, Base):
         __tablename__ = f"{prefix}_task"
         id: Mapped[int] = mapped_column(primary_key=True)
@@ -148,7 +152,7 @@ def classes(mode: str) -> Any:
         label: Mapped[str] = mapped_column(default="")
         number: Mapped[int] = mapped_column(ForeignKey(Group.number, deferrable=True, initially="DEFERRED"))
 
-    found = [Page, Parent, Kid, Own, One, Twin, Task, Stamped, Member]
+    found = [Page, Parent, Kid, Own, One, Twin, Link, Task, Stamped, Member]
     if mode != "xmin":
 
         class Item(V, Base):
@@ -211,6 +215,11 @@ def _expired(session: Session, m: Any, n: int) -> None:
 def _switch(session: Session, m: Any, n: int) -> None:
     session.delete(session.get_one(m.Page, n))
     session.add(m.Page(id=n))
+
+
+def _key_switch(session: Session, m: Any, n: int) -> None:
+    session.delete(session.get_one(m.Link, n))
+    session.add(m.Link(id=n))
 
 
 def _orphan_switch(session: Session, m: Any, n: int) -> None:
@@ -388,6 +397,14 @@ KINDS: dict[str, Kind] = {
     "delete": Kind("a deleted row", _of("Page", 0, 1, 2), _delete, {}, ("Page", 1)),
     "row switch": Kind(
         "a new row under the key of one that the flush deletes", _of("Page", 0), _switch, {("Page", 0): 1}, ("Page", 0)
+    ),
+    "row switch of a key": Kind(
+        "the same, in a table that has no columns beside the key and the version",
+        _all(_of("Parent", 0), _of("Link", 0)),
+        _key_switch,
+        {("Link", 0): 1},
+        ("Link", 0),
+        rejected={"xmin": TypeError},
     ),
     "row switch by orphan": Kind(
         "a new row under the key of one that it replaces in a relationship with `delete-orphan`",

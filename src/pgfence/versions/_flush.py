@@ -82,19 +82,37 @@ def _touch_switched(state: State, replaced: State) -> None:
     """Make the UPDATE of a row switch write a column: with a key alone there is nothing that the server could count."""
     columns = {column for column in version_column(state.mapper).table.c if not column.primary_key}
     attributes = state.mapper.column_attrs
-    if not any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
-        name = _column_of(replaced.obj())
-        if attributes[name].columns[0].primary_key:
+    if any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
+        return
+    name = _spare_column(replaced.obj())
+    if name is None:
+        if mode_of(state.mapper) != "server":
             raise TypeError(
                 f"{state.class_.__name__}: a row that has only a key cannot be replaced in one flush: flush() after the delete"
             )
-        # As it is in the table: the new instance does not have the value.
-        state.dict[name] = attributes[name].columns[0]
-        flag_modified(state.obj(), name)
+        name = ATTRIBUTE
+    # As it is in the table: the new instance does not have the value.
+    state.dict[name] = attributes[name].columns[0]
+    flag_modified(state.obj(), name)
 
 
 def _column_of(target: Any) -> str:
     """Return the attribute of a column that may be written once more as it is, loaded."""
+    mapper = inspect(target).mapper
+    name = _spare_column(target)
+    if name is not None:
+        getattr(target, name)
+        return name
+    if mode_of(mapper) == "server":
+        raise TypeError(
+            f"{mapper.class_.__name__}: there is nothing in {version_column(mapper).table} that could be written so that the"
+            " trigger counts: it needs a column beside its key and its version"
+        )
+    return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
+
+
+def _spare_column(target: Any) -> str | None:
+    """Return the attribute of a column beside the key and the version that does not change by itself."""
     mapper = inspect(target).mapper
     table = version_column(mapper).table
     for name, prop in mapper.column_attrs.items():
@@ -103,14 +121,8 @@ def _column_of(target: Any) -> str:
             continue
         # A column that changes by itself has to be left to do so.
         if column.onupdate is None and column.server_onupdate is None and column.computed is None:
-            getattr(target, name)
             return str(name)
-    if mode_of(mapper) == "server":
-        raise TypeError(
-            f"{mapper.class_.__name__}: there is nothing in {table} that could be written so that the trigger counts: it needs"
-            " a column beside its key and its version"
-        )
-    return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
+    return None
 
 
 event.listen(VersionedBase, "before_delete", _before_delete, propagate=True, raw=True, insert=True)
