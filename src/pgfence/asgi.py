@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import ENDED, MEBIBYTE, WHY, Mark, Request, Rules, length_of
+from pgfence._http.problems import BODY_INCOMPLETE
+from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, length_of
 from pgfence.effects._attempts import Reply, Stored, claim_async
+from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
 from pgfence.lease._aio import source_of
@@ -125,7 +127,7 @@ class IdempotencyMiddleware:
         except Refusal as refusal:
             found = refusal.reply
         except PgfenceError as error:
-            found = answers.refused(error, str(request), self._rules.ttl)
+            found = answers.refused(error, str(request))
         if isinstance(found, _Exchange):
             await found.run(self._app, scope)
         elif found is not None:
@@ -175,14 +177,15 @@ class _Exchange:
             scope["extensions"] = {name: offered[name] for name in offered if name not in _NOT_OFFERED}
         try:
             await app(scope, self.receive, self.send)
-        except Exception:
-            await self._stopped()
+        except Exception as error:
+            await self._stopped(kind_of(error))
             raise
-        except BaseException:
+        except BaseException as error:
             self._mark.ended = True
-            self._running.let_lapse()
+            self._running.let_lapse(kind_of(error))
+            answers.lapsed(self._request, self._running.lapsed(kind_of(error)))
             raise
-        await self._stopped()
+        await self._stopped("no response")
 
     async def receive(self) -> Message:
         """Give the application the body, and news of the client only while an answer is on its way to it."""
@@ -241,7 +244,7 @@ class _Exchange:
         reply = self._rules.record(start["status"], _headers(start), None if flows else b"".join(self._chunks))
         instead = None
         if reply is None:
-            await self._failed()
+            await self._failed(f"status {start['status']}")
         else:
             instead = await self._record(reply)
         self._open.set()
@@ -258,28 +261,29 @@ class _Exchange:
         try:
             await self._running.finish_reply(reply)
         except AttemptLostError as error:
-            return answers.refused(error, str(self._request), self._rules.ttl)
+            return answers.refused(error, str(self._request))
         except Exception:
             # The work is done, and the client may know it.
             answers.log.exception("%s: the answer is not recorded", self._request)
         return None
 
-    async def _stopped(self) -> None:
+    async def _stopped(self, how: str) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
         if self._gone and self._start is not None and not self._mark.ended:
             # It has answered, and only its client has kept it from sending all of that.
             reply = self._rules.record(self._start["status"], _headers(self._start), None)
             if reply is not None:
                 await self._record(reply)
-        await self._failed()
+        await self._failed(how)
 
-    async def _failed(self) -> None:
+    async def _failed(self, how: str) -> None:
         """End the attempt without a record, unless it has ended."""
         if self._mark.ended:
             return
         self._mark.ended = True
         if not self._rules.frees:
-            self._running.let_lapse()
+            row = await self._running.lapse(how)
+            answers.lapsed(self._request, self._running.lapsed(how, row))
             return
         try:
             await self._running.free()
@@ -324,7 +328,7 @@ async def _body(receive: Receive, rules: Rules) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             # Nobody hears it, but middlewares outside, Starlette's for one, take no answer for an error.
-            raise Refusal(400, ENDED)
+            raise Refusal(BODY_INCOMPLETE)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         rules.fits(size)

@@ -6,21 +6,29 @@ dependency with `yield` commits after the client has its answer; with it, FastAP
 
 from __future__ import annotations
 
+import inspect
 import logging
 from enum import Enum
 from functools import partial
-from http import HTTPStatus
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, overload
 from urllib.parse import quote
 
-from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket
+from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket, routing
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 
+from pgfence._http import openapi
 from pgfence._http.dependants import checked_root, declared, signature
-from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, retry_headers, scope_of
-from pgfence._http.key import key_of
+from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, scope_of
+from pgfence._http.key import UnusableKeyError, key_of
+from pgfence._http.problems import (
+    MEDIA_TYPE,
+    NAME_INVALID,
+    PAYLOAD_INVALID,
+    PRINCIPAL_MISSING,
+    problem_of,
+    retry_headers,
+)
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
@@ -32,6 +40,8 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+    from pgfence._http.problems import Problem
+    from pgfence.effects._wanted import Reply
     from pgfence.timing import Seconds
 
 __all__ = ["Idempotent", "IdempotentCall", "Locked", "idempotency_key", "install_error_handlers"]
@@ -41,39 +51,86 @@ log = logging.getLogger("pgfence.fastapi")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer each error of pgfence with its `http_status`, and with `Retry-After` where to send the request again may help.
+    """Answer each error of pgfence with a problem (RFC 9457), and describe these problems in the OpenAPI document.
 
-    That is each error that is `retryable`. Such an answer is not recorded by an `IdempotencyMiddleware`. It is
-    `application/problem+json` and names the class of the error. The message, which may name keys and holders, goes to the log
-    `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the error goes on. An application that is
-    mounted in this one has handlers of its own.
+    The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
+    people; the reference lists all codes. `Retry-After` is sent where to send the request again may help, that is, for each error
+    that is `retryable`. Such a response is not recorded by an `IdempotencyMiddleware`. The message of the error, which may name
+    keys and holders, goes to the log `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the
+    error goes on. An application that is mounted in this one has handlers of its own.
+
+    The OpenAPI document has these problems at the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
+    `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also has the header of the middleware.
     """
     app.add_exception_handler(PgfenceError, cast("Any", _answer))
+    app.add_exception_handler(_Refused, cast("Any", _refuse))
+    # Newer versions of FastAPI put what the inclusion of a router adds beside the route.
+    openapi.describe(app, getattr(routing, "iter_route_contexts", iter), _problems_of)
+
+
+def _problems_of(dependency: object) -> tuple[Problem, ...]:
+    if isinstance(dependency, Idempotent):
+        return openapi.ONCE
+    if isinstance(dependency, Locked):
+        return openapi.LOCK
+    return openapi.KEY if dependency is idempotency_key else ()
+
+
+class _Refused(HTTPException):
+    """A request that does not get to its endpoint. Without `install_error_handlers` FastAPI sends it, without a code."""
+
+    def __init__(self, problem: Problem, detail: str | None = None) -> None:
+        super().__init__(problem.status, detail or problem.detail, {"content-type": MEDIA_TYPE})
+        self.problem = problem
 
 
 async def _answer(asked: Request | WebSocket, error: PgfenceError) -> Response:
     if isinstance(asked, WebSocket):
         raise error
-    status = HTTPStatus(error.http_status)
+    status = error.http_status
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
     log.log(level, "%s %s: %s", asked.method, quote(asked.scope["path"], errors="replace"), error, exc_info=trace)
-    told = {"title": status.phrase, "status": status, "detail": type(error).__name__}
-    return JSONResponse(told, status, retry_headers(error), media_type="application/problem+json")
+    return _response(problem_of(error).reply(None, *retry_headers(error).items()))
 
 
-async def idempotency_key(
-    request: Request,
-    header: Annotated[str | None, Header(alias="Idempotency-Key")] = None,  # noqa: ARG001, the OpenAPI document shows it
-) -> str:
+async def _refuse(asked: Request | WebSocket, error: _Refused) -> Response:
+    if isinstance(asked, WebSocket):
+        raise error
+    return _response(error.problem.reply(error.detail))
+
+
+def _response(reply: Reply) -> Response:
+    return Response(reply.body, reply.status, dict(reply.headers))
+
+
+async def _usable_key(request: Request) -> str:
+    try:
+        return key_of(request.headers.getlist(openapi.HEADER))
+    except UnusableKeyError as error:
+        raise _Refused(error.problem, str(error)) from error
+
+
+async def idempotency_key(request: Request, **_: object) -> str:
     """Return the key of a request, as a dependency: `Depends(idempotency_key)`. With its quotes and without it is the same.
+
+    In the OpenAPI document the header is required.
 
     Raises:
         HTTPException: 400: the request has no header `Idempotency-Key`, or two, or it is malformed or too long.
     """
-    try:
-        return key_of(request.headers.getlist("Idempotency-Key"))
-    except ValueError as error:
-        raise HTTPException(400, str(error)) from error
+    return await _usable_key(request)
+
+
+async def _as_documented(
+    request: Request,
+    usable: Annotated[str, Depends(_usable_key)],
+    header: Annotated[str, Header(alias=openapi.HEADER, description=openapi.DESCRIPTION)],
+) -> str:
+    raise NotImplementedError
+
+
+# FastAPI reads this. The header is required in its document, and looked at first: FastAPI itself would answer 422 without it.
+idempotency_key.__signature__ = inspect.signature(_as_documented)  # type: ignore[attr-defined]
 
 
 class Locked:
@@ -112,7 +169,7 @@ class Locked:
         try:
             lock = kind(session, *(name.format(**values) for name in self._names))
         except ValueError as error:
-            raise HTTPException(422, str(error)) from error
+            raise _Refused(NAME_INVALID, f"{error}.") from error
         acquire = partial(lock.acquire, timeout=self._timeout)
         await (acquire() if is_async else in_a_thread(acquire))
 
@@ -186,9 +243,12 @@ class Idempotent(Generic[T]):
         payload = await payload_of(request, Request)
         try:
             scope = scope_of(request.method, request.scope["path"], principal)
+        except ValueError as error:
+            raise _Refused(PRINCIPAL_MISSING) from error
+        try:
             once = idempotent(session, key, scope=scope, payload=payload, result=self._result)
         except ValueError as error:
-            raise HTTPException(400, str(error)) from error
+            raise _Refused(PAYLOAD_INVALID) from error
         return IdempotentCall(once, response)
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
-from pgfence._http.rules import ENDED, MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
+from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
+from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
 from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
+from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
 from pgfence.lease._sync import source_of
@@ -90,7 +92,7 @@ class IdempotencyMiddleware:
         except Refusal as refusal:
             found = refusal.reply
         except PgfenceError as error:
-            found = answers.refused(error, str(request), self._rules.ttl)
+            found = answers.refused(error, str(request))
         if isinstance(found, _Exchange):
             return found.run(self._app, environ)
         return self._app(environ, start_response) if found is None else _send(found, start_response)
@@ -241,7 +243,7 @@ class _Exchange:
         try:
             self._running.finish_reply(reply)
         except AttemptLostError as error:
-            return answers.refused(error, str(self._request), self._rules.ttl)
+            return answers.refused(error, str(self._request))
         except Exception:
             # The work is done, and the client may know it.
             answers.log.exception("%s: the answer is not recorded", self._request)
@@ -265,8 +267,15 @@ class _Exchange:
         if self._mark.ended:
             return
         self._mark.ended = True
-        if not self._rules.frees or not isinstance(error, Exception | None):
-            self._running.let_lapse()
+        begun = self._started
+        how = kind_of(error) if error else f"status {begun[0]}" if begun else "no response"
+        if not isinstance(error, Exception | None):
+            self._running.let_lapse(how)
+            answers.lapsed(self._request, self._running.lapsed(how))
+            return
+        if not self._rules.frees:
+            row = self._running.lapse(how)
+            answers.lapsed(self._request, self._running.lapsed(how, row))
             return
         try:
             self._running.free()
@@ -331,7 +340,7 @@ def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
     if left is None:
         if not environ.get("wsgi.input_terminated"):
             if environ.get("CONTENT_LENGTH") or environ.get("HTTP_TRANSFER_ENCODING"):
-                raise Refusal(411, "With an Idempotency-Key a body needs a Content-Length.")
+                raise Refusal(LENGTH_REQUIRED)
             return b""
         left = rules.max_body + 1
     chunks = []
@@ -341,10 +350,10 @@ def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
     body = b"".join(chunks)
     rules.fits(len(body))
     if request.length is not None and left:
-        raise Refusal(400, ENDED)
+        raise Refusal(BODY_INCOMPLETE)
     return body
 
 
 def _send(reply: Reply, start_response: StartResponse) -> Iterable[bytes]:
-    start_response(f"{reply.status} {answers.phrase(reply.status)}", list(reply.headers))
+    start_response(f"{reply.status} {phrase(reply.status)}", list(reply.headers))
     return [reply.body]

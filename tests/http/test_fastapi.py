@@ -10,6 +10,7 @@ import time
 import uuid
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio.to_thread
@@ -35,12 +36,14 @@ from fastapi.security import OAuth2PasswordBearer
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 from starlette.datastructures import UploadFile as StoredFile
 
 from pgfence.asgi import IdempotencyMiddleware
 from pgfence.config import configure
 from pgfence.errors import (
+    AttemptLostError,
     CapacityError,
     DeadlockError,
     IdempotencyInProgressError,
@@ -49,6 +52,8 @@ from pgfence.errors import (
     PgfenceError,
     SchemaError,
     UnreachableError,
+    VersionConflictError,
+    VersionRequiredError,
 )
 from pgfence.fastapi import Idempotent, IdempotentCall, Locked, idempotency_key, install_error_handlers
 from pgfence.idempotency import AsyncIdem
@@ -86,6 +91,12 @@ class PayOut:
 
 class Colour(str, enum.Enum):  # noqa: UP042, as much code of applications has it
     RED = "red"
+
+
+class Oversold(LockTimeoutError):
+    """An application's own error of pgfence."""
+
+    http_status = 409
 
 
 class Shop:
@@ -219,7 +230,9 @@ async def test_a_busy_lock_is_423_however_the_number_is_written(shop: Shop, path
     assert time.monotonic() - began < FAR  # the default timeout is 30
     assert (answer.status_code, answer.headers["Retry-After"]) == (423, "1")
     assert answer.headers["Content-Type"] == "application/problem+json"
-    assert answer.json() == {"title": "Locked", "status": 423, "detail": "LockTimeoutError"}
+    problem = answer.json()
+    assert "Send this request again" in problem.pop("detail")
+    assert problem == {"title": "Locked", "status": 423, "code": "lock_timeout"}
 
 
 async def test_a_lock_is_named_by_what_the_endpoint_would_get(shop: Shop) -> None:
@@ -252,7 +265,9 @@ async def test_a_name_that_cannot_be_one_is_the_clients_mistake(shop: Shop) -> N
 
     shop.app.delete("/accounts/{name}", dependencies=shop.locked("account:{name}"))(closes)
     async with shop.client() as client:
-        assert (await client.delete("/accounts/a%00b")).status_code == 422
+        answer = await client.delete("/accounts/a%00b")
+    assert (answer.status_code, answer.json()["code"]) == (422, "lock_name_invalid")
+    assert answer.headers["Content-Type"] == "application/problem+json"
 
 
 async def test_what_authenticates_in_front_of_the_lock_is_asked_first(shop: Shop) -> None:
@@ -589,7 +604,7 @@ async def test_another_request_under_the_key_is_422_and_another_users_key_is_ano
         first = await client.post("/payments", json={"amount": 5})
         for path, body in (("/payments", {"amount": 6}), ("/payments?a=1", {"amount": 5})):
             other = await client.post(path, json=body)
-            assert (other.status_code, other.json()["detail"]) == (422, "IdempotencyKeyReusedError")
+            assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
             assert first.json()["key"] not in other.text
         for path, name in (("/payments", "bob"), ("/refunds", "ann"), ("/payments", "x" * 300), ("/payments", "a\x00")):
             answer = await client.post(path, json={"amount": 6}, headers={"x-user": name.encode()})
@@ -604,26 +619,30 @@ async def test_what_a_client_says_of_the_host_hides_nothing(shop: Shop) -> None:
         assert (await client.post("/payments?a=1", json={"amount": 5})).status_code == 201
         assert (await client.post("/payments?a=2", json={"amount": 5})).status_code == 422
         answer = await client.post("/payments?a=2", json={"amount": 5}, headers={"Host": "[x"})
-        assert (answer.status_code, answer.json()["detail"]) == (422, "IdempotencyKeyReusedError")
+        assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
     assert shop.desk.effects() == 1
 
 
 @pytest.mark.parametrize(
-    ("headers", "body"),
+    ("headers", "body", "code"),
     [
-        ([], b'{"amount": 5}'),
-        ([("Idempotency-Key", "a"), ("Idempotency-Key", "a")], b'{"amount": 5}'),
-        ([("Idempotency-Key", "")], b'{"amount": 5}'),
-        ([("Idempotency-Key", '""')], b'{"amount": 5}'),
-        ([("Idempotency-Key", "k" * 256)], b'{"amount": 5}'),
-        ([("Idempotency-Key", "a"), ("x-user", "")], b'{"amount": 5}'),
-        ([("Idempotency-Key", "a")], b'{"amount": 5, "more": NaN}'),
-        ([("Idempotency-Key", "a")], b'{"amount": 5, "more": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        ([], b'{"amount": 5}', "idempotency_key_missing"),
+        ([("Idempotency-Key", "a"), ("Idempotency-Key", "a")], b'{"amount": 5}', "idempotency_key_repeated"),
+        ([("Idempotency-Key", "")], b'{"amount": 5}', "idempotency_key_invalid"),
+        ([("Idempotency-Key", '""')], b'{"amount": 5}', "idempotency_key_invalid"),
+        ([("Idempotency-Key", "k" * 256)], b'{"amount": 5}', "idempotency_key_invalid"),
+        ([("Idempotency-Key", "a"), ("x-user", "")], b'{"amount": 5}', "principal_missing"),
+        ([("Idempotency-Key", "a")], b'{"amount": 5, "more": NaN}', "payload_invalid"),
+        (
+            [("Idempotency-Key", "a")],
+            b'{"amount": 5, "more": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+            None,
+        ),
     ],
     ids=["none", "two", "empty", "quotes", "long", "nobody", "nan", "deep"],
 )
 async def test_a_request_without_one_usable_key_and_a_principal_is_400(
-    shop: Shop, headers: list[tuple[str, str]], body: bytes
+    shop: Shop, headers: list[tuple[str, str]], body: bytes, code: str | None
 ) -> None:
     """C108: whatever a client sends, the answer says what is wrong, and nothing was done."""
     shop.pays()
@@ -633,6 +652,9 @@ async def test_a_request_without_one_usable_key_and_a_principal_is_400(
     async with shop.client() as client:
         answer = await client.post("/payments", content=body, headers=[*usual, *headers])
     assert (answer.status_code, bool(answer.json()["detail"])) == (400, True), answer.text
+    if code is not None:  # else it is FastAPI that cannot read the body
+        assert answer.headers["Content-Type"] == "application/problem+json"
+        assert (answer.json()["code"], answer.json()["title"]) == (code, "Bad Request")
     assert shop.desk.effects() == 0
 
 
@@ -877,36 +899,124 @@ def test_the_key_of_a_request_is_one_string() -> None:
     for bad in BAD_KEYS:
         answer = client.post("/", headers=[(b"Idempotency-Key", value) for value in bad])
         assert answer.status_code == 400, bad
+        assert answer.headers["Content-Type"] == "application/problem+json"
         assert "Idempotency-Key" in answer.json()["detail"]
     (told,) = app.openapi()["paths"]["/"]["post"]["parameters"]
-    assert (told["name"], told["in"]) == ("Idempotency-Key", "header")
+    assert (told["name"], told["in"], told["required"]) == ("Idempotency-Key", "header", True)
 
 
 def takes_key(key: Annotated[str, Depends(idempotency_key)]) -> str:
     return key
 
 
+# ---------------------------------------------------------------- the OpenAPI document
+
+
+def problems(operation: dict[str, Any]) -> dict[str, set[str]]:
+    """Return the codes that an operation is documented to answer, by status."""
+    found = {}
+    for status, response in operation["responses"].items():
+        if (problem := response.get("content", {}).get("application/problem+json")) is not None:
+            assert problem["schema"] == {"$ref": "#/components/schemas/PgfenceProblem"}
+            assert all(one["value"]["status"] == int(status) for one in problem["examples"].values())
+            found[status] = set(problem["examples"])
+    return found
+
+
+def keys(operation: dict[str, Any]) -> list[bool]:
+    """Return of each header for a key whether it is required."""
+    return [one["required"] for one in operation.get("parameters", ()) if one["name"] == "Idempotency-Key"]
+
+
+def test_the_openapi_document_has_the_header_and_the_problems() -> None:
+    """Of each operation those of its dependencies and of the middleware; the header is required where its absence is 400."""
+
+    def get_session() -> Iterator[Session]:
+        raise AssertionError
+        yield
+
+    once = Idempotent(session=get_session, principal=user, result=int)
+    router = APIRouter(prefix="/in/{shelf}", dependencies=[Depends(Locked("{shelf}", session=get_session))])
+
+    def plain(shelf: str = "") -> None: ...
+
+    def pays(call: IdempotentCall[int] = Depends(once, scope="function")) -> None: ...
+
+    def edits(if_match: Annotated[str | None, Header()] = None) -> None: ...
+
+    app = FastAPI()
+    install_error_handlers(app)
+    install_error_handlers(app)  # twice does no harm
+    app.get("/plain")(plain)
+    app.post("/key")(takes_key)
+    app.post("/once", responses={409: {"description": "Ours"}})(pays)
+    app.put("/edit")(edits)
+    router.delete("/{x}")(plain)
+    app.include_router(router, prefix="/v1")
+    for path in ("/each/{x:path}", "/some", "/key"):
+        app.patch(path)(plain)
+    engine = create_async_engine("postgresql+psycopg://nowhere/")
+    app.add_middleware(IdempotencyMiddleware, engine=engine, methods=["PATCH"], routes=["/each/*"])
+    app.add_middleware(IdempotencyMiddleware, engine=engine, methods=["patch"])
+
+    paths = app.openapi()["paths"]
+    assert (keys(paths["/plain"]["get"]), problems(paths["/plain"]["get"])) == ([], {})
+    assert keys(paths["/key"]["post"]) == keys(paths["/once"]["post"]) == [True]
+    assert problems(paths["/key"]["post"])["409"] >= {"idempotency_in_progress", "idempotency_attempt_failed"}
+    assert problems(paths["/once"]["post"]).keys() == {"400", "409", "422", "503"}
+    assert paths["/once"]["post"]["responses"]["409"]["description"] == "Ours"
+    assert "application/json" in paths["/once"]["post"]["responses"]["422"]["content"]  # FastAPI's own
+    assert problems(paths["/v1/in/{shelf}/{x}"]["delete"]).keys() == {"409", "422", "423", "503"}
+    assert problems(paths["/edit"]["put"]) == {
+        "409": {"version_conflict"},
+        "412": {"precondition_failed"},
+        "428": {"version_required"},
+    }
+    each, some = paths["/each/{x}"]["patch"], paths["/some"]["patch"]
+    assert (sorted(keys(each)), keys(some)) == ([True], [False])
+    assert problems(each)["413"] == problems(some)["413"] == {"body_too_large"}
+    assert "idempotency_key_missing" in problems(each)["400"] - problems(some)["400"]
+    assert app.openapi() is app.openapi()
+    app.get("/late", dependencies=[Depends(idempotency_key)])(plain)
+    assert keys(app.openapi()["paths"].get("/late", {"get": {}})["get"]) in (
+        [True],
+        [],
+    )  # older versions keep the first
+
+
 # ---------------------------------------------------------------- answers
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "wait"),
+    ("error", "status", "code", "wait"),
     [
-        (LockTimeoutError("who holds it"), 423, "1"),
-        (IdempotencyInProgressError("k", scope="s", key="k", retry_after=0.2), 409, "1"),
-        (IdempotencyKeyReusedError("k", scope="s", key="k"), 422, None),
-        (DeadlockError("who was in it"), 409, "1"),
-        (UnreachableError("host"), 503, "1"),
-        (UnreachableError("password", retryable=False), 500, None),
-        (CapacityError("full", used=1, limit=1), 503, "1"),
-        (SchemaError("no tables"), 500, None),
+        (LockTimeoutError("who holds it"), 423, "lock_timeout", "1"),
+        (IdempotencyInProgressError("k", scope="s", key="k"), 409, "idempotency_in_progress", "1"),
+        (
+            IdempotencyInProgressError("k", scope="s", key="k", retry_after=39.2, ended_with="secret"),
+            409,
+            "idempotency_attempt_failed",
+            "40",
+        ),
+        (IdempotencyKeyReusedError("k", scope="s", key="k"), 422, "idempotency_key_reused", None),
+        (AttemptLostError("k", scope="s", key="k", attempt=1, newest=2), 409, "idempotency_attempt_superseded", "1"),
+        (AttemptLostError("k", scope="s", key="k", attempt=1, newest=1), 409, "idempotency_outcome_unknown", None),
+        (DeadlockError("who was in it"), 409, "deadlock", "1"),
+        (VersionConflictError("rows", items=()), 409, "version_conflict", "1"),
+        (VersionConflictError("rows", items=(), precondition=True), 412, "precondition_failed", None),
+        (VersionRequiredError("rows"), 428, "version_required", None),
+        (UnreachableError("host"), 503, "database_unreachable", "1"),
+        (UnreachableError("password", retryable=False), 500, "database_login_rejected", None),
+        (CapacityError("table", used=1, limit=1), 503, "database_full", "1"),
+        (SchemaError("no tables"), 500, "schema", None),
+        (Oversold("stock"), 409, "lock_timeout", "1"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PgfenceError) else None,
 )
 def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
-    error: PgfenceError, status: int, wait: str | None, caplog: pytest.LogCaptureFixture
+    error: PgfenceError, status: int, code: str, wait: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client learns the class, and when to try again if that helps; whoever reads the log learns the rest, with a traceback from 500 on."""
+    """The client gets a code, what to do, and when to send it again if that helps; the log has the rest, and a traceback from 500 on."""
     app = FastAPI()
     install_error_handlers(app)
 
@@ -917,7 +1027,9 @@ def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
     with caplog.at_level(logging.INFO, "pgfence.fastapi"):
         answer = TestClient(app).get("/")
     assert (answer.status_code, answer.headers.get("Retry-After")) == (status, wait)
-    assert answer.json()["detail"] == type(error).__name__
+    problem = answer.json()
+    assert (problem["code"], problem["title"], problem["status"]) == (code, HTTPStatus(status).phrase, status)
+    assert (wait is not None) == ("Retry-After" in problem["detail"])
     assert str(error) not in answer.text or len(str(error)) == 1
     (record,) = caplog.records
     assert str(error) in record.message

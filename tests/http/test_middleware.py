@@ -294,11 +294,7 @@ async def test_another_request_with_the_key_is_refused_done_or_in_progress(site:
     await gate.reached()
     assert [(await site.ask(**other)).status for other in others] == [422] * len(others)
     busy = await site.ask()
-    assert (busy.status, busy.header("retry-after"), busy.problem) == (
-        409,
-        "1",
-        "A request with this Idempotency-Key is in progress.",
-    )
+    assert (busy.status, busy.header("retry-after"), busy.code) == (409, "1", "idempotency_in_progress")
     gate.open()
     assert (await first).status == 201
     for other in others:
@@ -346,8 +342,8 @@ async def test_an_error_frees_the_key_and_goes_on_to_the_server(site: Site) -> N
 
 
 @pytest.mark.parametrize("raises", [True, False])
-async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool) -> None:
-    """Who leaves something at work behind has the next request wait until the claim is over."""
+async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Who leaves something at work behind has the next request wait until the claim is over, and is told how long that is."""
 
     async def pay(_: Asked) -> Answer:
         if raises and len(site.seen) == 1:
@@ -360,7 +356,10 @@ async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool) -> None
         assert (await site.ask()).status == 503
     except Declined:
         assert raises
-    assert (await site.ask()).status == 409
+    busy = await site.ask()
+    assert (busy.status, busy.code) == (409, "idempotency_attempt_failed")
+    assert 25 < int(busy.header("retry-after") or 0) <= 30
+    assert ("ended with Declined" if raises else "ended with status 503") in caplog.text
     site.lapse()
     assert (await site.ask()).status == 201
     assert (site.row.attempt, len(site.seen)) == (2, 2)
@@ -492,12 +491,12 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
     nowhere = site.world.engine(dsn="postgresql://nobody:secret@127.0.0.1:9/nowhere")
     bare = site.world.engine()
     configure(bare, prefix="missing_")
-    for engine, status, kind in ((nowhere, 503, "UnreachableError"), (bare, 500, "SchemaError")):
+    for engine, status, kind in ((nowhere, 503, "database_unreachable"), (bare, 500, "schema")):
         caplog.clear()
         with caplog.at_level(logging.INFO, "pgfence.http"):
             site.behind(engine=lambda engine=engine: engine)
             got = await site.ask()
-        assert (got.status, got.problem) == (status, kind)
+        assert (got.status, got.code) == (status, kind)
         (record,) = caplog.records
         assert (record.levelname, record.exc_info is not None) == ("ERROR", True)
         assert "secret" not in caplog.text
@@ -507,9 +506,9 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
 @pytest.mark.parametrize(
     ("state", "problem", "reason"),
     [
-        ("53100", "The database did not ta", "not now"),
-        ("57014", "The database did not ta", "not now"),
-        ("25006", "StandbyError", "takes no writes"),
+        ("53100", "key_not_claimed", "not now"),
+        ("57014", "key_not_claimed", "not now"),
+        ("25006", "database_read_only", "takes no writes"),
     ],
 )
 async def test_a_claim_that_the_server_refuses_is_a_problem(
@@ -531,7 +530,7 @@ async def test_a_claim_that_the_server_refuses_is_a_problem(
     site.behind(engine=engine)
     with caplog.at_level(logging.INFO, "pgfence.http"):
         got = await site.ask()
-    assert (got.status, got.problem[:23], site.seen) == (503, problem, [])
+    assert (got.status, got.code, site.seen) == (503, problem, [])
     (record,) = caplog.records
     assert (record.levelname, reason in caplog.text) == ("ERROR", True)
     admin.execute(f"DROP SCHEMA {place} CASCADE".encode())

@@ -70,8 +70,14 @@ class Got(NamedTuple):
         assert self.header("content-length") == str(len(self.body))
         told = json.loads(self.body)
         assert told["status"] == self.status
-        assert set(told) == {"title", "status", "detail"}
+        assert set(told) == {"title", "status", "detail", "code"}
         return str(told["detail"])
+
+    @property
+    def code(self) -> str:
+        """The code of a problem, of which the form is looked at."""
+        assert self.problem
+        return str(json.loads(self.body)["code"])
 
 
 class Site:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._http.answers import UNKEPT, Refusal, kept, problem, refused, replay
-from pgfence._http.endpoint import retry_headers
+from pgfence._http.answers import UNKEPT, Refusal, kept, refused, replay
 from pgfence._http.key import key_of
+from pgfence._http.problems import KEY_INVALID, retry_headers
 from pgfence._http.routes import routes_of
 from pgfence._http.rules import SHOWN, Request, Rules, length_of
 from pgfence.effects._wanted import Reply, Stored
@@ -367,15 +367,15 @@ def test_of_an_answer_that_no_row_or_server_can_have_the_fact_is_recorded(header
     assert rules().record(500, [header], b"") is None
 
 
-def test_a_waiter_is_told_to_come_back_soon_while_the_claim_is_renewed() -> None:
-    """A claim of which less than half is left belongs to a process that is gone: until its end nothing will happen."""
+def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
+    """What the row of the key says, rounded up: never before the key is free, and a second while an attempt runs."""
     waits = {}
-    for left in (59.0, 41.0, 29.5, 0.1):
+    for left in (59.0, 29.5, 0.1, None):
         error = IdempotencyInProgressError("secret", scope="s", key="k", retry_after=left)
-        reply = refused(error, "POST /pay", 60.0)
+        reply = refused(error, "POST /pay")
         assert (reply.status, b"secret" in reply.body) == (409, False)
         waits[left] = dict(reply.headers)["retry-after"]
-    assert waits == {59.0: "1", 41.0: "1", 29.5: "30", 0.1: "1"}
+    assert waits == {59.0: "59", 29.5: "30", 0.1: "1", None: "1"}
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_waiter_is_told_to_come_back_soon_while_the_claim_is_renewed() -> None
 )
 def test_a_refusal_is_a_problem_that_tells_no_secrets(error: Any, status: int) -> None:
     """What an error says is for the log."""
-    reply = refused(error, "POST /pay", 60.0)
+    reply = refused(error, "POST /pay")
     assert reply.status == status
     assert b"secret" not in reply.body
     headers = dict(reply.headers)
@@ -400,12 +400,12 @@ def test_an_endpoint_that_was_overtaken_says_when_to_come_back() -> None:
     """C101: without that its 409 would be recorded under the key of the request, and outlive what an operator does about it."""
     overtaken = AttemptLostError("secret", scope="s", key="k", attempt=1, newest=2)
     misused = IdempotencyKeyReusedError("secret", scope="s", key="k")
-    assert (retry_headers(overtaken), retry_headers(misused)) == ({"Retry-After": "1"}, {})
+    assert (retry_headers(overtaken), retry_headers(misused)) == ({"retry-after": "1"}, {})
 
 
 def test_a_replay_is_marked() -> None:
     """A recorded problem is given again like any other answer; what is no answer cannot be."""
-    reply = replay(Stored("done", None, problem(402, "declined")))
-    assert (reply.status, reply.headers[-1]) == (402, ("idempotent-replayed", "true"))
+    reply = replay(Stored("done", None, KEY_INVALID.reply("declined")))
+    assert (reply.status, reply.headers[-1]) == (400, ("idempotent-replayed", "true"))
     with pytest.raises(IdempotencyMisuseError):
         replay(Stored("done", '"text"', None))

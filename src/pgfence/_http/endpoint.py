@@ -6,19 +6,13 @@ import json
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from math import ceil
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from anyio import CapacityLimiter, create_task_group, get_current_task, to_thread
 
-from pgfence._http.answers import SHORT
-from pgfence.errors import AttemptLostError
-
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from pgfence.errors import PgfenceError
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
@@ -68,13 +62,6 @@ async def in_a_thread(wait: Callable[[], object]) -> None:
         group.start_soon(partial(to_thread.run_sync, waits, limiter=CapacityLimiter(1)))
     if errors:
         raise errors.pop()
-
-
-def retry_headers(error: PgfenceError) -> dict[str, str]:
-    """Return what says when to send a request again, if that helps; an answer that has it is not recorded under a key."""
-    # Whoever has overtaken an attempt has its result, or will have it.
-    again = error.retryable or isinstance(error, AttemptLostError)
-    return {"Retry-After": str(ceil(error.retry_after or SHORT))} if again else {}
 
 
 async def payload_of(request: Any, reader: Callable[..., Any]) -> list[Any]:

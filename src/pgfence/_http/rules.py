@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from pgfence._http.answers import UNKEPT, Refusal, kept
-from pgfence._http.key import key_of
+from pgfence._http.key import UnusableKeyError, key_of
+from pgfence._http.problems import BODY_TOO_LARGE, PRINCIPAL_MISSING
 from pgfence._http.routes import among, routes_of
 from pgfence._runtime.trust import ttl_of
 from pgfence.effects._wanted import Reply, Wanted
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 OnFailure: TypeAlias = Literal["free", "lapse"]
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
-ENDED = "The body of the request ended before it was complete."
 _HANDLED = "pgfence.idempotency"
 """Where an environment has the mark of the middleware that handles its request."""
 MEBIBYTE = 1_048_576
@@ -172,7 +172,7 @@ class Rules:
         elif request.credentials:
             found = _digest(*request.credentials)
         if found is None or found == "":
-            raise Refusal(400, "An Idempotency-Key belongs to somebody, and this request does not say whose it is.")
+            raise Refusal(PRINCIPAL_MISSING)
         if not isinstance(found, str):
             if inspect.iscoroutine(found):
                 found.close()
@@ -187,8 +187,8 @@ class Rules:
         """
         try:
             key = key_of(request.keys)
-        except ValueError as error:
-            raise Refusal(400, str(error)) from None
+        except UnusableKeyError as error:
+            raise Refusal(error.problem, str(error)) from None
         self.fits(request.length or 0)
         return key
 
@@ -199,7 +199,8 @@ class Rules:
             Refusal: it is.
         """
         if length > self.max_body:
-            raise Refusal(413, f"With an Idempotency-Key a body may have {self.max_body} bytes.")
+            detail = f"With an Idempotency-Key the body must not be longer than {self.max_body} bytes."
+            raise Refusal(BODY_TOO_LARGE, detail)
 
     def wanted(self, request: Request, owner: str, key: str, body: bytes) -> Wanted:
         """Return what the key of a request is asked for with."""

@@ -1,0 +1,169 @@
+"""The OpenAPI document of a FastAPI application, with the problems of pgfence and the header of its middleware."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from http import HTTPMethod
+from typing import TYPE_CHECKING, Any
+
+from pgfence._http.dependants import parts_of
+from pgfence._http.problems import (
+    BODY_INCOMPLETE,
+    BODY_TOO_LARGE,
+    KEY_FAILED,
+    KEY_INVALID,
+    KEY_MISSING,
+    KEY_REPEATED,
+    MEDIA_TYPE,
+    NAME_INVALID,
+    NOT_CLAIMED,
+    NOT_RECORDED,
+    OF_ERRORS,
+    OUTCOME_UNKNOWN,
+    PAYLOAD_INVALID,
+    PRECONDITION_FAILED,
+    PRINCIPAL_MISSING,
+    phrase,
+)
+from pgfence._http.routes import among, routes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from pgfence._http.problems import Problem
+
+    Operation = dict[str, Any]
+
+HEADER = "Idempotency-Key"
+DESCRIPTION = (
+    "A string of 1 to 255 characters, in double quotes or without them, that is unique for each request. Repeat it when you send"
+    " the same request again: it is handled once."
+)
+
+_SCHEMA = "PgfenceProblem"
+_PROBLEM = {
+    "title": "Problem",
+    "description": "A problem (RFC 9457).",
+    "type": "object",
+    "required": ["title", "status", "detail", "code"],
+    "properties": {
+        "title": {"type": "string", "description": "The words that go with the status."},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "What is wrong and what to do, for people."},
+        "code": {"type": "string", "description": "What is wrong, for programs."},
+    },
+}
+_AGAIN = {"description": "Seconds after which to send the request again.", "schema": {"type": "integer"}}
+_LATER = (409, 423, 503)
+
+
+def _errors(*names: str) -> tuple[Problem, ...]:
+    return tuple(OF_ERRORS[name] for name in names)
+
+
+_DATABASE = _errors("UnreachableError", "StandbyError")
+_KEY = (KEY_MISSING, KEY_REPEATED, KEY_INVALID, *_errors("IdempotencyInProgressError", "IdempotencyKeyReusedError"))
+KEY = (*_KEY, KEY_FAILED, *_errors("AttemptLostError"), OUTCOME_UNKNOWN, *_DATABASE)
+"""Of an operation that gets its key as a text."""
+ONCE = (*_KEY, PRINCIPAL_MISSING, PAYLOAD_INVALID, *_errors("DeadlockError", "CapacityError"), *_DATABASE)
+"""Of an operation whose effect and key are in one transaction."""
+LOCK = (NAME_INVALID, *_errors("LockTimeoutError", "DeadlockError", "CapacityError"), *_DATABASE)
+"""Of an operation that begins with a lock."""
+_VERSION = (*_errors("VersionConflictError", "VersionRequiredError"), PRECONDITION_FAILED)
+_MIDDLEWARE = (
+    *_KEY,
+    PRINCIPAL_MISSING,
+    BODY_INCOMPLETE,
+    BODY_TOO_LARGE,
+    KEY_FAILED,
+    *_errors("AttemptLostError"),
+    NOT_RECORDED,
+    NOT_CLAIMED,
+    *_DATABASE,
+)
+
+
+def describe(app: Any, all_of: Callable[[Any], Iterable[Any]], problems_of: Callable[[Any], Iterable[Problem]]) -> None:
+    """Have the problems of pgfence described in an application's OpenAPI document.
+
+    Args:
+        app: the application.
+        all_of: returns routes, and those of included routers with what the inclusion adds.
+        problems_of: returns the problems that a dependency may end a request with.
+    """
+    original: Callable[[], dict[str, Any]] = app.openapi
+    done: list[Any] = [None]
+
+    def openapi() -> dict[str, Any]:
+        document = original()  # FastAPI keeps it, and makes another one when routes have been added
+        if document is not done[0]:
+            for path, method, operation, dependant in _operations(all_of(app.routes), document):
+                problems = [one for part in parts_of(dependant) for one in problems_of(part.call)]
+                problems += _of_headers(operation)
+                problems += _of_middleware(app, path, method, operation)
+                _add(document, operation, problems)
+            done[0] = document
+        return document
+
+    app.openapi = openapi
+
+
+def _operations(routes: Iterable[Any], document: dict[str, Any]) -> Iterator[tuple[str, str, Operation, Any]]:
+    """Yield path, method, description and dependant of what the document describes."""
+    for route in routes:
+        path = getattr(route, "path_format", None)
+        for method in HTTPMethod:
+            operation = document.get("paths", {}).get(path, {}).get(method.lower())
+            if operation is not None and method in (route.methods or ()) and hasattr(route, "dependant"):
+                yield str(path), method, operation, route.dependant
+
+
+def _of_headers(operation: Operation) -> tuple[Problem, ...]:
+    headers = {one["name"].lower() for one in operation.get("parameters", ()) if one.get("in") == "header"}
+    return _VERSION if "if-match" in headers else ()
+
+
+def _of_middleware(app: Any, path: str, method: str, operation: Operation) -> Iterable[Problem]:
+    """Yield the problems of a middleware that handles an operation, whose header becomes a parameter of it."""
+    for one in app.user_middleware:
+        if not any(kind.__module__ == "pgfence.asgi" for kind in getattr(one.cls, "__mro__", ())):
+            continue
+        given = inspect.signature(one.cls).bind_partial(None, *one.args, **one.kwargs)
+        given.apply_defaults()
+        routes, methods = given.arguments["routes"], given.arguments["methods"]
+        if method not in {name.upper() for name in methods} or not (routes is None or among(routes_of(routes), path)):
+            continue
+        _require_key(operation, required=routes is not None)
+        yield from (problem for problem in _MIDDLEWARE if routes is not None or problem is not KEY_MISSING)
+
+
+def _require_key(operation: Operation, *, required: bool) -> None:
+    parameters: list[dict[str, Any]] = operation.setdefault("parameters", [])
+    for one in parameters:
+        if one.get("in") == "header" and one["name"].lower() == HEADER.lower():
+            one["required"] = required or one.get("required", False)
+            return
+    schema = {"type": "string"}
+    parameters.append(
+        {"name": HEADER, "in": "header", "required": required, "schema": schema, "description": DESCRIPTION}
+    )
+
+
+def _add(document: dict[str, Any], operation: Operation, problems: Iterable[Problem]) -> None:
+    by_status: dict[int, dict[str, Problem]] = defaultdict(dict)
+    for one in problems:
+        by_status[one.status][one.code] = one
+    for status in sorted(by_status):
+        response = operation["responses"].setdefault(str(status), {"description": phrase(status)})
+        response.setdefault("content", {}).setdefault(
+            MEDIA_TYPE,
+            {
+                "schema": {"$ref": f"#/components/schemas/{_SCHEMA}"},
+                "examples": {code: {"value": one.document()} for code, one in by_status[status].items()},
+            },
+        )
+        if status in _LATER:
+            response.setdefault("headers", {}).setdefault("Retry-After", _AGAIN)
+    if by_status:
+        document.setdefault("components", {}).setdefault("schemas", {}).setdefault(_SCHEMA, _PROBLEM)

@@ -1,0 +1,214 @@
+"""The problems (RFC 9457) that a client can get: a code for its program, a status, and a sentence for people that says what to do.
+
+None of them repeats what an error says, which may name keys, holders and tables.
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+from pgfence.effects._wanted import Reply
+from pgfence.errors import AttemptLostError, IdempotencyInProgressError
+
+if TYPE_CHECKING:
+    from pgfence.errors import PgfenceError
+
+MEDIA_TYPE = "application/problem+json"
+SHORT = 1
+"""Seconds after which to send a request again where nothing is known of a better time."""
+
+_LATER = "Send this request again after the number of seconds in Retry-After."
+_INTERNAL = "The service could not handle this request because of an error of its own. Its log has the cause."
+
+
+class Problem(NamedTuple):
+    """What a client gets instead of a response of the application."""
+
+    code: str
+    status: int
+    detail: str
+
+    def document(self, detail: str | None = None) -> dict[str, str | int]:
+        """Return the members of the problem, with a more precise sentence if there is one."""
+        return {"title": phrase(self.status), "status": self.status, "detail": detail or self.detail, "code": self.code}
+
+    def reply(self, detail: str | None = None, *headers: tuple[str, str]) -> Reply:
+        """Return the response."""
+        body = json.dumps(self.document(detail)).encode()
+        length = str(len(body))
+        return Reply(self.status, (("content-type", MEDIA_TYPE), ("content-length", length), *headers), body)
+
+
+def phrase(status: int) -> str:
+    """Return the words that go with a status."""
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Unknown"
+
+
+KEY_MISSING = Problem(
+    "idempotency_key_missing",
+    400,
+    "This request needs an Idempotency-Key. Send that header with a string that is unique for each request, such as a UUID,"
+    " and the same one whenever you send this request again.",
+)
+KEY_REPEATED = Problem(
+    "idempotency_key_repeated", 400, "This request needs one Idempotency-Key, and has several. Send the header once."
+)
+KEY_INVALID = Problem(
+    "idempotency_key_invalid",
+    400,
+    "The Idempotency-Key is malformed. Send one string of 1 to 255 printable characters, in double quotes.",
+)
+PRINCIPAL_MISSING = Problem(
+    "principal_missing",
+    400,
+    "An Idempotency-Key belongs to a client, and this request does not say to which. Send it with your credentials.",
+)
+PAYLOAD_INVALID = Problem(
+    "payload_invalid",
+    400,
+    "The body of this request cannot be compared with the one that it may repeat: it holds NaN or an infinity, or is nested too"
+    " deeply. Correct it.",
+)
+BODY_INCOMPLETE = Problem("body_incomplete", 400, "The body of the request ended before it was complete.")
+LENGTH_REQUIRED = Problem("length_required", 411, "With an Idempotency-Key a body needs a Content-Length.")
+BODY_TOO_LARGE = Problem(
+    "body_too_large", 413, "With an Idempotency-Key the body must not be longer than the service allows."
+)
+NAME_INVALID = Problem(
+    "lock_name_invalid", 422, "A parameter of the path cannot be part of the name of a lock. Correct it."
+)
+NOT_RECORDED = Problem(
+    "response_not_recorded",
+    409,
+    "The request was processed. Its response could not be recorded, and cannot be sent again. Do not repeat the request.",
+)
+NOT_CLAIMED = Problem(
+    "key_not_claimed",
+    503,
+    "The database did not take the Idempotency-Key of this request, so nothing was done. Send it again later.",
+)
+OF_REQUESTS = (
+    KEY_MISSING,
+    KEY_REPEATED,
+    KEY_INVALID,
+    PRINCIPAL_MISSING,
+    PAYLOAD_INVALID,
+    BODY_INCOMPLETE,
+    LENGTH_REQUIRED,
+    BODY_TOO_LARGE,
+    NAME_INVALID,
+    NOT_RECORDED,
+    NOT_CLAIMED,
+)
+
+KEY_FAILED = Problem(
+    "idempotency_attempt_failed",
+    409,
+    f"An earlier request with this Idempotency-Key failed, and it is not known what it did. {_LATER}",
+)
+OUTCOME_UNKNOWN = Problem(
+    "idempotency_outcome_unknown",
+    409,
+    "An earlier request with this Idempotency-Key was interrupted, and it is not known what it did. An operator of the service"
+    " has to check that before the request can be sent again.",
+)
+PRECONDITION_FAILED = Problem(
+    "precondition_failed",
+    412,
+    "The data has changed since you read it. Read it again, and repeat your change on the new version.",
+)
+UNREACHABLE_REJECTED = Problem("database_login_rejected", 500, _INTERNAL)
+
+# By the name of the class: some of them are in modules that are loaded only when they are used.
+OF_ERRORS = {
+    "IdempotencyInProgressError": Problem(
+        "idempotency_in_progress", 409, f"A request with this Idempotency-Key is in progress. {_LATER}"
+    ),
+    "IdempotencyKeyReusedError": Problem(
+        "idempotency_key_reused",
+        422,
+        "This Idempotency-Key belongs to another request. A new request needs a new key.",
+    ),
+    "AttemptLostError": Problem(
+        "idempotency_attempt_superseded",
+        409,
+        f"This request took too long, and another one with its Idempotency-Key came first. {_LATER}",
+    ),
+    "LockTimeoutError": Problem("lock_timeout", 423, f"Another request has the lock that this one needs. {_LATER}"),
+    "WaitCancelledError": Problem(
+        "wait_cancelled",
+        503,
+        "The service stopped waiting for a lock, because it is shutting down. Send the request again.",
+    ),
+    "LockLostError": Problem(
+        "lock_lost", 503, f"The service lost a lock that this request needs, and stopped. {_LATER}"
+    ),
+    "DeadlockError": Problem("deadlock", 409, f"This request and another one waited for each other. {_LATER}"),
+    "StaleFencingTokenError": Problem(
+        "stale_fencing_token",
+        409,
+        "A newer holder has taken over what this request changes, so it was rejected. Read the current state before you send"
+        " another request.",
+    ),
+    "VersionConflictError": Problem("version_conflict", 409, f"Another request has changed the same data. {_LATER}"),
+    "VersionRequiredError": Problem(
+        "version_required",
+        428,
+        "This request needs the version of the data that it changes: send it in the header If-Match.",
+    ),
+    "CommitOutcomeUnknownError": Problem(
+        "commit_outcome_unknown",
+        503,
+        "The connection to the database was lost during the commit, so it is not known whether this request had an effect. Check"
+        " that before you send it again; with an Idempotency-Key you can send it again without a check.",
+    ),
+    "StandbyError": Problem("database_read_only", 503, f"The database takes no changes at the moment. {_LATER}"),
+    "UnreachableError": Problem("database_unreachable", 503, f"The database cannot be reached at the moment. {_LATER}"),
+    "CapacityError": Problem(
+        "database_full", 503, f"The database has no room for another lock at the moment. {_LATER}"
+    ),
+    "SlotOverError": Problem("slot_over", 423, "The slot of the job that this request runs is done, or was missed."),
+    "SlotClockError": Problem("slot_clock", 423, _INTERNAL),
+    "SlotZoneError": Problem("slot_zone", 500, _INTERNAL),
+    "LockNotHeldError": Problem("lock_not_held", 500, _INTERNAL),
+    "SelfDeadlockError": Problem("self_deadlock", 500, _INTERNAL),
+    "PoolerError": Problem("pooler", 500, _INTERNAL),
+    "UnsupportedServerError": Problem("unsupported_server", 500, _INTERNAL),
+    "TransactionStateError": Problem("transaction_state", 500, _INTERNAL),
+    "SchemaError": Problem("schema", 500, _INTERNAL),
+    "FenceRequiredError": Problem("fence_required", 500, _INTERNAL),
+    "IdempotencyMisuseError": Problem("idempotency_misuse", 500, _INTERNAL),
+    "PgfenceError": Problem("internal_error", 500, _INTERNAL),
+}
+PROBLEMS = (*OF_REQUESTS, *OF_ERRORS.values(), KEY_FAILED, OUTCOME_UNKNOWN, PRECONDITION_FAILED, UNREACHABLE_REJECTED)
+"""All of them."""
+
+
+def problem_of(error: PgfenceError) -> Problem:
+    """Return the problem for an error; of a class that is not pgfence's own, the one of the nearest class that is."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in OF_ERRORS)
+    if isinstance(error, IdempotencyInProgressError) and error.ended_with is not None:
+        return KEY_FAILED
+    if isinstance(error, AttemptLostError) and not _again(error):
+        return OUTCOME_UNKNOWN
+    if name == "VersionConflictError" and error.http_status == PRECONDITION_FAILED.status:
+        return PRECONDITION_FAILED
+    if name == "UnreachableError" and not error.retryable:
+        return UNREACHABLE_REJECTED
+    return OF_ERRORS[name]._replace(status=error.http_status)
+
+
+def retry_headers(error: PgfenceError) -> dict[str, str]:
+    """Return what says when to send a request again, if that helps; a response that has it is not recorded under a key."""
+    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _again(error) else {}
+
+
+def _again(error: PgfenceError) -> bool:
+    """Say whether an attempt was lost to another one, whose result the same request gets, or can get."""
+    return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)
