@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import secrets
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from sqlalchemy import Column, DateTime, ForeignKey, Table, func, inspect, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, configure_mappers, mapped_column, relationship
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    aliased,
+    configure_mappers,
+    foreign,
+    mapped_column,
+    relationship,
+)
 from sqlalchemy.orm.attributes import flag_modified
 
 from pgfence import schema
@@ -305,9 +315,9 @@ async def test_a_row_can_be_counted_by_hand(world: World) -> None:
     assert await on_session(world, engine, work) == [2, 1]
 
 
-@pytest.mark.parametrize("name", ["nothing", "owner"])
+@pytest.mark.parametrize("name", ["nothing", "owner", "alias", "unmapped"])
 def test_names_that_cannot_count_are_refused(name: str) -> None:
-    """No relationship of that name, or one that leads to a row that others share."""
+    """No relationship of that name, one that leads to a row that others share, or one whose rows do not tell their owner."""
 
     class Base(DeclarativeBase):
         pass
@@ -316,15 +326,43 @@ def test_names_that_cannot_count_are_refused(name: str) -> None:
         __tablename__ = "owner"
         id: Mapped[int] = mapped_column(primary_key=True)
 
+    class Line(Base):
+        __tablename__ = "line"
+        __table_args__ = (Column("order_id", ForeignKey("order.id")),)
+        __mapper_args__ = {"exclude_properties": ["order_id"]}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(primary_key=True)
+        other_id: Mapped[int] = mapped_column(ForeignKey("owner.id"))
+
+    @cache
+    def other() -> Any:
+        return aliased(Line)
+
     class Order(Versioned, Base):
         __tablename__ = "order"
         __version_relationships__ = (name,)
         id: Mapped[int] = mapped_column(primary_key=True)
         owner_id: Mapped[int] = mapped_column(ForeignKey("owner.id"))
         owner: Mapped[Owner] = relationship()
+        unmapped: Mapped[list[Line]] = relationship()
+        alias: Mapped[list[Line]] = relationship(other, primaryjoin=lambda: Order.owner_id == foreign(other().other_id))
 
     try:
-        with pytest.raises(ValueError, match=f"names {name!r}"):
+        with pytest.raises(ValueError, match=f"names {name!r}|{name} cannot count"):
             configure_mappers()
     finally:
         Base.registry.dispose()
+
+
+def test_a_subclass_cannot_name_them_as_text() -> None:
+    """A str in place of the tuple is rejected when the subclass is mapped, as in the base."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Order(Versioned, Base):
+        __tablename__ = "order"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    with pytest.raises(TypeError, match="must be a tuple of names, not 'lines'"):
+        type("Sub", (Order,), {"__version_relationships__": "lines"})
+    Base.registry.dispose()

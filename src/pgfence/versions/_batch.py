@@ -41,7 +41,8 @@ class Flush:
     Attributes:
         session: whose.
         context: SQLAlchemy's account of it.
-        started: the listeners of before_flush have all been called.
+        started: the listeners of before_flush have all been called, and so has `ahead`.
+        ahead: to be called when they have, before anything is compared or written.
         emitting: rows are being written by a batch, and mappers hide their version column.
         locked: the version of each row that was locked and compared.
         written: what is written by a batch, in that order.
@@ -54,6 +55,7 @@ class Flush:
         self.session = session
         self.context: UOWTransaction | None = None
         self.started = False
+        self.ahead: Callable[[UOWTransaction], None] | None = None
         self.emitting = False
         self.locked: dict[State, Any] = {}
         self.written: dict[State, None] = {}
@@ -66,11 +68,13 @@ class Flush:
         """Execute the flush; if it fails, look at its rows while its transaction lasts."""
         context = self.context
         assert context is not None
-        self.started = True
         del context.execute  # what `_session` has put there, so that there is no cycle
         try:
+            if self.ahead is not None:
+                self.ahead(context)
+            self.started = True
             if self._batch:
-                self._ahead(context)
+                self._compare(context)
                 self.emitting = True
             context.execute()
             self.emitting = False
@@ -87,7 +91,7 @@ class Flush:
         with suppress(DBAPIError):
             self.looked = self.looked or look(self)
 
-    def _ahead(self, context: UOWTransaction) -> None:
+    def _compare(self, context: UOWTransaction) -> None:
         states = [(state, deleted) for state, (deleted, listed) in context.states.items() if state.key and not listed]
         deleted = _batched(state for state, gone in states if gone)
         changed = _batched(state for state, gone in states if not gone and will_send_update(state))

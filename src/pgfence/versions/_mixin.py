@@ -58,7 +58,8 @@ class Versioned(_Guarded):
 
     Not promised: anything about instances whose row is read again before the flush, since that takes the newer version; what
     a commit has expired is read again. About statements beside the ORM: with `__version_mode__ = "server"` a trigger counts
-    those, too. About rows that belong to this one, unless `__version_relationships__` names them.
+    those, too. About rows that belong to this one, unless `__version_relationships__` names their relationship and a flush
+    writes them.
 
     `__version_mode__ = "xmin"` takes PostgreSQL's own mark of the last transaction that wrote the row, needs no column, and
     sees every writer. It is for one session's work: it is another one after a dump or a rewrite of the table, several writes
@@ -67,9 +68,11 @@ class Versioned(_Guarded):
     Attributes:
         __version_mode__: who counts: "client", this program; "server", the trigger of `schema.add_version_trigger`; "xmin".
         __version_column__: the column's name in the table; the attribute stays `version`.
-        __version_relationships__: names of relationships whose change counts as one of this row, once for each flush: rows
-            that come or go, and for one-to-many also those that change. It counts for this row alone, not for one that this
-            row belongs to in turn.
+        __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added or removed through
+            one of them, and for one-to-many also rows that are changed, moved or deleted on their own, count as one change of
+            this row for each flush, whatever the relationship joins on. This row's own owner does not change with it. A
+            subclass that sets the attribute replaces the list of its base:
+            `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
         VersionConflictError: on writing, in a `VersionedSession`: the row is at another version, or gone.
@@ -80,7 +83,9 @@ class Versioned(_Guarded):
         SchemaError: on writing: the row's version is NULL, or in mode "server" no trigger has counted. `command` cures it.
         TypeError, ValueError: on mapping the class: an attribute is unusable, there are two version columns, or a relationship
             writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined
-            subclass, or a table of versioned rows as `secondary`.
+            subclass, or a table of versioned rows as `secondary`. ValueError also for a name in `__version_relationships__`
+            that is not a relationship, leads to one row that others share, is `viewonly`, or joins on columns that are not
+            mapped.
     """
 
     if TYPE_CHECKING:
@@ -106,7 +111,7 @@ class VersionedUUID(_Guarded):
 
     Attributes:
         __version_column__: the column's name in the table; the attribute stays `version`.
-        __version_relationships__: names of relationships whose change counts as one of this row.
+        __version_relationships__: names of relationships whose changes count as changes of this row, as in `Versioned`.
     """
 
     if TYPE_CHECKING:
@@ -135,9 +140,6 @@ def _expect_usable(cls: Any) -> None:
         )
     if not isinstance(cls.__version_column__, str) or not cls.__version_column__:
         raise TypeError(f"{cls.__name__}.__version_column__ must be the name of a column")
-    names = cls.__version_relationships__
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{cls.__name__}.__version_relationships__ must be a tuple of names, not {names!r}")
 
 
 def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:

@@ -2,91 +2,204 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import event, inspect
+from sqlalchemy import event, or_, select, tuple_
 from sqlalchemy.orm import RelationshipDirection, Session
+from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.base import PassiveFlag
 
+from pgfence.flushes import sends_update
+from pgfence.versions import _joins
+from pgfence.versions._batch import NOW
 from pgfence.versions._flush import touch
-from pgfence.versions._mapping import VersionedBase, is_versioned
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_versioned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from sqlalchemy import ColumnElement
     from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
+    from sqlalchemy.orm.attributes import History
+    from sqlalchemy.orm.unitofwork import UOWTransaction
+
+    from pgfence.versions._joins import Join, Values
+
+    State = InstanceState[Any]
 
 # What is known without a read, also of collections that were not loaded and were changed from the other side.
 _KNOWN = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INCLUDE_PENDING_MUTATIONS
 
-_OWNED: dict[type[Any], list[RelationshipProperty[Any]]] = {}
-"""The relationships that count, by the class of the rows they lead to."""
+_KEYS, _CONDITIONS = 1000, 100
+"""How many keys, and how many conditions, one SELECT of owners has at most."""
+
+_USED: set[str] = set()
+"""The names that count in some class: without one, a flush is left alone."""
+
+
+def _expect_names(_mapper: Mapper[Any], cls: type[Any]) -> None:
+    names = cls.__version_relationships__
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{cls.__name__}.__version_relationships__ must be a tuple of names, not {names!r}")
 
 
 def _configured(mapper: Mapper[Any], cls: type[Any]) -> None:
     for name in cls.__version_relationships__:
         prop = mapper.relationships.get(name)
         if prop is None:
-            raise ValueError(f"{cls.__name__}.__version_relationships__ names {name!r}, which is no relationship of it")
+            raise ValueError(
+                f"{cls.__name__}.__version_relationships__ names {name!r}, which is not a relationship of it"
+            )
         if prop.direction is RelationshipDirection.MANYTOONE or prop.viewonly:
             raise ValueError(
                 f"{cls.__name__}.__version_relationships__ names {name!r}, which leads to one row that others share, or cannot"
-                " be written: only one-to-many and many-to-many can count"
+                " be written: only one-to-many and many-to-many relationships can count"
             )
-        if prop.parent is mapper:
-            _OWNED.setdefault(prop.mapper.class_, []).append(prop)
+        if prop.direction is RelationshipDirection.ONETOMANY:
+            _joins.note(prop)
+        _USED.add(name)
 
 
-def _count(session: Session, _context: Any, _instances: Any) -> None:
-    if not _OWNED:
+def _before_flush(session: Session, context: UOWTransaction, _instances: Any) -> None:
+    if not _USED:
         return
-    changed: dict[InstanceState[Any], Any] = {}
-    for target in (*session.new, *session.dirty, *session.deleted):
-        state: InstanceState[Any] = inspect(target)
-        if is_versioned(state.mapper) and _has_changed_relationships(state):
-            changed[state] = target
-        changed |= {inspect(owner): owner for owner in _owners(session, state, target)}
-    for state, target in changed.items():
-        unchanged = not session.is_modified(target, include_collections=False)
-        if state.key is not None and target not in session.deleted and unchanged:
-            touch(target)
-
-
-def _has_changed_relationships(state: InstanceState[Any]) -> bool:
-    names = state.class_.__version_relationships__
-    return any(state.get_history(name, _KNOWN).has_changes() for name in names)
-
-
-def _owners(session: Session, state: InstanceState[Any], target: Any) -> Iterator[Any]:
-    """Yield the rows that a changed row belongs to, and those that it belonged to before."""
-    props = [prop for cls in state.class_.__mro__ for prop in _OWNED.get(cls, ())]
-    props = [prop for prop in props if prop.direction is RelationshipDirection.ONETOMANY]
-    if (
-        state.persistent
-        and target not in session.deleted
-        and not session.is_modified(target, include_collections=False)
-    ):
+    flush = NOW.get()
+    if flush is not None and flush.session is session:
+        flush.ahead = _count
         return
-    for prop in props:
-        for key in _keys(state, prop):
-            owner = session.get(prop.parent.class_, key)
-            if owner is not None:
-                yield owner
+
+    def execute() -> None:
+        # All listeners of before_flush have been called, and nothing was written yet.
+        del context.execute
+        _count(context)
+        context.execute()
+
+    context.execute = execute  # type: ignore[method-assign]
 
 
-def _keys(state: InstanceState[Any], prop: RelationshipProperty[Any]) -> list[tuple[Any, ...]]:
-    """Return the keys of the owner now and before, as far as the row knows them."""
-    remote = dict(prop.local_remote_pairs or ())
-    histories = []
-    for column in prop.parent.primary_key:
-        if column not in remote:
-            return []
-        name = state.mapper.get_property_by_column(remote[column]).key
-        histories.append(state.attrs[name].load_history())
-    now = tuple((*history.added, *history.unchanged, None)[0] for history in histories)
-    before = tuple((*history.deleted, *history.unchanged, None)[0] for history in histories)
-    return [key for key in dict.fromkeys((now, before)) if None not in key]
+def _count(context: UOWTransaction) -> None:
+    """Let a flush write the owners of the rows that it writes."""
+    # Cascades may bring rows into the flush. SQLAlchemy does not repeat what was done here.
+    while True in [action.execute(context) for action in list(context.presort_actions.values())]:
+        pass
+    owners = {state: state.obj() for state in _with_changed_collections(context)}
+    values: dict[Join, dict[Values, None]] = defaultdict(dict)
+    stored: dict[Join, list[State]] = defaultdict(list)
+    moved = _moved(context)
+    for mapper, states in context.mappers.items():
+        if joins := _joins.joins_of(mapper):
+            for state in states:
+                _refer(context, state, joins, moved, values, stored)
+    for join in {**values, **stored}:
+        owners |= {instance_state(owner): owner for owner in _owners(context.session, join, values[join], stored[join])}
+    for state, owner in owners.items():
+        if state.key is not None and not _deletes(context, state) and not sends_update(state):
+            touch(owner)
+            context.register_object(state)
 
 
+def _with_changed_collections(context: UOWTransaction) -> Iterator[State]:
+    for mapper, states in context.mappers.items():
+        if is_versioned(mapper) and (names := mapper.class_.__version_relationships__):
+            for state in states:
+                if any(state.get_history(name, _KNOWN).has_changes() for name in names):
+                    yield state
+
+
+def _moved(context: UOWTransaction) -> dict[State, dict[str, Any]]:
+    """Return the rows that come to a collection or leave one, with the foreign keys that the flush copies into them."""
+    found: dict[State, dict[str, Any]] = {}
+    for mapper, states in context.mappers.items():
+        for prop in mapper.relationships:
+            if prop.direction is not RelationshipDirection.ONETOMANY or prop.viewonly:
+                continue
+            if not any(_joins.joins_of(each) for each in prop.mapper.self_and_descendants):
+                continue
+            for state in states:
+                history: History = context.get_attribute_history(state, prop.key, _KNOWN)  # type: ignore[no-untyped-call]
+                deleted = _deletes(context, state)
+                for child in history.sum() if deleted else history.deleted:
+                    if child is not None:
+                        found.setdefault(child, {})
+                for child in () if deleted else history.added:
+                    if child is not None:
+                        found.setdefault(child, {}).update(_joins.copied(prop, state, child.mapper))
+    return found
+
+
+def _refer(
+    context: UOWTransaction,
+    state: State,
+    joins: list[Join],
+    moved: dict[State, dict[str, Any]],
+    values: dict[Join, dict[Values, None]],
+    stored: dict[Join, list[State]],
+) -> None:
+    """Note which owners a row has before and after the flush, if the flush writes it."""
+    deleted, listed = context.states[state]
+    if listed and state not in moved:
+        return
+    coming = {} if deleted else {**_joins.incoming(state), **moved.get(state, {})}
+    assigned = any(state.dict.get(name, state) != value for name, value in coming.items())
+    if not (deleted or state.key is None or state in moved or assigned or sends_update(state)):
+        return
+    for join in joins:
+        if state.key is not None:
+            before = join.before(state)
+            if before is None:
+                stored[join].append(state)
+            else:
+                values[join][before] = None
+        if not deleted and (state.key is None or join.moves(state, coming)):
+            values[join][join.after(state, coming)] = None
+
+
+def _owners(session: Session, join: Join, values: dict[Values, None], stored: list[State]) -> Iterator[Any]:
+    """Yield the owners of rows, with their versions."""
+    wanted = [each for each in values if join.refers(each)]
+    owner, rows = join.prop.parent, join.prop.mapper
+    conditions: list[ColumnElement[bool]] = []
+    if join.key is None:
+        conditions = [or_(*map(join.owner_of, some)) for some in _chunks(wanted, _CONDITIONS)]
+    else:
+        missing: list[Values] = []
+        for key in dict.fromkeys(tuple(each[place] for place in join.key) for each in wanted):
+            found = session.identity_map.get(owner.identity_key_from_primary_key(key))
+            if found is not None and ATTRIBUTE in instance_state(found).dict:
+                if _counts(found, join.prop):
+                    yield found
+            else:
+                missing.append(key)
+        conditions = [_among(owner, some) for some in _chunks(missing, _KEYS)]
+    identities = [tuple(state.identity or ()) for state in stored]
+    conditions += [join.prop.class_attribute.any(_among(rows, some)) for some in _chunks(identities, _KEYS)]
+    for condition in conditions:
+        for found in session.scalars(select(owner.class_).where(condition)).unique():
+            if _counts(found, join.prop):
+                yield found
+
+
+def _deletes(context: UOWTransaction, state: State) -> bool:
+    return bool(context.states.get(state, (False,))[0])
+
+
+def _counts(owner: Any, prop: RelationshipProperty[Any]) -> bool:
+    """Return whether a relationship counts for a row, whose class may be a subclass with a list of its own."""
+    mapper = instance_state(owner).mapper
+    return prop.key in mapper.class_.__version_relationships__ and mapper.relationships.get(prop.key) is prop
+
+
+def _among(mapper: Mapper[Any], keys: list[Values]) -> ColumnElement[bool]:
+    columns = [mapper.get_property_by_column(each).class_attribute for each in mapper.primary_key]
+    return columns[0].in_([key[0] for key in keys]) if len(columns) == 1 else tuple_(*columns).in_(keys)
+
+
+def _chunks(found: list[Values], size: int) -> Iterator[list[Values]]:
+    for start in range(0, len(found), size):
+        yield found[start : start + size]
+
+
+event.listen(VersionedBase, "instrument_class", _expect_names, propagate=True)
 event.listen(VersionedBase, "mapper_configured", _configured, propagate=True)
-event.listen(Session, "before_flush", _count)
+event.listen(Session, "before_flush", _before_flush)

@@ -1,0 +1,166 @@
+"""How rows refer to the row they belong to, for each one-to-many relationship that counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import and_, literal, null
+from sqlalchemy.orm import RelationshipDirection
+from sqlalchemy.orm.attributes import instance_state
+from sqlalchemy.orm.base import LoaderCallableStatus, PassiveFlag
+from sqlalchemy.orm.exc import UnmappedColumnError
+from sqlalchemy.sql import ClauseElement, visitors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from sqlalchemy import ColumnElement
+    from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
+
+    State = InstanceState[Any]
+    Values = tuple[Any, ...]
+
+_INFO = "pgfence_joins"
+_UNKNOWN = object()
+"""In place of a value that an INSERT or UPDATE evaluates."""
+
+
+class Join:
+    """The condition by which rows refer to their owner.
+
+    Attributes:
+        prop: the relationship.
+        names: the attributes of the rows that occur in the condition.
+        key: the places among these of the owner's primary key, if the condition compares nothing but that.
+    """
+
+    def __init__(self, prop: RelationshipProperty[Any]) -> None:
+        self.prop = prop
+        remote = [each for each in visitors.iterate(prop.primaryjoin) if "remote" in each._annotations]
+        self.names = tuple(dict.fromkeys(_name(prop.mapper, each) for each in remote))
+        self._pairs = {_name(prop.mapper, theirs): ours for ours, theirs in prop.local_remote_pairs or ()}
+        self.key = self._key()
+
+    def _key(self) -> tuple[int, ...] | None:
+        pairs, owner = self.prop.local_remote_pairs or [], self.prop.parent
+        if not and_(*[ours == theirs for ours, theirs in pairs]).compare(self.prop.primaryjoin):
+            return None
+        places = {_name(owner, ours): self.names.index(name) for name, ours in self._pairs.items()}
+        key = [_name(owner, each) for each in owner.primary_key]
+        return tuple(places[each] for each in key) if set(key) == set(places) else None
+
+    def before(self, state: State) -> Values | None:
+        """Return the values of a row as they are in its table; None if they are not in memory."""
+        values = tuple(
+            state.committed_state[name] if name in state.committed_state else state.dict.get(name, _UNKNOWN)
+            for name in self.names
+        )
+        unknown = any(each is _UNKNOWN or isinstance(each, LoaderCallableStatus) for each in values)
+        return None if unknown else values
+
+    def after(self, state: State, coming: Mapping[str, Any]) -> Values:
+        """Return the values of a row as the flush is about to write them.
+
+        Raises:
+            TypeError: the database evaluates one that refers to the owner.
+        """
+        values = tuple(coming[name] if name in coming else _assigned(state, name) for name in self.names)
+        for name, value in zip(self.names, values, strict=True):
+            if value is _UNKNOWN and name in self._pairs:
+                cls = state.class_.__name__
+                raise TypeError(
+                    f"{cls}.{name} refers to a row that counts changes of its {self.prop.key!r}, and its value is known only"
+                    f" after the {cls} was written, because it is an SQL expression or the default of the column: assign the"
+                    " value, or add the row through the relationship"
+                )
+        return values
+
+    def moves(self, state: State, coming: Mapping[str, Any]) -> bool:
+        """Return whether a row may refer to another owner after the flush."""
+        return any(name in coming or name in state.committed_state for name in self.names)
+
+    def refers(self, values: Values) -> bool:
+        """Return whether there can be an owner for values of a row."""
+        return all(value is not None for name, value in zip(self.names, values, strict=True) if name in self._pairs)
+
+    def owner_of(self, values: Values) -> ColumnElement[bool]:
+        """Return the condition for the owners of rows with these values."""
+        named = dict(zip(self.names, values, strict=True))
+        if _UNKNOWN in values:
+            # One owner too many is counted rather than one too few.
+            return and_(*[ours == named[name] for name, ours in self._pairs.items()])
+
+        def value(element: Any, **_: Any) -> Any:
+            if "remote" not in element._annotations:
+                return None
+            found = named[_name(self.prop.mapper, element)]
+            return null() if found is None else literal(found, element.type)
+
+        return visitors.replacement_traverse(self.prop.primaryjoin, {}, value)
+
+
+def note(prop: RelationshipProperty[Any]) -> None:
+    """Note a one-to-many relationship that counts, at the class it leads to.
+
+    Raises:
+        ValueError: its rows do not tell by their own columns which owner they have.
+    """
+    joins: dict[Any, Join] = prop.mapper.class_manager.info.setdefault(_INFO, {})
+    if prop not in joins:
+        try:
+            if prop.entity.is_aliased_class:
+                raise UnmappedColumnError("it leads to an alias")
+            joins[prop] = Join(prop)
+        except UnmappedColumnError as error:
+            raise ValueError(
+                f"{prop} cannot count as a change of its {prop.parent.class_.__name__}, because the owner of a changed"
+                f" {prop.mapper.class_.__name__} cannot be found by its columns ({error}): map the columns that the join uses,"
+                " or leave the relationship out of __version_relationships__"
+            ) from error
+
+
+def joins_of(mapper: Mapper[Any]) -> list[Join]:
+    """Return how rows of a class refer to owners whose version they raise."""
+    return [join for each in mapper.iterate_to_root() for join in each.class_manager.info.get(_INFO, {}).values()]
+
+
+def incoming(state: State) -> dict[str, Any]:
+    """Return the foreign keys that a flush copies into a row from many-to-one relationships that were assigned."""
+    found: dict[str, Any] = {}
+    relationships = state.mapper.relationships
+    for key in state.committed_state:
+        prop = relationships.get(key)
+        if prop is None or prop.direction is not RelationshipDirection.MANYTOONE or prop.viewonly:
+            continue
+        history = state.get_history(key, PassiveFlag.PASSIVE_NO_INITIALIZE)
+        if history.has_changes():
+            related = history.added[0] if history.added else None
+            found |= copied(prop, None if related is None else instance_state(related), state.mapper)
+    return found
+
+
+def copied(prop: RelationshipProperty[Any], source: State | None, target: Mapper[Any]) -> dict[str, Any]:
+    """Return the foreign keys that a flush copies from one row into another; None where the first has no key yet."""
+    return {
+        _name(target, theirs): None if source is None else getattr(source.obj(), _name(source.mapper, ours))
+        for ours, theirs in prop.synchronize_pairs
+    }
+
+
+def _assigned(state: State, name: str) -> Any:
+    if name in state.dict:
+        value = state.dict[name]
+        return _UNKNOWN if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__") else value
+    if state.key is not None:
+        return None if name in state.committed_state else getattr(state.obj(), name)
+    columns: Iterable[Any] = state.mapper.column_attrs[name].columns
+    for column in columns:
+        if column.default is not None:
+            return column.default.arg if column.default.is_scalar else _UNKNOWN
+        if column.server_default is not None:
+            return _UNKNOWN
+    return None
+
+
+def _name(mapper: Mapper[Any], column: Any) -> str:
+    return str(mapper.get_property_by_column(column).key)
