@@ -126,7 +126,8 @@ def _move(state: State, version: Any) -> None:
     synchronized = ATTRIBUTE not in values or values[ATTRIBUTE] == version
     set_committed_value(state.obj(), ATTRIBUTE, version)
     if not synchronized:
-        older = values.keys() & state.mapper.column_attrs.keys() - state.committed_state.keys() - {ATTRIBUTE}
+        keys = {prop.key for prop in state.mapper._identity_key_props}
+        older = values.keys() & state.mapper.column_attrs.keys() - state.committed_state.keys() - keys - {ATTRIBUTE}
         state._expire_attributes(values, older)
 
 
