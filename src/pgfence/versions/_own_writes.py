@@ -8,7 +8,6 @@ that was out of date before keeps its version, and the flush rejects it.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from pgfence.versions._mapping import ATTRIBUTE
 from pgfence.versions._rows import lock, versions_of, written_here
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from typing import TypeAlias
 
     from sqlalchemy import Connection
@@ -38,31 +37,40 @@ _IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[Any]]] = WeakKey
 """The base classes whose rows were written by statements inside a savepoint."""
 
 
-@contextmanager
-def following(state: ORMExecuteState, mapper: Mapper[Any]) -> Iterator[dict[State, Any]]:
-    """Move the pending changes of a class to the versions made by the statement that is executed in the block.
-
-    Yields the instances of the class that have no pending change, each with the version that it was read at.
-    """
+def instances(state: ORMExecuteState, mapper: Mapper[Any]) -> dict[State, Any]:
+    """Return the instances of a class, and the versions they were read at, before a statement that writes rows of the class."""
     session, base = state.session, mapper.base_mapper
     _note_savepoints(session, base)
     if state.execution_options.get("autoflush", True):
-        session._autoflush()  # as the statement does, but before the rows are locked
-    loaded = {each: _version(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
-    clean = session._is_clean()
-    pending = {each: loaded.pop(each) for each in list(loaded) if not clean and _is_pending(session, each)}
+        session._autoflush()  # as the statement does, but before rows are locked
+    return {each: _version(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
+
+
+def follow(state: ORMExecuteState, mapper: Mapper[Any], loaded: dict[State, Any]) -> Callable[[], None]:
+    """Take instances with pending changes out of `loaded`. Return a function that moves them to the versions of a statement."""
+    session, base = state.session, mapper.base_mapper
+    if session._is_clean():
+        return _do_nothing
+    pending = {each: loaded.pop(each) for each in list(loaded) if _is_pending(session, each)}
     known = {each: version for each, version in pending.items() if version is not None}
     if not known:
-        yield loaded
-        return
+        return _do_nothing
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
     current = _lock_current(connection, base, known)
-    yield loaded
-    found = dict(zip(current, versions_of(connection, base, list(map(_key, current))), strict=True)) if current else {}
-    for each, version in known.items():
-        if each.persistent and _is_pending(session, each):
-            now = found.get(each)
-            _move(each, version if now is None else now)
+
+    def move() -> None:
+        now = versions_of(connection, base, list(map(_key, current))) if current else []
+        found = dict(zip(current, now, strict=True))
+        for each, version in known.items():
+            if each.persistent and _is_pending(session, each):
+                made = found.get(each)
+                _move(each, version if made is None else made)
+
+    return move
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def overtaken(state: State, expected: Any) -> tuple[Any] | None:

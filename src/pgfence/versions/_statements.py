@@ -8,9 +8,7 @@ nothing is added; there only the instances in the session are looked after.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import ExitStack
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -37,11 +35,11 @@ from sqlalchemy.sql.lambdas import StatementLambdaElement
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._conflicts import conflict, not_written, own_statement
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
-from pgfence.versions._own_writes import expire, expire_written, following
+from pgfence.versions._own_writes import expire, expire_written, follow, instances
 from pgfence.versions._rows import Key, lock, written_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from sqlalchemy import Result
     from sqlalchemy.orm import Mapper, ORMExecuteState
@@ -70,36 +68,22 @@ def guard(state: ORMExecuteState) -> Result[Any] | None:
     if statement.is_dml and not statement.is_delete and not isinstance(statement, FromStatement):
         mapper = _mapper_of(statement)
     if mapper is None:
-        return _execute(state, inside, state.invoke_statement) if inside else None
+        return _execute(state, inside) if inside else None
     if statement.is_insert or not state.is_orm_statement:
         if policy != "ignore":
             _raise_versions(state, mapper, refuse=policy == "refuse")
-        changed = inside | {mapper} if _changes_rows(statement) else inside
-        return _execute(state, changed, state.invoke_statement) if changed else None
+        if _changes_rows(statement):
+            inside.add(mapper)
+        return _execute(state, inside) if inside else None
     if isinstance(state.parameters, list) and state.execution_options.get("dml_strategy", "auto") in ("auto", "bulk"):
-        return _followed(state, mapper) if policy == "ignore" else _by_key(state, mapper)
+        return _followed(state, mapper)[0] if policy == "ignore" else _by_key(state, mapper)
     if policy != "ignore":
         _raise_versions(state, mapper, refuse=policy == "refuse")
     elif mode_of(mapper) == "client":
-        return _followed(state, mapper)
+        return _followed(state, mapper)[0]
     if statement._propagate_attrs["plugin_subject"].is_aliased_class:
         inside.add(mapper)  # SQLAlchemy does not synchronize instances with an alias
-    return _execute(state, inside, partial(_synchronized, state, mapper))
-
-
-def _execute(state: ORMExecuteState, mappers: set[Mapper[Any]], send: Callable[[], Result[Any]]) -> Result[Any]:
-    """Execute a statement that writes rows of classes for which SQLAlchemy does not synchronize the session."""
-    with ExitStack() as stack:
-        loaded = [(mapper, stack.enter_context(following(state, mapper))) for mapper in mappers]
-        result = send()
-    for mapper, states in loaded:
-        expire_written(state, mapper, states)
-    return result
-
-
-def _followed(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
-    with following(state, mapper):
-        return state.invoke_statement()
+    return _execute(state, inside, mapper)
 
 
 def _note_table(mapper: Mapper[Any], _cls: type[Any]) -> None:
@@ -266,8 +250,7 @@ def _by_key(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
         raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
     _compare(state, mapper, keys, [row[ATTRIBUTE] for row in rows])
     try:
-        with following(state, mapper) as loaded:
-            result = state.invoke_statement()
+        result, loaded = _followed(state, mapper)
     except StaleDataError as error:
         raise not_written(str(error)) from error
     # SQLAlchemy puts the version of the parameters there, the one before.
@@ -296,21 +279,43 @@ def _compare(state: ORMExecuteState, mapper: Mapper[Any], keys: list[Key], expec
 # ------------------------------------------------------------ instances in the session
 
 
-def _synchronized(state: ORMExecuteState, mapper: Mapper[Any]) -> Result[Any]:
-    """Send an UPDATE, and let what it has changed be read again.
+def _execute(
+    state: ORMExecuteState, mappers: set[Mapper[Any]], synchronized: Mapper[Any] | None = None
+) -> Result[Any] | None:
+    """Execute a statement if the session has instances of the classes whose rows it writes.
 
-    A new version beside columns that somebody else has changed since would let them be overwritten.
+    Args:
+        state: the execution.
+        mappers: classes for whose instances SQLAlchemy does nothing.
+        synchronized: the class for which it does what `synchronize_session` says. What has another version is read again: a
+            new version beside columns that somebody else has changed since would let them be overwritten.
     """
-    asked = state.execution_options.get("synchronize_session", "auto")
-    with following(state, mapper) as loaded:
-        result = state.invoke_statement()
-    kept = [
-        each
-        for each, version in loaded.items()
-        if not each.mapper.isa(mapper) or (asked and each.dict.get(ATTRIBUTE) == version)
-    ]
-    expire(state.session, loaded.keys() - kept)
+    found = [(mapper, loaded) for mapper in mappers if (loaded := instances(state, mapper))]
+    kept = instances(state, synchronized) if synchronized is not None else {}
+    if not found and not kept:
+        return None
+    moves = [follow(state, mapper, loaded) for mapper, loaded in found]
+    if synchronized is not None and kept:
+        moves.append(follow(state, synchronized, kept))
+    result = state.invoke_statement()
+    for move in moves:
+        move()
+    if synchronized is not None and kept:
+        asked = state.execution_options.get("synchronize_session", "auto")
+        written = [each for each, version in kept.items() if not asked or each.dict.get(ATTRIBUTE) != version]
+        expire(state.session, [each for each in written if each.mapper.isa(synchronized)])
+    for mapper, loaded in found:
+        expire_written(state, mapper, loaded)
     return result
+
+
+def _followed(state: ORMExecuteState, mapper: Mapper[Any]) -> tuple[Result[Any], dict[Any, Any]]:
+    """Execute a statement. Return the instances without pending changes, too."""
+    loaded = instances(state, mapper)
+    move = follow(state, mapper, loaded)
+    result = state.invoke_statement()
+    move()
+    return result, loaded
 
 
 event.listen(VersionedBase, "after_mapper_constructed", _note_table, propagate=True)
