@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
-from sqlalchemy import ForeignKey, Text, create_engine, delete, insert, literal_column, select, text, update
+from sqlalchemy import ForeignKey, Text, create_engine, delete, event, insert, literal_column, select, text, update
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import (
     DeclarativeBase,
@@ -182,6 +182,16 @@ def test_rows_are_checked_in_the_schema_that_a_statement_means(engine: Engine, s
             session.execute(*sent[statement], execution_options=there)
     with engine.begin() as connection:
         connection.execute(DropSchema(tenant, cascade=True))
+
+
+def test_a_change_that_a_later_listener_makes_in_the_flush_is_checked(engine: Engine) -> None:
+    """A before_update listener that runs after the mixin's may be what makes SQLAlchemy send the UPDATE."""
+    made = shop(f"w{secrets.token_hex(6)}", "row", by_row=False)
+    made.metadata.create_all(engine)
+    event.listen(made.Entry, "before_update", lambda _mapper, _connection, row: setattr(row, "amount", 9))
+    write = "an unfenced one-to-one child"
+    outcomes = [attempt(engine, made, write, who, Session(engine)) for who in ("right", "stale", "none")]
+    assert outcomes == [WRITTEN, STALE, REQUIRED]
 
 
 @pytest.mark.parametrize("mode", ["gate", "row"])
