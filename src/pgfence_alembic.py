@@ -244,14 +244,15 @@ class Directives:
     ) -> None:
         """Build an index with CONCURRENTLY, beside running writers. It may be repeated after a build that was cut off.
 
-        An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first; a valid one
-        stays if it is the same in everything that PostgreSQL writes down of an index, which an empty temporary table of the same
-        name and columns shows: method, columns, expressions, order, predicate, options, but not the tablespace. An index whose
-        text names the schema too (`shop.entry.id`), or passes the row to a function of the table's type, cannot be compared in
-        this way. A script (`--sql`) drops an invalid one too, and takes any
-        other of that name for the wanted one. What the migration did before is committed: CONCURRENTLY runs outside of a
-        transaction. It waits for older transactions as long as it takes, whatever `lock_timeout` says: nobody who reads or
-        writes waits behind it. `statement_timeout` does end it.
+        An INVALID index of that name, which a build leaves behind that failed or was killed, is dropped first. A valid one stays
+        if it is the same: an empty temporary table of the same name and columns shows how PostgreSQL describes the wanted index,
+        with method, columns, expressions, order, predicate and options, but not the tablespace. An index whose text also names
+        the schema (`shop.entry.id`), or passes the row to a function of the table's type, cannot be built there. It is the same
+        only if it is written in PostgreSQL's own words, which the error quotes.
+
+        A script (`--sql`) drops an invalid one too, and takes any other of that name for the wanted one. What the migration did
+        before is committed: CONCURRENTLY runs outside of a transaction. It waits for older transactions as long as it takes,
+        whatever `lock_timeout` says: nobody who reads or writes waits behind it. `statement_timeout` does end it.
 
         Args:
             operations: `op` itself.

@@ -320,13 +320,14 @@ DIFFERS = "42P07"
 """The SQLSTATE of `comparing` for another index."""
 
 
-def comparing(table: Target, called: str, creation: str) -> str:
+def comparing(table: Target, called: str, creation: str, definition: str) -> str:
     """Return a statement that fails unless an index is the one that `creation` makes of an empty table of the same name.
 
     Access method, columns, expressions, order, operator classes, collations, predicate and options count; the name and the
-    tablespace do not.
+    tablespace do not. No such table is needed if the server describes the index in the very words of `definition`, because a
+    description is a statement that would make the same index.
     """
-    definition = (
+    described = (
         "(SELECT CASE WHEN i.indisunique THEN 'UNIQUE ' ELSE '' END || CASE WHEN i.indimmediate THEN '' ELSE 'DEFERRABLE ' END"
         " || CASE WHEN i.indisexclusion THEN 'EXCLUDE ' ELSE '' END"
         " || pg_catalog.substr(d.whole, pg_catalog.strpos(d.whole, d.of || ' USING ') + pg_catalog.length(d.of) + 1)"
@@ -337,9 +338,12 @@ def comparing(table: Target, called: str, creation: str) -> str:
     like = f"pg_temp.{quoted(table.name)}"
     # The first line comes before the table that hides the real one. EXECUTE, because a text may end in a comment.
     return block(
-        f"DECLARE\n    found text := {definition.format(literal(called))};\n    wanted text;\nBEGIN\n"
-        f"    CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n    EXECUTE {literal(creation)};\n"
-        f"    wanted := {definition.format(literal(f'pg_temp.{WANTED}'))};\n    DROP TABLE {like};\n"
+        f"DECLARE\n    found text := {described.format(literal(called))};\n    wanted text;\nBEGIN\n"
+        f"    IF found = {literal(definition)} THEN\n        RETURN;\n    END IF;\n"
+        f"    BEGIN\n        CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n        EXECUTE {literal(creation)};\n"
+        "    EXCEPTION WHEN OTHERS THEN\n        RAISE EXCEPTION USING ERRCODE = SQLSTATE, MESSAGE = SQLERRM || '; it is ' || found;\n"
+        "    END;\n"
+        f"    wanted := {described.format(literal(f'pg_temp.{WANTED}'))};\n    DROP TABLE {like};\n"
         "    IF found IS DISTINCT FROM wanted THEN\n"
         f"        RAISE EXCEPTION USING ERRCODE = '{DIFFERS}', MESSAGE = found || ', and not ' || wanted;\n"
         "    END IF;\nEND"

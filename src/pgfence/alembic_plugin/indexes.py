@@ -132,15 +132,20 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
         if column not in index.table.c:
             index.table.append_column(Column(column, NULLTYPE))
     creation = str(CreateIndex(index).compile(dialect=dialect()))
+    rest = creation.partition(f" ON {dialect().identifier_preparer.format_table(index.table)} ")[2]
+    definition = f"{'UNIQUE ' if index.unique else ''}{'' if rest.startswith('USING ') else 'USING btree '}{rest}"
     try:
-        texts.plainly(operations.get_bind(), migrating.comparing(table, found.called, creation))
+        texts.plainly(operations.get_bind(), migrating.comparing(table, found.called, creation, definition))
     except DBAPIError as error:
         state = sqlstate(error)
         if state is None or state[:2] in _UNRELATED:
             raise
-        why = primary(error) if state == migrating.DIFFERS else f"building it on an empty copy failed: {primary(error)}"
+        why, way_out = primary(error), "drop it, or rename one of them"
+        if state != migrating.DIFFERS:
+            why = f"building it on an empty copy of the table failed: {why}"
+            way_out = "if it is, write it in these words; else drop it, or rename one of them"
         raise ValueError(
-            f"there is an index {found.called} already, and it is not surely this one ({why}): drop it, or rename one of them"
+            f"there is an index {found.called} already, and it is not surely this one ({why}): {way_out}"
         ) from error
 
 
