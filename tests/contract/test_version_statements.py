@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -415,13 +416,15 @@ async def test_a_before_flush_listener_may_update_rows_with_pending_changes(
         for row in session.dirty:
             session.execute(update(cls).where(cls.id == row.id).values(views=cls.views + 1))
             session.execute(update(cls).where(cls.id == row.id).values(views=cls.views + 1))
+            if kind != "xmin":
+                session.execute(update(cls), [{"id": row.id, "version": row.version, "views": 9}])
 
     def work(session: Session) -> None:
         row = session.get_one(cls, 1)
         event.listen(session, "before_flush", count)
         row.title = "mine"
         session.commit()
-        assert (row.title, row.views) == ("mine", 2)
+        assert (row.title, row.views) == ("mine", 2 if kind == "xmin" else 9)
 
     await on_session(world, engine, work, conflict_check=check)
 
@@ -531,6 +534,28 @@ async def test_rows_are_read_again_when_a_savepoint_with_a_statement_is_rolled_b
         assert (one.title, two.title, one.version, two.version) == ("", "", *before)
 
     await on_session(world, engine, work)
+
+
+async def test_a_row_that_was_loaded_again_in_a_savepoint_is_read_again_after_its_rollback(world: World) -> None:
+    """The instance that was flushed is dropped, and the one that was loaded in its place has a version which was undone."""
+    engine = world.engine()
+    cls = await page(world, engine)
+
+    def work(session: Session) -> None:
+        with session.begin_nested() as savepoint:
+            session.get_one(cls, 1).title = "inside"
+            session.add(cls(id=6))
+            session.flush()
+            gc.collect()
+            row, new = session.get_one(cls, 1), session.get_one(cls, 6)
+            assert (row.version, row.title) == (2, "inside")
+            savepoint.rollback()
+        session.info["writer"].get_one(cls, 1).title = "theirs"
+        session.info["writer"].add(cls(id=6, title="theirs"))
+        session.info["writer"].commit()
+        assert (row.title, new.title) == ("theirs", "theirs")
+
+    await beside(world, engine, work)
 
 
 async def test_a_stale_owner_is_a_conflict_after_the_sessions_own_statement(world: World) -> None:

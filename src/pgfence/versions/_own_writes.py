@@ -16,15 +16,16 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.base import NO_VALUE
 
-from pgfence.versions._mapping import ATTRIBUTE
+from pgfence.versions._mapping import ATTRIBUTE, is_versioned
 from pgfence.versions._rows import lock, versions_of, written_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from typing import TypeAlias
 
     from sqlalchemy import Connection
     from sqlalchemy.orm import InstanceState, Mapper, ORMExecuteState, SessionTransaction
+    from sqlalchemy.orm.unitofwork import UOWTransaction
 
     from pgfence.versions._rows import Key
 
@@ -36,11 +37,15 @@ _OVERTAKEN: WeakKeyDictionary[State, tuple[Any, Any]] = WeakKeyDictionary()
 _IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[Any]]] = WeakKeyDictionary()
 """The base classes whose rows were written by statements inside a savepoint."""
 
+_FLUSHED_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Any]] = WeakKeyDictionary()
+"""The identity keys of rows that were flushed inside a savepoint."""
+
 
 def instances(state: ORMExecuteState, mapper: Mapper[Any]) -> dict[State, Any]:
     """Return the instances of a class, and the versions they were read at, before a statement that writes rows of the class."""
     session, base = state.session, mapper.base_mapper
-    _note_savepoints(session, base)
+    for transaction in _savepoints(session):
+        _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
     if state.execution_options.get("autoflush", True):
         session._autoflush()  # as the statement does, but before rows are locked
     return {each: _version(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
@@ -142,12 +147,21 @@ def _move(state: State, version: Any) -> None:
 # ------------------------------------------------------------ savepoints
 
 
-def _note_savepoints(session: Session, base: Mapper[Any]) -> None:
+def _savepoints(session: Session) -> Iterator[SessionTransaction]:
     transaction = session.get_nested_transaction()
     while transaction is not None:
         if transaction.nested:
-            _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
+            yield transaction
         transaction = transaction.parent
+
+
+@event.listens_for(Session, "after_flush")
+def _flushed(session: Session, context: UOWTransaction) -> None:
+    """Note the rows that a flush in a savepoint has written: an instance may be dropped, and its row loaded again."""
+    for transaction in _savepoints(session):
+        states = [each for each in context.states if is_versioned(each.mapper)]
+        keys = {each.key or each.mapper._identity_key_from_state(each) for each in states}
+        _FLUSHED_IN_SAVEPOINT.setdefault(transaction, set()).update(keys)
 
 
 @event.listens_for(Session, "after_soft_rollback")
@@ -155,5 +169,7 @@ def _rolled_back(session: Session, transaction: SessionTransaction) -> None:
     """Expire instances that may have a version which the rollback has undone, and which another session can now make again."""
     while not transaction.nested and transaction.parent is not None:
         transaction = transaction.parent
-    if written := _IN_SAVEPOINT.pop(transaction, None):
-        expire(session, [each for each in session.identity_map.all_states() if each.mapper.base_mapper in written])
+    written, flushed = _IN_SAVEPOINT.pop(transaction, ()), _FLUSHED_IN_SAVEPOINT.pop(transaction, ())
+    if written or flushed:
+        states = session.identity_map.all_states()
+        expire(session, [each for each in states if each.mapper.base_mapper in written or each.key in flushed])
