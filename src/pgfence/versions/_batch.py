@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import Connection
@@ -63,6 +62,7 @@ class Flush:
         self.sent: list[Sent] = []
         self.looked: list[Row] = []
         self._batch = batch
+        self._deletes: bool | None = None
 
     def run(self) -> None:
         """Execute the flush; if it fails, look at its rows while its transaction lasts."""
@@ -73,9 +73,11 @@ class Flush:
             if self.ahead is not None:
                 self.ahead(context)
             self.started = True
-            if self._batch:
-                self._compare(context)
-                self.emitting = True
+            if not self._batch:
+                context.execute()
+                return
+            self._compare(context)
+            self.emitting = True
             context.execute()
             self.emitting = False
             _confirm(self)
@@ -129,16 +131,14 @@ class Flush:
 
     def replaced_by(self, state: State) -> State | None:
         """Return the row whose key a new row has and which the same flush deletes: SQLAlchemy makes one UPDATE of the two."""
+        if self._deletes is None:
+            # When the first new row has its turn, all rows that cascades delete are known.
+            self._deletes = any(deleted for deleted, _ in self.context.states.values()) if self.context else False
         if not self._deletes:
             return None
         instance = self.session.identity_map.get(state.mapper._identity_key_from_state(state))
         found: State | None = None if instance is None else instance_state(instance)
         return found if found is not None and self.deletes(found) else None
-
-    @cached_property
-    def _deletes(self) -> bool:
-        # Asked when the first new row has its turn: all rows that cascades delete are known by then.
-        return any(deleted for deleted, _ in self.context.states.values()) if self.context else False
 
     def deletes(self, state: State) -> bool:
         """Return whether the flush deletes a row."""
