@@ -148,6 +148,10 @@ def untagged(session: Session, one: Shop) -> None:
     order.tags.clear()
 
 
+def tag_deleted(session: Session, one: Shop) -> None:
+    session.delete(session.get_one(one.tag, 1))
+
+
 CHANGES = (
     append,
     append_by_parent,
@@ -159,6 +163,7 @@ CHANGES = (
     tagged,
     tagged_from_the_other_side,
     untagged,
+    tag_deleted,
 )
 
 

@@ -1,4 +1,4 @@
-"""How rows refer to the row they belong to, for each one-to-many relationship that counts."""
+"""How rows refer to the row they belong to, for each relationship that counts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,26 @@ _UNKNOWN = object()
 class Join:
     """The condition by which rows refer to their owner.
 
+    With many-to-many relationships the rows say nothing of their owners: a change of a row does not count, only its deletion.
+
     Attributes:
         prop: the relationship.
+        shared: it is many-to-many.
         names: the attributes of the rows that occur in the condition.
         key: the places among these of the owner's primary key, if the condition compares nothing but that.
     """
 
     def __init__(self, prop: RelationshipProperty[Any]) -> None:
         self.prop = prop
-        remote = [each for each in visitors.iterate(prop.primaryjoin) if "remote" in each._annotations]
-        self.names = tuple(dict.fromkeys(_name(prop.mapper, each) for each in remote))
-        self._pairs = {_name(prop.mapper, theirs): ours for ours, theirs in prop.local_remote_pairs or ()}
-        self.key = self._key()
+        self.shared = prop.direction is RelationshipDirection.MANYTOMANY
+        self.names: tuple[str, ...] = ()
+        self.key: tuple[int, ...] | None = None
+        self._pairs: dict[str, ColumnElement[Any]] = {}
+        if not self.shared:
+            remote = [each for each in visitors.iterate(prop.primaryjoin) if "remote" in each._annotations]
+            self.names = tuple(dict.fromkeys(_name(prop.mapper, each) for each in remote))
+            self._pairs = {_name(prop.mapper, theirs): ours for ours, theirs in prop.local_remote_pairs or ()}
+            self.key = self._key()
 
     def _key(self) -> tuple[int, ...] | None:
         pairs, owner = self.prop.local_remote_pairs or [], self.prop.parent
@@ -100,7 +108,7 @@ class Join:
 
 
 def note(prop: RelationshipProperty[Any]) -> None:
-    """Note a one-to-many relationship that counts, at the class it leads to.
+    """Note a relationship that counts, at the class it leads to.
 
     Raises:
         ValueError: its rows do not tell by their own columns which owner they have.

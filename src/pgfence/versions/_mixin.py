@@ -68,11 +68,10 @@ class Versioned(_Guarded):
     Attributes:
         __version_mode__: who counts: "client", this program; "server", the trigger of `schema.add_version_trigger`; "xmin".
         __version_column__: the column's name in the table; the attribute stays `version`.
-        __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added or removed through
-            one of them, and for one-to-many also rows that are changed, moved or deleted on their own, count as one change of
-            this row for each flush, whatever the relationship joins on. This row's own owner does not change with it. A
-            subclass that sets the attribute replaces the list of its base:
-            `(*Document.__version_relationships__, "lines")` extends it.
+        __version_relationships__: names of one-to-many and many-to-many relationships. Rows that are added, removed or
+            deleted, and for one-to-many also rows that are changed or moved on their own, count as one change of this row for
+            each flush, whatever the relationship joins on. This row's own owner does not change with it. A subclass that sets
+            the attribute replaces the list of its base: `(*Document.__version_relationships__, "lines")` extends it.
 
     Raises:
         VersionConflictError: on writing, in a `VersionedSession`: the row is at another version, or gone.

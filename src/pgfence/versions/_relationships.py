@@ -56,8 +56,7 @@ def _configured(mapper: Mapper[Any], cls: type[Any]) -> None:
                 f"{cls.__name__}.__version_relationships__ names {name!r}, which leads to one row that others share, or cannot"
                 " be written: only one-to-many and many-to-many relationships can count"
             )
-        if prop.direction is RelationshipDirection.ONETOMANY:
-            _joins.note(prop)
+        _joins.note(prop)
         _USED.add(name)
 
 
@@ -145,6 +144,10 @@ def _refer(
     if not (deleted or state.key is None or state in moved or assigned or sends_update(state)):
         return
     for join in joins:
+        if join.shared:
+            if deleted:
+                stored[join].append(state)
+            continue
         if state.key is not None:
             before = join.before(state)
             if before is None:
