@@ -6,7 +6,6 @@ of ours, and none is made in a transaction of the user.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -167,9 +166,13 @@ class Running(Record):
         self._stop()
         if not self.ours:
             return None
-        with suppress(Exception):  # what it ended with counts, and not that it could not be noted
+        try:
             return Lapse(*self._domain.insist(*self._note(ended), 0.0))
-        return None
+        except BaseException as failure:
+            self._note_later(ended)
+            if not isinstance(failure, Exception):
+                raise
+            return None  # what it ended with counts, and not that it could not be noted
 
 
 class AsyncRunning(Record):
@@ -232,6 +235,10 @@ class AsyncRunning(Record):
         self._stop()
         if not self.ours:
             return None
-        with suppress(Exception):  # what it ended with counts, and not that it could not be noted
+        try:
             return Lapse(*await self._domain.insist(*self._note(ended), 0.0))
-        return None
+        except BaseException as failure:
+            self._note_later(ended)
+            if not isinstance(failure, Exception):
+                raise
+            return None  # what it ended with counts, and not that it could not be noted

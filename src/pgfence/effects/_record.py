@@ -115,8 +115,7 @@ class Record:
         """
         self._stop()
         if ended and self.ours:
-            grant, args = self._grant, self._note(ended)[2]
-            self._domain.beat.end_later(Ending(grant.place, lambda sql: sql.end, args, row_until(grant), grant.family))
+            self._note_later(ended)
 
     def lapsed(self, what: str, row: Lapse | None = None) -> str:
         """Say what becomes of the key after `let_lapse` or `lapse`."""
@@ -209,6 +208,10 @@ class Record:
 
     def _note(self, ended: str) -> Statement:
         return self._grant.place, self._sql.end, (*self._mine, note_of(ended))
+
+    def _note_later(self, ended: str) -> None:
+        grant, args = self._grant, self._note(ended)[2]
+        self._domain.beat.end_later(Ending(grant.place, lambda sql: sql.end, args, row_until(grant), grant.family))
 
     def _leave(self) -> None:
         """Take the right to end it, and stop its heartbeat."""
