@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from sqlalchemy import event, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pgfence import AsyncTransactionLock, TransactionLock, idempotent, run_transaction
+from pgfence import AsyncTransactionLock, TransactionLock, idempotent, insert_once, run_transaction
 from pgfence.errors import UnreachableError
 from support.leases import lease, rival
 from support.locking import lock, run
@@ -20,12 +21,25 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+
+class Base(DeclarativeBase):
+    """What is mapped here."""
+
+
+class Note(Base):
+    """A row that is never written."""
+
+    __tablename__ = "note_without_a_server"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
 NOWHERE = "postgresql://ann:s3cret@127.0.0.1:1/d"
 
 
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize(
-    "entrance", ["lease.begin", "TransactionLock.begin", "TransactionLock", "idempotent", "run_transaction"]
+    "entrance",
+    ["lease.begin", "TransactionLock.begin", "TransactionLock", "idempotent", "insert_once", "run_transaction"],
 )
 async def test_a_transaction_without_a_server_is_unreachable(world: World, name: str, entrance: str) -> None:
     """UnreachableError and 503 from each of them, whatever the driver raises and SQLAlchemy wraps; nothing was committed."""
@@ -208,6 +222,8 @@ async def entered(world: World, name: str, entrance: str, engine: Any) -> None:
         async with world.enter(sessions()) as session:
             if entrance == "TransactionLock":
                 await world.call(kind(session, name).acquire)
+            elif entrance == "insert_once":
+                await world.call(insert_once, session, Note(id=1), ["id"])
             else:
                 async with world.enter(idempotent(session, name, scope="s")):
                     pass

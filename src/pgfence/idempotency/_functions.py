@@ -197,6 +197,7 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
             key: it is of another class of the same table, hidden by a filter or a policy, or the server rounds the value.
             Under row level security the server does not say of which.
         IdempotencyInProgressError: see above.
+        UnreachableError: the server cannot be reached.
     """
     from pgfence.idempotency._insert import insert
 

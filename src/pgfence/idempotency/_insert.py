@@ -8,6 +8,7 @@ from sqlalchemy import Table, UniqueConstraint, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Mapper, QueryableAttribute
 
+from pgfence._runtime.transactions import connected
 from pgfence._sql.idempotency import doubled
 from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate
 from pgfence.errors import IdempotencyInProgressError
@@ -39,6 +40,7 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
     wanted = _wanted(mapper, instance, key)
     if state.session is session:
         session.expunge(instance)
+    connected(session, {"mapper": mapper, "clause": wanted.query})
     refused: IntegrityError | None = None
     for _ in range(_TRIES):
         # Looked for first: a failed INSERT is an ERROR in the server's log.
