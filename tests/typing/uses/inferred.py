@@ -46,6 +46,8 @@ from pgfence import (
     if_match,
     insert_once,
     load_for_version,
+    AttemptLostError,
+    IdempotencyInProgressError,
 )
 
 
@@ -134,6 +136,12 @@ def once(n: int) -> str:
 
 def over(error: SlotOverError) -> None:
     assert_type(error.slot, datetime)
+
+
+def when_to_ask(error: IdempotencyInProgressError, lost: AttemptLostError) -> None:
+    assert_type(error.ended_with, str | None)
+    assert_type(error.retry_after, float | None)
+    assert_type(lost.retry_after, float | None)
 
 
 async def calls() -> None:
