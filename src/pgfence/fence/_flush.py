@@ -70,9 +70,9 @@ class _Flush:
             return None
         key = mapper.identity_key_from_instance(target)
         existing = context.session.identity_map.get(key)
-        is_delete, _ = (
-            context.states.get(instance_state(existing), (False, False)) if existing is not None else (False, False)
-        )
+        if existing is None:
+            return None
+        is_delete, _ = context.states.get(instance_state(existing), (False, False))
         return existing if is_delete else None
 
 
