@@ -174,11 +174,10 @@ def own_statement(items: Sequence[VersionConflict]) -> PgfenceError:
     """Return the error for rows that no other process has written, but a statement which the session cannot follow."""
     named = ", ".join(map(_told, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
     return PgfenceError(
-        f"{named}: this session's own statement has changed it, and the change of the instance is based on the row before that."
-        " This is not a conflict with another process, and retrying would fail the same way. The session follows update(),"
-        " insert() and delete() that go through session.execute(), but no SQL text, nothing that is sent through"
-        " session.connection(), and no rows that a trigger changes: call session.refresh() after such a statement, before you"
-        " change the instance"
+        f"{named}: this session's own statement or flush has written it since. This is not a conflict with another process, and"
+        " retrying would fail the same way. The session follows update(), insert() and synchronized delete() through"
+        " session.execute(), but no SQL text, nothing that is sent through session.connection(), and no rows that a trigger"
+        " changes: call session.refresh() after such a statement, before you change the instance or pass its version"
     )
 
 
