@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import ForeignKey, create_engine, delete, select, update
+from sqlalchemy import ForeignKey, create_engine, delete, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, configure_mappers, mapped_column, relationship
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, configure_mappers, mapped_column, relationship
+from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.pool import NullPool
 
 from pgfence import schema
-from pgfence.errors import PgfenceError, VersionConflictError
+from pgfence.errors import PgfenceError, SchemaError, VersionConflictError
 from pgfence.versions import Versioned, VersionedSession
-from support.version_kinds import KINDS, Kind, classes, table
+from support.version_kinds import KINDS, MODES, Kind, classes, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from sqlalchemy.orm import Session
 
     Run = Callable[[str, Callable[[Session], Any]], Any]
 
@@ -203,6 +202,42 @@ def _lose(
         theirs |= versions(connection, m, start)
     session.info.get("late", session.flush)()
     session.commit()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plain_session_compares_and_counts_the_same(engine: Any, models: Any, mode: str) -> None:
+    """The writes that SQLAlchemy sends by another way are counted in a Session too, and beaten are its StaleDataError."""
+    m = models(mode)
+    for name in ("one-to-one", "row switch", "row switch of a key", "post_update of many", "deleted with post_update"):
+        kind = KINDS[name]
+        assert kind.beaten is not None
+        if mode in kind.rejected:
+            continue
+        start = fill(engine, m, kind)
+        with Session(engine, autoflush=False) as session:
+            _write(kind, m, start, session)
+        start = fill(engine, m, kind)
+        with Session(engine, autoflush=False) as session:
+            kind.act(session, m, start)
+            beat(engine, m, mode, kind.beaten, start, "changed")
+            with pytest.raises(StaleDataError):
+                session.flush()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("mode", ["client", "server"])
+def test_a_row_without_a_version_is_rejected_on_post_update(engine: Any, mode: str, check: str) -> None:
+    """A NULL in the column of the version is the error that says how to fill it, though no event comes before the UPDATE."""
+    m = classes(mode)
+    column = m.Task.__table__.c.version
+    with engine.connect() as connection:
+        m.base.metadata.create_all(connection)
+        connection.execute(text(f"ALTER TABLE {m.Task.__tablename__} ALTER {column.name} DROP NOT NULL"))
+        connection.execute(m.Task.__table__.insert().values([{"id": 1, "version": None}, {"id": 2, "version": 1}]))
+        with VersionedSession(connection, conflict_check=check, autoflush=False) as session:  # type: ignore[arg-type]
+            session.get_one(m.Task, 1).next = session.get_one(m.Task, 2)
+            with pytest.raises(SchemaError, match="Task .* has no version"):
+                session.flush()
 
 
 def test_the_page_on_versions_shows_this_table() -> None:

@@ -31,8 +31,11 @@ def turn(mapper: Mapper[Any], state: State) -> None:
 
 
 def _insert(mapper: Mapper[Any], state: State) -> None:
-    flush = NOW.get()
+    flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
+        # SQLAlchemy compares, and where the server counts it needs a column to write.
+        if mapper.version_id_generator is False and (replaced := _deleted_with_key(mapper, state)) is not None:
+            _touch_switched(state, replaced)
         return
     replaced = flush.replaced_by(state)
     if replaced is not None and set(replaced.mapper.tables) != set(mapper.tables):
@@ -40,7 +43,6 @@ def _insert(mapper: Mapper[Any], state: State) -> None:
         raise switched(state, replaced)
     if replaced is not None and mapper.version_id_generator is False:
         _touch_switched(state, replaced)
-    batch = batch_of(state)
     if batch is not None:
         if replaced is not None:
             if replaced not in batch.locked:
@@ -48,6 +50,15 @@ def _insert(mapper: Mapper[Any], state: State) -> None:
             batch.locked[state] = batch.locked[replaced]
             batch.written[state] = None
         raise_version(mapper, state, batch.locked.get(state))
+
+
+def _deleted_with_key(mapper: Mapper[Any], state: State) -> State | None:
+    session = state.session
+    found = None if session is None else session.identity_map.get(mapper._identity_key_from_state(state))
+    if session is None or found is None:
+        return None
+    existing: State = inspect(found)
+    return existing if existing in session._deleted or existing.mapper._is_orphan(existing) else None
 
 
 def _update(mapper: Mapper[Any], state: State) -> None:
