@@ -33,7 +33,7 @@ def turn(mapper: Mapper[Any], state: State) -> None:
 def _insert(mapper: Mapper[Any], state: State) -> None:
     flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
-        # SQLAlchemy compares, and where the server counts it needs a column to write.
+        # A plain Session: SQLAlchemy compares the version, but sends an empty SET where the server counts.
         if mapper.version_id_generator is False and (replaced := _deleted_with_key(mapper, state)) is not None:
             _touch_switched(state, replaced)
         return

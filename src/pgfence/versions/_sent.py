@@ -118,12 +118,12 @@ class SentDelete(Delete):
     def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
         flush, mapper = NOW.get(), self.mapper
         if len(distilled_params) > 1 and flush is not None and flush.shares_connection(mapper):
-            # A rollback would bring rows back that others have deleted through the same connection: which, is known now or never.
+            # A rollback brings back rows that another session has deleted through the same connection, so each is counted now.
             results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
             return SimpleNamespace(rowcount=len(results))
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         several = len(distilled_params) > 1
-        # A batch looks for itself: some drivers cannot count several at once.
+        # A batch reads the rows after the flush: some drivers cannot count several at once.
         uncounted = several and flush is not None and flush.emitting and mapper.batches
         written = uncounted or result.rowcount == len(distilled_params)
         if flush is not None and (written or several):
