@@ -242,6 +242,8 @@ class _Exchange:
         """Record the answer, and then send it."""
         flows = self._open.is_set()
         reply = self._rules.record(start["status"], _headers(start), None if flows else b"".join(self._chunks))
+        if self._mark.passing:
+            reply = None
         instead = None
         if reply is None:
             await self._failed(f"status {start['status']}")

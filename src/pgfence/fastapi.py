@@ -24,11 +24,13 @@ from pgfence._http.key import UnusableKeyError, key_of
 from pgfence._http.problems import (
     MEDIA_TYPE,
     NAME_INVALID,
+    OUTCOME_UNKNOWN,
     PAYLOAD_INVALID,
     PRINCIPAL_MISSING,
     problem_of,
     retry_headers,
 )
+from pgfence._http.rules import Mark
 from pgfence.blocks import kinds
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
@@ -90,7 +92,9 @@ async def _answer(asked: Request | WebSocket, error: PgfenceError) -> Response:
     status = error.http_status
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
     log.log(level, "%s %s: %s", asked.method, quote(asked.scope["path"], errors="replace"), error, exc_info=trace)
-    return _response(problem_of(error).reply(None, *retry_headers(error).items()))
+    if (problem := problem_of(error)) is OUTCOME_UNKNOWN:
+        Mark.pass_on(asked.scope)
+    return _response(problem.reply(None, *retry_headers(error).items()))
 
 
 async def _refuse(asked: Request | WebSocket, error: _Refused) -> Response:

@@ -1039,14 +1039,19 @@ def test_each_error_has_its_answer_and_its_message_stays_in_the_log(
 
 
 @pytest.mark.parametrize("world", ["asyncpg"], indirect=True)
-async def test_what_is_retryable_is_not_recorded_by_the_middleware(shop: Shop) -> None:
-    """C101: a deadlock was rolled back, and its answer says when to try again: the next request with the key is handled."""
+@pytest.mark.parametrize(
+    "error",
+    [DeadlockError("who was in it"), AttemptLostError("look", scope="s", key="k", attempt=1, newest=1)],
+    ids=["rolled back", "freed by an operator"],
+)
+async def test_what_may_succeed_later_is_not_recorded_by_the_middleware(shop: Shop, error: PgfenceError) -> None:
+    """C101: the next request with the key is handled: a deadlock was rolled back, or an operator has freed the effect's key."""
     done = []
 
     async def pays() -> str:
         done.append("paid")
         if len(done) == 1:
-            raise DeadlockError("who was in it")
+            raise error
         return "paid"
 
     shop.app.post("/payments")(pays)

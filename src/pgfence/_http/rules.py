@@ -71,15 +71,24 @@ class Request(NamedTuple):
 class Mark:
     """Says in an environment, and in the copies of it, that a middleware of ours has its keys, as long as it is at work."""
 
-    __slots__ = ("_keys", "ended")
+    __slots__ = ("_keys", "ended", "passing")
 
     def __init__(self, request: Request) -> None:
         self._keys = request.keys
         self.ended = False
+        self.passing = False
+        """Whether the response is not recorded, though it looks like one that is."""
 
     def put(self, environ: MutableMapping[str, Any]) -> None:
         """Put it where those inside look."""
         environ[_HANDLED] = self
+
+    @staticmethod
+    def pass_on(environ: MutableMapping[str, Any]) -> None:
+        """Keep the response of a request from being recorded, which would outlive what an operator does about its cause."""
+        found = environ.get(_HANDLED)
+        if isinstance(found, Mark):
+            found.passing = True
 
     @staticmethod
     def on(environ: MutableMapping[str, Any], request: Request) -> bool:
