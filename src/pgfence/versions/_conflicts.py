@@ -185,7 +185,8 @@ def not_written(what: str) -> PgfenceError:
     """Return the error for rows that nobody else has written and that were not written all the same."""
     return PgfenceError(
         f"{what} No other process has written the rows, so this is not a conflict, and retrying would fail the same way: a"
-        " BEFORE trigger that returns NULL or a row-level security policy keeps rows from being written"
+        " BEFORE trigger that returns NULL or a row-level security policy keeps rows from being written, or this session's own"
+        " statement has deleted them without synchronizing the session"
     )
 
 

@@ -84,6 +84,16 @@ def overtaken(state: State, expected: Any) -> tuple[Any] | None:
     return (found,) if version is not None and version == expected else None
 
 
+def deleted_here(session: Session) -> set[Any]:
+    """Return the identity keys of instances that the session has deleted in its transaction."""
+    found: set[Any] = set()
+    transaction = session._transaction
+    while transaction is not None:
+        found |= {each.key for each in transaction._deleted}
+        transaction = transaction.parent
+    return found
+
+
 def expire(session: Session, states: Iterable[State]) -> None:
     """Expire instances that are still in the session."""
     for each in states:

@@ -35,7 +35,7 @@ from sqlalchemy.sql.lambdas import StatementLambdaElement
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._conflicts import conflict, not_written, own_statement
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
-from pgfence.versions._own_writes import expire, expire_written, follow, instances
+from pgfence.versions._own_writes import deleted_here, expire, expire_written, follow, instances
 from pgfence.versions._rows import Key, lock, written_here
 
 if TYPE_CHECKING:
@@ -270,7 +270,12 @@ def _compare(state: ORMExecuteState, mapper: Mapper[Any], keys: list[Key], expec
         shared = isinstance(session.bind or session.get_bind(**state.bind_arguments), Connection)
         known = [item.pk for item in differing if item.found is not None and not shared]
         ours = dict(zip(known, written_here(connection, mapper, known), strict=True)) if known else {}
-        others = [item for item in differing if not ours.get(item.pk)]
+        gone = deleted_here(session)
+        others = [
+            item
+            for item in differing
+            if not ours.get(item.pk) and mapper.identity_key_from_primary_key(item.pk) not in gone
+        ]
         raise conflict(others) if others else own_statement(differing)
     if barred:
         raise not_written(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
