@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state
@@ -16,13 +16,12 @@ from pgfence.versions._own_writes import overtaken
 from pgfence.versions._rows import Key, versions_of, written_here
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from typing import TypeAlias
 
     from sqlalchemy import Connection
-    from sqlalchemy.orm import InstanceState, Mapper
-
-    from pgfence.versions._batch import Flush
+    from sqlalchemy.orm import InstanceState, Mapper, Session
+    from sqlalchemy.orm.unitofwork import UOWTransaction
 
     State: TypeAlias = "InstanceState[Any]"
 
@@ -52,7 +51,24 @@ class Row(NamedTuple):
         return self.found is None or self.expected not in (None, self.found)
 
 
-def look(flush: Flush) -> list[Row]:
+class FailedFlush(Protocol):
+    """What is known of a flush that has failed; `_batch.Flush` is what it really is."""
+
+    session: Session
+    context: UOWTransaction | None
+    started: bool
+    looked: list[Row]
+
+    @property
+    def locked(self) -> Collection[State]: ...
+    def connection(self, mapper: Mapper[Any], state: State) -> Connection: ...
+    def shares_connection(self, mapper: Mapper[Any]) -> bool: ...
+    def sent_rows(self) -> tuple[set[Any], set[Any]]: ...
+    def added(self, state: State) -> bool: ...
+    def tables(self) -> set[str]: ...
+
+
+def look(flush: FailedFlush) -> list[Row]:
     """Return the rows of a flush that has just failed, without those that it has locked or written.
 
     In its transaction, which no other process's later write can reach: what it has written itself is at the version that
@@ -76,7 +92,7 @@ def look(flush: Flush) -> list[Row]:
 
 
 def identify(
-    flush: Flush, connection: Connection, mapper: Mapper[Any], rows: Iterable[tuple[State, Any, Any]]
+    flush: FailedFlush, connection: Connection, mapper: Mapper[Any], rows: Iterable[tuple[State, Any, Any]]
 ) -> list[Row]:
     """Return rows, given with the version that was read and the one that is there, with whether this transaction wrote them."""
     # Several sessions on one connection write in one transaction: there only the versions tell them apart.
@@ -97,7 +113,7 @@ def identify(
     return found
 
 
-def _to_be_written(flush: Flush) -> list[State]:
+def _to_be_written(flush: FailedFlush) -> list[State]:
     """Return the versioned rows that a flush changes or deletes, as far as it has come to them."""
     context = flush.context
     if not flush.started or context is None:
@@ -117,7 +133,7 @@ def _to_be_written(flush: Flush) -> list[State]:
     ]
 
 
-def meant(flush: Flush, error: Exception) -> Exception:
+def meant(flush: FailedFlush, error: Exception) -> Exception:
     """Return what it means that a flush has failed by a row that was not there to be written, after its rollback.
 
     The error itself, where it is about other classes, or where the rows could not be looked at.

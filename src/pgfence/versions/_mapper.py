@@ -99,10 +99,10 @@ class VersionedMapper(Mapper[_O]):
             # An UPDATE without the version must not be taken from here by a flush that relies on it.
             return super()._memo(("batch", key) if batch else key, callable_)
         if batch and self.batches:
-            return super()._memo(("batch", key), lambda: kind.of(callable_(), self))
+            return super()._memo(("batch", key), lambda: kind.of(callable_(), self, batches=self.batches))
         if key[0] != "delete" and self.batches and self._kept[1]:
-            return super()._memo(key, lambda: kind.of(callable_(), self).return_defaults(version))
-        return super()._memo(key, lambda: kind.of(callable_(), self))
+            return super()._memo(key, lambda: kind.of(callable_(), self, batches=self.batches).return_defaults(version))
+        return super()._memo(key, lambda: kind.of(callable_(), self, batches=self.batches))
 
 
 def _turn(mapper: Any, state: InstanceState[Any], values: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import InstanceState, Mapper
 
     from pgfence.versions._batch import Flush
-    from pgfence.versions._mapper import VersionedMapper
     from pgfence.versions._rows import Key
 
     Parameters = MutableMapping[Any, Any]
@@ -34,14 +33,15 @@ class SentUpdate(Update):
     """The UPDATE of one row, at the version it was read at."""
 
     inherit_cache = True
-    mapper: VersionedMapper[Any]
+    mapper: Mapper[Any]
+    batches: bool
     version: Column[Any]
 
     @classmethod
-    def of(cls, statement: Update, mapper: VersionedMapper[Any]) -> Self:
-        """Return the same statement for a base mapper."""
+    def of(cls, statement: Update, mapper: Mapper[Any], *, batches: bool) -> Self:
+        """Return the same statement for a base mapper, whose rows a batch can write or not."""
         made = cls(statement.table).where(*statement._where_criteria)
-        made.mapper, made.version = mapper, version_column(mapper)
+        made.mapper, made.batches, made.version = mapper, batches, version_column(mapper)
         return made
 
     def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
@@ -79,7 +79,7 @@ class SentPostUpdate(SentUpdate):
 
     def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
         flush = NOW.get()
-        if flush is not None and flush.emitting and self.mapper.batches:
+        if flush is not None and flush.emitting and self.batches:
             _raise_versions(flush, self.mapper, distilled_params, connection)
             return Update._execute_on_connection(self, connection, distilled_params, execution_options)
         column = self.version
@@ -106,13 +106,14 @@ class SentDelete(Delete):
     """
 
     inherit_cache = True
-    mapper: VersionedMapper[Any]
+    mapper: Mapper[Any]
+    batches: bool
 
     @classmethod
-    def of(cls, statement: Delete, mapper: VersionedMapper[Any]) -> Self:
-        """Return the same statement for a base mapper."""
+    def of(cls, statement: Delete, mapper: Mapper[Any], *, batches: bool) -> Self:
+        """Return the same statement for a base mapper, whose rows a batch can write or not."""
         made = cls(statement.table).where(*statement._where_criteria)
-        made.mapper = mapper
+        made.mapper, made.batches = mapper, batches
         return made
 
     def _execute_on_connection(self, connection: Connection, distilled_params: Any, execution_options: Any) -> Any:
@@ -124,7 +125,7 @@ class SentDelete(Delete):
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         several = len(distilled_params) > 1
         # A batch reads the rows after the flush: some drivers cannot count several at once.
-        uncounted = several and flush is not None and flush.emitting and mapper.batches
+        uncounted = several and flush is not None and flush.emitting and self.batches
         written = uncounted or result.rowcount == len(distilled_params)
         if flush is not None and (written or several):
             flush.sent.append((self.keys, distilled_params, written))
