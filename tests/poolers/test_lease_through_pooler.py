@@ -42,7 +42,7 @@ async def test_a_lease_is_taken_renewed_and_released_through_it(
     """C022: declared or not, for longer than its TTL, with other clients on the same sessions, and again and again."""
     through = pgbouncer("transaction")
     engine = pooled(world, through, pooler=pooler)
-    one = lease(world, engine, name, ttl=0.9)
+    one = lease(world, engine, name, ttl=3)
     others = [psycopg.connect(through, prepare_threshold=None) for _ in range(2)]
     try:
         for turn in range(3):
