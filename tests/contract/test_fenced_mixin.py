@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
 from pgfence.config import configure
-from pgfence.errors import FenceRequiredError, StaleFencingTokenError
+from pgfence.errors import FenceRequiredError, StaleFencingTokenError, TransactionStateError
 from pgfence.fence import Fenced, fence
 from pgfence.lease import AsyncLease, Lease
 from support.fenced_models import KINDS, by_book, entry, on_session, under
@@ -650,6 +650,21 @@ async def test_mode_row_takes_the_token_of_a_lease_that_is_held_here(world: Worl
     assert found == [(1, name, 0, token)]
     with pytest.raises(FenceRequiredError):
         await under(world, elsewhere, {}, adding(cls, 2, book=name))
+
+
+async def test_mode_row_is_refused_in_autocommit(world: World, name: str) -> None:
+    """There the lock of a row ends when it was compared, and a newer holder's write in between would be overwritten."""
+    engine = world.engine()
+    cls = await entry(world, engine, mode="row", resource=lambda row: row.book)
+    lease = world.pick(Lease, AsyncLease)(engine, name, ttl=30)
+    async with world.enter(lease.hold()):
+        await under(world, engine, {}, adding(cls, 1, book=name))
+
+        def work(session: Session) -> None:
+            session.get_one(cls, 1).amount = 9
+
+        with pytest.raises(TransactionStateError, match="autocommit"):
+            await under(world, world.engine(isolation_level="AUTOCOMMIT"), {}, work)
 
 
 async def test_a_held_lease_alone_lets_nothing_through_a_gate(world: World, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import ForeignKey, event, inspect, select
+from sqlalchemy import ForeignKey, event, inspect, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
@@ -331,6 +331,29 @@ async def test_a_table_without_its_trigger_is_told(world: World) -> None:
 
     with pytest.raises(SchemaError, match="add_version_trigger"):
         await in_batch(world, engine, work)
+
+
+async def test_autocommit_is_refused_where_a_row_lock_has_to_last(world: World) -> None:
+    """In autocommit the lock ends with its statement: the rows of a batch, or of a pending change, would be compared in vain."""
+    engine = world.engine()
+    cls = await page(world, engine)
+
+    def batch(session: Session) -> None:
+        session.add(cls(id=6))
+        session.commit()
+        session.get_one(cls, 1).views = 1
+        with pytest.raises(TransactionStateError, match="autocommit"):
+            session.commit()
+
+    def pending(session: Session) -> None:
+        session.get_one(cls, 1).views = 1
+        with pytest.raises(TransactionStateError, match="autocommit"):
+            session.execute(update(cls).where(cls.id == 1).values(views=2))
+
+    autocommit = world.engine(isolation_level="AUTOCOMMIT")
+    await in_batch(world, autocommit, batch)
+    await on_session(world, autocommit, pending, autoflush=False)
+    assert await read(world, engine, cls) == dict.fromkeys(range(1, 7), 1)
 
 
 async def test_keys_of_every_kind_are_found(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import ForeignKey, create_engine, delete, select, text, update
+from sqlalchemy import ForeignKey, Integer, Text, create_engine, delete, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, configure_mappers, mapped_column, relationship
 from sqlalchemy.orm.exc import StaleDataError
@@ -367,6 +367,32 @@ def test_a_stale_delete_is_noticed_without_confirmed_rows(engine: Any) -> None:
                 session.flush()
             assert conflict.value.items == ((Page, (2,), 1, 2),)
         connection.rollback()
+
+
+@pytest.mark.parametrize(
+    "options", [{"__mapper_args__": {"eager_defaults": False}}, {"__table_args__": {"implicit_returning": False}}]
+)
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_new_row_has_its_version_however_the_server_returns_it(engine: Any, check: Any, options: Any) -> None:
+    """A version that is read when the row is changed would hide a write since the INSERT."""
+    base = type("Base", (DeclarativeBase,), {})
+    given = {
+        "__tablename__": "kinds_" + uuid4().hex[:12],
+        "__version_mode__": "server",
+        "id": mapped_column(Integer, primary_key=True),
+        "title": mapped_column(Text),
+    }
+    cls: Any = type("Page", (Versioned, base), given | options)
+    base.metadata.create_all(engine)  # type: ignore[attr-defined]
+    schema.add_version_trigger(engine, cls)
+    with VersionedSession(engine, expire_on_commit=False, conflict_check=check) as session:
+        session.add(page := cls(id=1, title="new"))
+        session.commit()
+        with engine.begin() as connection:
+            connection.execute(update(cls.__table__).values(title="theirs"))
+        page.title = "ours"
+        with pytest.raises(VersionConflictError):
+            session.commit()
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -85,6 +85,52 @@ async def test_a_row_that_was_read_in_part_is_guarded_by_the_version_of_that_mom
     assert [title for _, title, _ in stored(admin, cls)][:3] == ["theirs"] * 3
 
 
+@pytest.mark.parametrize("mode", ["client", "xmin"])
+async def test_columns_of_an_expired_instance_are_read_with_its_version(
+    world: World, admin: psycopg.Connection[Any], mode: str
+) -> None:
+    """refresh() of some columns and a deferred column bring the version along: one that the flush read would hide a change."""
+    engine = world.engine()
+    cls = await pages(world, engine, mode=mode)
+
+    def work(session: Session) -> None:
+        for number, options in enumerate([(), [defer(cls.title)]], start=1):
+            page = session.scalars(select(cls).options(*options).where(cls.id == number)).one()
+            session.commit()
+            if number == 1:
+                session.refresh(page, ["title"])
+            before = page.title
+            meddle(admin, cls, number)
+            page.title = before + "ours"
+            with pytest.raises(VersionConflictError):
+                session.flush()
+            session.rollback()
+
+    await on_session(world, engine, work)
+    assert [title for _, title, _ in stored(admin, cls)][:2] == ["theirs"] * 2
+
+
+@pytest.mark.parametrize("check", ["row", "batch"])
+@pytest.mark.parametrize("change", ["update", "delete"])
+def test_a_row_that_was_read_without_its_version_is_rejected(engine: Any, check: Any, change: str) -> None:
+    """SQL text that leaves the version out gives an instance of which nobody knows what it was read at."""
+    with engine.connect() as connection:
+        Base.metadata.create_all(connection)
+        with VersionedSession(connection, conflict_check=check) as session:
+            session.add(Card(id=1))
+            session.flush()
+            session.expunge_all()
+            partial = text(f"SELECT id, title FROM {Card.__tablename__}")
+            card = session.scalars(select(Card).from_statement(partial)).one()
+            if change == "update":
+                card.title += "ours"
+            else:
+                session.delete(card)
+            with pytest.raises(VersionRequiredError, match="read without its version"):
+                session.flush()
+        connection.rollback()
+
+
 def test_a_session_that_is_dropped_in_a_savepoint_gives_its_connection_back(dsn: str) -> None:
     """What is kept of a savepoint does not keep the session, nor its connection out of the pool."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")

@@ -520,6 +520,12 @@ def test_xmin_is_refused_for_joined_inheritance() -> None:
         family("xmin")
 
 
+def test_xmin_is_refused_for_a_partitioned_table() -> None:
+    """PostgreSQL does not return the xmin of a row that it inserts there."""
+    with pytest.raises(ValueError, match="partitioned table"):
+        page_class(mode="xmin", __table_args__={"postgresql_partition_by": "LIST (id)"})
+
+
 # ------------------------------------------------------------ what cannot be guarded
 
 

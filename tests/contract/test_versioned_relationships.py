@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from sqlalchemy import Column, DateTime, ForeignKey, Table, func, inspect, select
+from sqlalchemy import Column, DateTime, ForeignKey, Identity, Table, func, inspect, select
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -24,6 +24,7 @@ from pgfence import schema
 from pgfence.errors import VersionConflictError
 from pgfence.versions import Versioned
 from support.versioned_rows import made, on_session
+from support.worlds import NAMES
 
 if TYPE_CHECKING:
     from support.worlds import World
@@ -292,6 +293,41 @@ async def test_a_row_of_key_and_version_alone_can_count(world: World) -> None:
         return versions(session, one)
 
     assert await on_session(world, engine, work) == [3, 1]
+
+
+@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+async def test_an_order_is_counted_by_a_column_that_can_be_written(world: World) -> None:
+    """Not by one that is GENERATED ALWAYS AS IDENTITY, nor by one whose load is refused."""
+    engine = world.engine()
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Order(Versioned, Base):
+        __tablename__ = f"order_{secrets.token_hex(6)}"
+        __version_relationships__ = ("lines",)
+        id: Mapped[int] = mapped_column(primary_key=True)
+        number: Mapped[int] = mapped_column(Identity(always=True))
+        text: Mapped[str] = mapped_column(default="", deferred=True, deferred_raiseload=True)
+        name: Mapped[str] = mapped_column(default="")
+        lines: Mapped[list[Line]] = relationship()
+
+    class Line(Base):
+        __tablename__ = f"line_{secrets.token_hex(6)}"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
+
+    await made(world, engine, Base)
+
+    def work(session: Session) -> None:
+        session.add(Order(id=1))
+        session.commit()
+        order = session.get_one(Order, 1)
+        session.add(Line(id=1, order_id=1))
+        session.commit()
+        assert order.version == 2
+
+    await on_session(world, engine, work)
 
 
 async def test_a_trigger_needs_a_column_to_write(world: World) -> None:

@@ -47,7 +47,7 @@ class Fenced(Guarded):
 
         `__fence__ = "row"` needs none of pgfence's tables. The token is that of the gate, if one was entered, otherwise of the
         lease or lock of that name which this task or thread holds. It is compared with the column of each row, which is locked
-        first.
+        first; in AUTOCOMMIT, where the lock does not last, a write raises TransactionStateError.
 
     Limitations:
         In mode "row" no column can reject a stale INSERT of a new row, stale writes to rows that the newer holder has not

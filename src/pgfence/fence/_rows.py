@@ -12,8 +12,9 @@ from sqlalchemy.orm import ColumnProperty
 
 from pgfence._runtime import aio, sync
 from pgfence._sql.storage import place_of
+from pgfence._sql.transaction import driver_state
 from pgfence.config import config_of
-from pgfence.errors import FenceRequiredError, StaleFencingTokenError
+from pgfence.errors import FenceRequiredError, StaleFencingTokenError, TransactionStateError
 from pgfence.fence._entering import entered, poison
 from pgfence.keys import shown, stored
 
@@ -179,10 +180,16 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
     Raises:
         FenceRequiredError: it brought none.
         LockLostError: in mode "row": what this task or thread held under that name is lost.
+        TransactionStateError: the connection is in autocommit, so that the lock of a row ends before the row is written.
     """
     name = stored(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = entered(connection, name)
     if token is None and cls.__fence__ == "row":
+        if driver_state(connection).autocommit:
+            raise TransactionStateError(
+                f"{cls.__name__} is fenced, and the connection is in autocommit, where a row that was compared is not locked"
+                " any more when it is written: use a connection without AUTOCOMMIT"
+            )
         token = _held_here(name, place_of(connection))
     if token is None:
         raise FenceRequiredError(

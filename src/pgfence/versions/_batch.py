@@ -22,7 +22,7 @@ from pgfence.errors import TransactionStateError
 from pgfence.flushes import will_send_update
 from pgfence.versions._conflicts import Row, identify, look, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
-from pgfence.versions._rows import Key, lock, versions_of
+from pgfence.versions._rows import Key, expect_transaction, lock, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -187,6 +187,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
     barred: list[str] = []
     for mapper, some in _by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
+        expect_transaction(where, 'conflict_check="row"')
         found, seen = lock(where, mapper, [_key(state) for state in some], deleting=deleting)
         barred += [f"{mapper.class_.__name__} {key}" for key in seen]
         flush.locked.update(zip(some, found, strict=True))

@@ -11,6 +11,7 @@ from pgfence.flushes import sends_update
 from pgfence.versions._batch import NOW, batch_of, compare
 from pgfence.versions._conflicts import switched
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column
+from pgfence.versions._reading import expect_read
 from pgfence.versions._sent import expect_version, raise_version
 
 if TYPE_CHECKING:
@@ -48,8 +49,17 @@ def _insert(mapper: Mapper[Any], state: State) -> None:
             if replaced not in batch.locked:
                 compare(batch, [replaced])
             batch.locked[state] = batch.locked[replaced]
-            batch.written[state] = None
+        if replaced is not None or not _returns_version(mapper):
+            batch.written[state] = None  # its version is read after the flush
         raise_version(mapper, state, batch.locked.get(state))
+
+
+def _returns_version(mapper: Mapper[Any]) -> bool:
+    """Return whether the version of a new row is known after its INSERT."""
+    if mapper.version_id_generator is not False:
+        return True
+    asked = mapper.base_mapper.eager_defaults
+    return bool(version_column(mapper).table.implicit_returning if asked == "auto" else asked)
 
 
 def _deleted_with_key(mapper: Mapper[Any], state: State) -> State | None:
@@ -63,6 +73,8 @@ def _deleted_with_key(mapper: Mapper[Any], state: State) -> State | None:
 
 def _update(mapper: Mapper[Any], state: State) -> None:
     batch = batch_of(state)
+    if ATTRIBUTE not in state.dict:
+        expect_read(mapper, state)
     if batch is None or state not in batch.locked:
         expect_version(mapper, state)
     if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
@@ -76,6 +88,8 @@ def _update(mapper: Mapper[Any], state: State) -> None:
 
 def _before_delete(mapper: Mapper[Any], _connection: Connection, state: State) -> None:
     batch = batch_of(state)
+    if ATTRIBUTE not in state.dict:
+        expect_read(mapper, state)
     if batch is None or state not in batch.locked:
         expect_version(mapper, state)
     if batch is not None:
@@ -123,17 +137,23 @@ def _column_of(target: Any) -> str:
 
 
 def _spare_column(target: Any) -> str | None:
-    """Return the attribute of a column beside the key and the version that does not change by itself."""
-    mapper = inspect(target).mapper
+    """Return the attribute of a column beside the key and the version that can be written as it is, if possible a loaded one."""
+    state: State = inspect(target)
+    mapper, found = state.mapper, None
     table = version_column(mapper).table
     for name, prop in mapper.column_attrs.items():
         column: Any = prop.columns[0]
         if name == ATTRIBUTE or column not in table.c.values() or column.primary_key:
             continue
-        # A column that changes by itself has to be left to do so.
-        if column.onupdate is None and column.server_onupdate is None and column.computed is None:
+        # A column that changes by itself has to be left to do so. PostgreSQL rejects what is assigned to GENERATED ALWAYS.
+        if column.onupdate is not None or column.server_onupdate is not None or column.computed is not None:
+            continue
+        if column.identity is not None and column.identity.always:
+            continue
+        if name in state.dict:
             return str(name)
-    return None
+        found = found or str(name)
+    return found
 
 
 event.listen(VersionedBase, "before_delete", _before_delete, propagate=True, raw=True, insert=True)

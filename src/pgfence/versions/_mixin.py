@@ -56,6 +56,9 @@ class Versioned(_Guarded):
     Promised: a flush changes or deletes a row at the version at which its instance was read, and raises otherwise. update() of
     the class raises the version of every row that it writes, or is refused; see `bulk` of `VersionedSession`.
 
+    The version is read together with whatever columns are loaded. If columns were loaded without it, by SQL text that leaves
+    it out, a write of the row is rejected.
+
     Not promised: anything about instances whose row is read again before the flush, since that takes the newer version; what
     a commit has expired is read again. About statements beside the ORM: with `__version_mode__ = "server"` a trigger counts
     those, too. About rows that belong to this one, unless `__version_relationships__` names their relationship and a flush
@@ -79,6 +82,7 @@ class Versioned(_Guarded):
         AttributeError: on assigning `version`, also in the constructor and in SQLModel's `model_validate` and
             `sqlmodel_update`: it would guard nothing. `load_for_version` does. A version that a library drops because it is not
             in its own list of fields is not seen.
+        VersionRequiredError: on writing: columns of the row were read without its version.
         SchemaError: on writing: the row's version is NULL, or in mode "server" no trigger has counted. `command` cures it.
         TypeError, ValueError: on mapping the class: an attribute is unusable, there are two version columns, or a relationship
             writes rows by statements that compare no version: `post_update` with a foreign key in the table of a joined
@@ -159,6 +163,11 @@ def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:
         )
     if name not in table.c or _OURS not in table.c[name].info:
         raise _two(cls, f"leave the attribute {ATTRIBUTE!r} to the mixin; __version_column__ names its column")
+    if name == XMIN and table.dialect_options["postgresql"]["partition_by"]:
+        raise ValueError(
+            f"{cls.__name__}: PostgreSQL does not return the xmin of a row that it inserts into the partitioned table"
+            f" {table.fullname}: take the mode 'client' or 'server'"
+        )
     mapper.version_id_col = table.c[name]
     if cls.__version_mode__ != "client":
         mapper.version_id_generator = False

@@ -17,7 +17,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 from sqlalchemy.orm.base import NO_VALUE
 
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned
-from pgfence.versions._rows import lock, versions_of, written_here
+from pgfence.versions._rows import expect_transaction, lock, versions_of, written_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -131,6 +131,7 @@ def _key(state: State) -> Key:
 
 def _lock_current(connection: Connection, base: Mapper[Any], known: dict[State, Any]) -> list[State]:
     """Lock rows, and return the instances that were read at the version which the row has now."""
+    expect_transaction(connection, "flush() before the statement")
     found, barred = lock(connection, base, list(map(_key, known)))
     now = dict(zip(known, found, strict=True))
     differing = [each for each, version in known.items() if now[each] not in (None, version)]

@@ -23,6 +23,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
+from pgfence._sql.transaction import driver_state
+from pgfence.errors import TransactionStateError
 from pgfence.versions._mapping import version_column
 
 if TYPE_CHECKING:
@@ -103,6 +105,19 @@ def lock(
         for place, version in zip(missing, seen, strict=True):
             found[place] = version
     return found, [keys[place] for place in missing if found[place] is not None]
+
+
+def expect_transaction(connection: Connection, way: str) -> None:
+    """Raise unless a row lock lasts until the row is written.
+
+    Raises:
+        TransactionStateError: the connection is in autocommit.
+    """
+    if driver_state(connection).autocommit:
+        raise TransactionStateError(
+            "the connection is in autocommit, where the lock of a versioned row ends before the row is written: use a"
+            f" connection without AUTOCOMMIT, or {way}"
+        )
 
 
 def written_here(connection: Connection, mapper: Mapper[Any], keys: Sequence[Key]) -> list[bool]:

@@ -58,7 +58,8 @@ class VersionedSession(Session):
             they write, and refuses those that cannot be made to; an UPDATE inside of a SELECT is looked for one level deep.
             "refuse" refuses all that would not have it by themselves, at any depth; "ignore" sends them as they are.
         conflict_check: "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush
-            first, names every conflict at once, and then writes rows that change alike together.
+            first, names every conflict at once, and then writes rows that change alike together; in AUTOCOMMIT, where a row
+            lock does not last, it raises TransactionStateError.
         **session_options: for Session.
 
     Raises:
