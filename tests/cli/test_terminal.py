@@ -88,6 +88,15 @@ class Shell:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
+    def bring_about(self, keys: str, text: str) -> None:
+        """Type until a text is on the screen: keys are lost when a shell that takes the terminal back flushes them."""
+        for _ in range(20):
+            self.type(keys)
+            if text in self._seen or select.select([self._master], [], [], 1.0)[0]:
+                self.expect(text)
+                return
+        raise AssertionError(f"{keys!r} does not bring about {text!r}")
+
     def prompted(self) -> None:
         """Wait until the shell answers an empty line: what is typed while it takes the terminal back may be flushed."""
         for _ in range(20):
@@ -203,8 +212,7 @@ def test_a_job_that_began_in_the_background_comes_to_the_foreground(tmp_path: Pa
         shell.type("\x1a")
         shell.expect("Stopped")
         shell.prompted()
-        shell.type("bg\n")
-        shell.expect("[SIGCONT]")
+        shell.bring_about("bg\n", "[SIGCONT]")
         shell.prompted()
         shell.stopped()
         shell.type("fg\n")
@@ -225,6 +233,8 @@ def test_a_signal_reaches_the_command_once(tmp_path: Path, how: str) -> None:
         shell.expect("[SIG")
         shell.type(f"kill -CONT {us}\n")
         assert "[SIG" not in shell.expect("[SIGCONT]")
+        shell.type(f"kill {us}\n")
+        eventually(lambda: not psutil.pid_exists(us))
 
 
 WAYS = {name: getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "TERM", "KILL")}
