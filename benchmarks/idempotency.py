@@ -18,9 +18,9 @@ from sqlalchemy.orm import Session
 from benchmarks import report, rounds
 from benchmarks.place import server
 from pgfence import schema
+from pgfence._values.codec import Codec
 from pgfence.effects import IdempotentEffect
 from pgfence.idempotency import idempotent
-from pgfence.idempotency._codec import Codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -312,14 +312,14 @@ def _register(plugin: Plugin) -> None:
 
 
 def _operations() -> Any:
-    from pgfence.alembic_plugin import implementations, operations, renderers  # noqa: F401
+    from pgfence._alembic import implementations, operations, renderers  # noqa: F401
 
     return operations
 
 
 def _compare(context: AutogenContext, ops: UpgradeOps, _schemas: set[str | None]) -> PriorityDispatchResult:
     _operations()
-    from pgfence.alembic_plugin.comparison import compare
+    from pgfence._alembic.comparison import compare
 
     return compare(context, ops)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, get_overloads
 import pytest
 
 import pgfence
-from pgfence.misuse import Absent, Guided
+from pgfence._api.misuse import Absent, Guided
 from pgfence_alembic import Directives
 
 if TYPE_CHECKING:

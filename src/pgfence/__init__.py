@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence import compat
-from pgfence._runtime.cancellation import cancel_waits
+from pgfence._api.handles import AsyncHeld, Held, current, held
+from pgfence._holds.cancellation import cancel_waits
+from pgfence._process.clock import Seconds
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
@@ -39,14 +41,12 @@ from pgfence.errors import (
     WaitCancelledError,
 )
 from pgfence.fence import fence, fenced
-from pgfence.fenced_handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
-from pgfence.grants import Event, Holder, OnLoss, State
-from pgfence.handles import AsyncHeld, Held, current, held
+from pgfence.fence.handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
 from pgfence.keys import KeyFamily, LockKey, Name
 from pgfence.lease import AsyncLease, Heartbeat, Json, Lease, LeaseRef
 from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
-from pgfence.timing import Seconds
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
+from pgfence.types import Event, Holder, OnLoss, State
 
 if TYPE_CHECKING:
     from pgfence import schema

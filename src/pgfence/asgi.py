@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._http.rules import OnFailure
+    from pgfence._process.clock import Seconds
     from pgfence.effects._attempts import AsyncRunning
-    from pgfence.timing import Seconds
 
 __all__ = ["IdempotencyMiddleware"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from pgfence._process.clock import Seconds, seconds
 from pgfence.keys import LockKey
-from pgfence.timing import Seconds, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence.grants import Event
+    from pgfence.types import Event
 
 PoolerSetting: TypeAlias = Literal["auto", "direct", "session", "transaction"]
 

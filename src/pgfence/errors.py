@@ -18,8 +18,8 @@ from sqlalchemy.exc import DontWrapMixin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence.grants import Holder
     from pgfence.keys import LockKey
+    from pgfence.types import Holder
 
 LossReason: TypeAlias = Literal["expired", "superseded", "evicted", "overdue", "cut off", "killed", "returned"]
 PoolerMode: TypeAlias = Literal["direct", "session", "transaction", "unknown"]

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket, routing
 from fastapi.exceptions import RequestValidationError
 
+from pgfence._api.contexts import kinds
 from pgfence._http import openapi
 from pgfence._http.dependants import checked_root, declared, signature
 from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, scope_of
@@ -31,10 +32,9 @@ from pgfence._http.problems import (
     retry_headers,
 )
 from pgfence._http.rules import Mark
-from pgfence.blocks import kinds
+from pgfence._values.codec import Codec
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
-from pgfence.idempotency._codec import Codec
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from pgfence._http.problems import Problem
+    from pgfence._process.clock import Seconds
     from pgfence.effects._wanted import Reply
-    from pgfence.timing import Seconds
 
 __all__ = ["Idempotent", "IdempotentCall", "Locked", "idempotency_key", "install_error_handlers"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
-from pgfence import stuck
+from pgfence._admin import stuck
+from pgfence._admin.purge import expect_batch
+from pgfence._admin.purge import purge as purge_all
+from pgfence._admin.purge import purge_async as purge_all_async
+from pgfence._admin.requests import order_of, perform, perform_async, tell_holders_here
+from pgfence._admin.stuck import StuckKey
 from pgfence._sql import evict as statements
 from pgfence._sql import stuck_keys as keys
-from pgfence.evicting import order_of, perform, perform_async, tell_holders_here
-from pgfence.purging import expect_batch
-from pgfence.purging import purge as purge_all
-from pgfence.purging import purge_async as purge_all_async
-from pgfence.stuck import StuckKey
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Sequence
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from pgfence._process.clock import Seconds
     from pgfence._sql.evict import Found, Order
     from pgfence._sql.stuck_keys import Row
-    from pgfence.grants import Holder
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
 __all__ = ["StuckKey", "evict", "free_key", "purge", "stuck_keys"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, overload
 
 from sqlalchemy import Table, inspect
 
+from pgfence._admin.ddl import drop_unless_fenced, perform
 from pgfence._sql import columns, fences, versions
 from pgfence._sql import tables as texts
 from pgfence._sql.storage import Place, translated_schema
-from pgfence.altering import drop_unless_fenced, perform
 from pgfence.config import config_of, expect_place
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from pgfence._api.contexts import attach
 from pgfence._http import answers
 from pgfence._http.answers import Refusal
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
 from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
-from pgfence.blocks import attach
 from pgfence.effects._attempts import Reply, Stored, claim
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._http.rules import OnFailure
+    from pgfence._process.clock import Seconds
     from pgfence.effects._attempts import Running
-    from pgfence.timing import Seconds
 
     Headers: TypeAlias = list[tuple[str, str]]
     ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]

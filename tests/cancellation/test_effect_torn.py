@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence._runtime.beat import beat_of
+from pgfence._leases.heartbeat.service import beat_of
 from pgfence.config import config_of
 from pgfence.effects import IdempotentEffect
 from support.effects import Shop

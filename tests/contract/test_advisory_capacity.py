@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.pool import AssertionPool, AsyncAdaptedQueuePool, NullPool, QueuePool, SingletonThreadPool, StaticPool
 
 from pgfence import AdvisoryLock
-from pgfence._runtime import sessions as runtime_sessions
+from pgfence._connections import connection as runtime_sessions
 from pgfence.config import configure
 from pgfence.errors import CapacityError, LockTimeoutError
 from pgfence.keys import LockKey
@@ -491,12 +491,12 @@ async def test_a_server_that_says_nothing_is_unreachable_in_time(
     world: World, name: str, dsn: str, make_proxy: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 21: no answer is neither free nor busy; the error comes within the budget for opening, without the password."""
-    from pgfence._runtime import roster
+    from pgfence._connections import pool
     from pgfence.errors import UnreachableError
 
-    monkeypatch.setattr(roster, "OPEN_BUDGET", 0.3)
-    for module in ("aio_keeper", "sync_keeper"):
-        monkeypatch.setattr(f"pgfence._runtime.{module}.OPEN_BUDGET", 0.3, raising=False)
+    monkeypatch.setattr(pool, "OPEN_BUDGET", 0.3)
+    for module in ("pool_async", "pool_sync"):
+        monkeypatch.setattr(f"pgfence._connections.{module}.OPEN_BUDGET", 0.3, raising=False)
     proxy = make_proxy(dsn)
     proxy.black_hole()
     start = time.monotonic()

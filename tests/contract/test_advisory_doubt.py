@@ -29,7 +29,9 @@ import asyncio, inspect, time
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._runtime import sessions, watch
+from pgfence._connections import connection
+
+from pgfence._process import monitor
 
 driver, dsn, name, setting = sys.argv[1:5]
 ASYNC = driver in ("psycopg_async", "asyncpg")
@@ -126,8 +128,8 @@ async def test_a_wait_on_a_server_that_falls_silent_ends(
     world: World, name: str, dsn: str, make_proxy: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung server keeps nobody past the end of the slice and its grace: nothing is held, and nobody says it was busy for ever."""
-    for module in ("sync_sessions", "aio_sessions"):
-        monkeypatch.setattr(f"pgfence._runtime.{module}.WAIT_GRACE", 0.3)
+    for module in ("connection_sync", "connection_async"):
+        monkeypatch.setattr(f"pgfence._connections.{module}.WAIT_GRACE", 0.3)
     proxy, other = make_proxy(dsn), world.other()
     engine = world.engine(dsn=proxy.dsn)
     with elsewhere(dsn, name) as rival:

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._runtime.homes import Homes
+from pgfence._process.registry import Homes
 from pgfence.config import configure
 from pgfence.errors import LockLostError, UnsupportedServerError
 from support.locking import background, freed, is_free, labelled, lock, sessions, standing, terminate

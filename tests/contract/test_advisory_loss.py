@@ -449,8 +449,8 @@ async def test_a_server_that_stops_answering_is_noticed_by_whoever_asks(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release without an answer ends in LockLostError within its budget, not in an endless wait."""
-    for module in ("sync_sessions", "aio_sessions"):
-        monkeypatch.setattr(f"pgfence._runtime.{module}.RELEASE_BUDGET", 0.5)
+    for module in ("connection_sync", "connection_async"):
+        monkeypatch.setattr(f"pgfence._connections.{module}.RELEASE_BUDGET", 0.5)
     proxy = make_proxy(dsn)
     held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
     proxy.black_hole()

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, event, text
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncOnce, Once, monitoring, schema
-from pgfence._runtime.homes import Homes
+from pgfence._process.registry import Homes
 from pgfence.config import configure
 from pgfence.errors import (
     LockLostError,
@@ -26,7 +26,7 @@ from pgfence.errors import (
     TransactionStateError,
 )
 from pgfence.fence import fence
-from pgfence.fenced_handles import AsyncFencedHeld, FencedHeld
+from pgfence.fence.handles import AsyncFencedHeld, FencedHeld
 from pgfence.keys import LockKey, stored
 from support import leases
 from support.locking import background, elsewhere, is_free, lock, run, standing, terminate, waits

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, Lease, WaitCancelledError, cancel_waits, configure
-from pgfence._runtime import domain
+from pgfence._locks import manager
 from support.locking import elsewhere, freed, standing, waits
 from support.waiting import eventually
 
@@ -119,7 +119,7 @@ async def test_a_lock_that_is_handed_over_as_the_wait_is_cancelled_is_free(
             held.release()
         leave(ticket)
 
-    monkeypatch.setattr(domain, "BURST_TIME", math.inf)  # however long this takes, the lock is handed over
+    monkeypatch.setattr(manager, "BURST_TIME", math.inf)  # however long this takes, the lock is handed over
     monkeypatch.setattr(held._domain, "torn", late)
     await cancelled(other, lambda: one.acquire(timeout=math.inf), lambda: standing(engine) == 1, name)
     with one.hold(timeout=5):

@@ -10,7 +10,7 @@ from sqlalchemy import ForeignKey, create_engine, event, func, inspect
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 from sqlalchemy.orm.attributes import flag_modified
 
-from pgfence.flushes import sends_update, will_send_update
+from pgfence._orm import sends_update, will_send_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

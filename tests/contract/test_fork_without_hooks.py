@@ -64,8 +64,8 @@ def in_child(work):
 
 BODY = """
 import pgfence
-from pgfence._runtime.localqueue import MUTEX
-from pgfence._runtime.process import PROCESS, PidMark
+from pgfence._holds.queue import MUTEX
+from pgfence._process.lifecycle import PROCESS, PidMark
 
 if sys.argv[4] == "pid":
     PROCESS.mark = PidMark()

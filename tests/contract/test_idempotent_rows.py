@@ -22,7 +22,7 @@ from support.keyed import Desk, Receipt
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from pgfence.grants import Event
+    from pgfence.types import Event
     from support.worlds import World
 
 pytestmark = pytest.mark.usefixtures("tables")

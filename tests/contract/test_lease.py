@@ -19,7 +19,7 @@ from sqlalchemy import event
 import pgfence
 from pgfence.config import configure
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError
-from pgfence.fenced_handles import AsyncHeldLease, HeldLease
+from pgfence.fence.handles import AsyncHeldLease, HeldLease
 from pgfence.keys import LockKey
 from pgfence.lease import AsyncLease, Lease
 from support.leases import lapse, lease, rival, row

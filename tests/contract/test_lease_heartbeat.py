@@ -9,15 +9,15 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from pgfence._runtime.beat import Beat, beat_of
-from pgfence._runtime.claims import Granted, LeaseClaim
-from pgfence._runtime.grant import Grant
-from pgfence._runtime.localqueue import Contender, Lines, Ticket
-from pgfence._runtime.trust import Terms
+from pgfence._holds.queue import Contender, Lines, Ticket
+from pgfence._leases.grant import Grant
+from pgfence._leases.heartbeat.service import Beat, beat_of
+from pgfence._leases.request import Granted, LeaseClaim
+from pgfence._leases.terms import Terms
+from pgfence._process.clock import clock
 from pgfence._sql.storage import Place
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError, UnreachableError
-from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

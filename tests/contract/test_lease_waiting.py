@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from pgfence._runtime import lease_domain
-from pgfence._runtime.homes import Homes
+from pgfence._leases import manager
+from pgfence._process.registry import Homes
 from pgfence._sql.storage import Place
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError
@@ -63,7 +63,7 @@ async def test_a_release_wakes_who_waits(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by NOTIFY: the next look at the row would come later than the end of the wait, and so would the end of the TTL."""
-    monkeypatch.setattr(lease_domain, "LONGEST_SLEEP", 60)
+    monkeypatch.setattr(manager, "LONGEST_SLEEP", 60)
     one = lease(world, world.engine(), name, ttl=120)
     for _ in range(2):
         assert rival(admin, name, 120)

@@ -12,7 +12,8 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from pgfence import evicting, monitoring, schema, stuck
+from pgfence import monitoring, schema
+from pgfence._admin import requests, stuck
 from pgfence._sql import stuck_keys as statements
 from pgfence.config import configure
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
@@ -317,14 +318,14 @@ def test_another_attempt_than_the_one_that_was_seen_is_left_alone(engine: Engine
     """With `only` the attempt that came meanwhile is shown, and works on."""
     attempts.claim("k")
     order = stuck.order_of(engine, attempts.scope, "k", reason="hung", actor="ann")
-    seen = evicting.perform(engine, statements.find, order)
+    seen = requests.perform(engine, statements.find, order)
     attempts.lapse("k")
     attempts.claim("k", OTHER)
-    found = evicting.perform(engine, statements.free, replace(order, only=seen))
+    found = requests.perform(engine, statements.free, replace(order, only=seen))
     assert found is not None and (found.attempt, str(found.claim_id)) == (2, OTHER)
     assert attempts.row("k") == ("in_progress", 2, None)
     assert attempts.audit("k") == []
-    assert evicting.perform(engine, statements.free, replace(order, only=found)) is not None
+    assert requests.perform(engine, statements.free, replace(order, only=found)) is not None
     assert attempts.row("k") == ("free", 2, None)
 
 

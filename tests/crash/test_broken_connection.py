@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import event
 
 from pgfence import configure
-from pgfence._runtime import roster
+from pgfence._connections import pool
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.locking import background, elsewhere, freed, give, is_free, lock, waits
 from support.waiting import FAR, eventually
@@ -128,7 +128,7 @@ async def test_opening_into_a_black_hole_ends_within_its_budget(
 
 def test_opening_may_take_five_seconds() -> None:
     """What the tests here shorten is long enough for a slow login, and short enough for a caller."""
-    assert roster.OPEN_BUDGET == 5
+    assert pool.OPEN_BUDGET == 5
 
 
 async def test_a_server_that_cannot_be_reached_is_never_called_busy(

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import schema
-from pgfence._runtime import lease_aio, lease_sync
+from pgfence._leases import manager_async, manager_sync
 from pgfence.effects import IdempotentEffect, _record
 from pgfence.errors import IdempotencyInProgressError, UnreachableError
 from support.effects import Gate, Shop
@@ -102,7 +102,7 @@ def few(world: World) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds for a server that does not answer cut to one."""
-    for module in (lease_sync, lease_aio):
+    for module in (manager_sync, manager_async):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     monkeypatch.setattr(_record, "LONGEST_PATIENCE", 1.0)
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from pgfence import AsyncLease, Lease, LockKey, schema
-from pgfence._runtime import lease_aio, lease_sync
+from pgfence._leases import manager_async, manager_sync
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from pgfence.migrations import _session, migration_lock
 from support.locking import background, freed, is_free, labelled, lock, run, sessions, take, waits
@@ -164,7 +164,7 @@ async def test_an_adoption_on_a_hung_server_ends_soon(
     """`adopt` takes no timeout: without a response it raises UnreachableError after a few seconds, not after 30."""
     if world.name in ("psycopg2", "psycopg_async"):
         pytest.skip("one driver of each half is enough")
-    for module in (lease_sync, lease_aio):
+    for module in (manager_sync, manager_async):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)

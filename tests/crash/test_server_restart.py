@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AsyncLease, AsyncOnce, Lease, Once, schema
-from pgfence._runtime.homes import Homes
-from pgfence._runtime.lease_domain import LeaseDomain
+from pgfence._leases.manager import LeaseDomain
+from pgfence._process.registry import Homes
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.commandline import Cli, first_line
 from support.locking import background, is_free, labelled, lock, run, waits

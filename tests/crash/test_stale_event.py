@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock
-from pgfence._runtime.watch import HAS_HANGUP, WATCHER
+from pgfence._process.monitor import HAS_HANGUP, WATCHER
 
 if TYPE_CHECKING:
     from collections.abc import Callable

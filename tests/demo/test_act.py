@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pgfence.demo.act import Blow, Figures, TakeOver, Verdict, keeps_every_cent, loses_money
-from pgfence.demo.acts import ACTS
-from pgfence.demo.bank import Accounts
-from pgfence.demo.blows import Blows
-from pgfence.timing import clock
+from pgfence._demo.bank import Accounts
+from pgfence._demo.faults import Blows
+from pgfence._demo.workload import Blow, Figures, TakeOver, Verdict, keeps_every_cent, loses_money
+from pgfence._demo.workloads import ACTS
+from pgfence._process.clock import clock
 
 FINE = Figures(act="a", title="A", seconds=2.0, transfers=10)
 

@@ -14,13 +14,13 @@ import pytest
 from sqlalchemy import create_engine, make_url
 
 import pgfence.cli.demo
+from pgfence._demo import measurement, runner
+from pgfence._demo.bank import NAMESPACE, SCHEMA
+from pgfence._demo.errors import DemoError
+from pgfence._demo.workload import Blow, keeps_every_cent, loses_money
+from pgfence._demo.workloads import ACTS, advisory, transaction, unguarded
 from pgfence.advisory import AdvisoryLock
 from pgfence.cli import main
-from pgfence.demo import performance, stage
-from pgfence.demo.act import Blow, keeps_every_cent, loses_money
-from pgfence.demo.acts import ACTS, advisory, transaction, unguarded
-from pgfence.demo.bank import NAMESPACE, SCHEMA
-from pgfence.demo.errors import DemoError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Engine
 
-    from pgfence.demo.act import Act
+    from pgfence._demo.workload import Act
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -71,7 +71,7 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that puts other acts on the programme of the command."""
 
     def put(*those: Act) -> None:
-        monkeypatch.setattr(pgfence.cli.demo, "play", partial(stage.play, acts=those, scenes=()))
+        monkeypatch.setattr(pgfence.cli.demo, "play", partial(runner.play, acts=those, scenes=()))
 
     return put
 
@@ -101,7 +101,7 @@ def workers() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            found += [child] if "pgfence.demo.worker" in child.cmdline() else []
+            found += [child] if "pgfence._demo.worker" in child.cmdline() else []
     return found
 
 
@@ -179,8 +179,8 @@ def test_a_control_that_loses_nothing_is_exit_code_3(
     dsn: str, acts: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A control with a guard is given more time, and then said to prove nothing."""
-    monkeypatch.setattr(performance, "_TIMES_LONGER", 1.0)
-    monkeypatch.setattr(performance, "_SECONDS_LONGER", 1.0)
+    monkeypatch.setattr(measurement, "_TIMES_LONGER", 1.0)
+    monkeypatch.setattr(measurement, "_SECONDS_LONGER", 1.0)
     acts(replace(transaction.ACT, check=loses_money))
     assert demo(dsn, "--json", seconds="0.5", processes="3") == 3
     shown = json.loads(capfd.readouterr().out)
@@ -192,8 +192,8 @@ def test_a_lock_that_nobody_takes_over_is_exit_code_1(
     dsn: str, acts: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Blows that never fall are a failure too: nothing was shown."""
-    monkeypatch.setattr(performance, "_TIMES_LONGER", 1.0)
-    monkeypatch.setattr(performance, "_SECONDS_LONGER", 0.0)
+    monkeypatch.setattr(measurement, "_TIMES_LONGER", 1.0)
+    monkeypatch.setattr(measurement, "_SECONDS_LONGER", 0.0)
     # These locks are over too soon to tell of them, so nobody is known to hold one.
     acts(replace(transaction.ACT, blows=(Blow.KILL,)))
     assert demo(dsn, seconds="0.5", processes="3") == 1
@@ -243,7 +243,7 @@ def test_a_process_that_ends_unasked_ends_the_demo(engine: Engine, admin: psycop
         workers()[0].kill()
 
     with pytest.raises(DemoError, match=r"process \d ended with -9, unasked"):
-        stage.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT], scenes=())
+        runner.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT], scenes=())
     assert schemas(admin) == []
 
 
@@ -254,7 +254,7 @@ def test_a_mistake_in_an_act_is_told(engine: Engine, admin: psycopg.Connection[A
         admin.execute(f"ALTER TABLE IF EXISTS {SCHEMA}.pgbench_history RENAME TO elsewhere")
 
     with pytest.raises(DemoError, match=r"process \d: ProgrammingError: .*pgbench_history"):
-        stage.play(engine, Quiet(break_the_bank), seconds=5, processes=3, keep=False, acts=[unguarded.ACT], scenes=())
+        runner.play(engine, Quiet(break_the_bank), seconds=5, processes=3, keep=False, acts=[unguarded.ACT], scenes=())
     assert schemas(admin) == []
 
 

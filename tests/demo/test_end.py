@@ -15,9 +15,9 @@ import psutil
 import psycopg
 import pytest
 
+from pgfence._demo import load
+from pgfence._demo.bank import SCHEMA
 from pgfence.cli import main
-from pgfence.demo import load
-from pgfence.demo.bank import SCHEMA
 from pgfence.embedded import _binaries
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ SHORT = """
 import sys
 from functools import partial
 import pgfence.cli.demo
-from pgfence.demo import stage
-from pgfence.demo.acts import transaction
-pgfence.cli.demo.play = partial(stage.play, acts=[transaction.ACT], scenes=())
+from pgfence._demo import runner
+from pgfence._demo.workloads import transaction
+pgfence.cli.demo.play = partial(runner.play, acts=[transaction.ACT], scenes=())
 sys.exit(pgfence.cli.main())
 """
 
@@ -194,5 +194,5 @@ def test_a_standby_is_refused(standby: Standby) -> None:
 
 def test_the_other_commands_do_not_pay_for_it() -> None:
     """`pgfence run` imports nothing of the demo."""
-    code = "import sys, pgfence.cli; sys.exit([name for name in sys.modules if name.startswith('pgfence.demo')] != [])"
+    code = "import sys, pgfence.cli; sys.exit([name for name in sys.modules if name.startswith('pgfence._demo')] != [])"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence.demo import load
-from pgfence.demo.bank import SCHEMA
+from pgfence._demo import load
+from pgfence._demo.bank import SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

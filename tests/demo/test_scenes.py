@@ -11,11 +11,11 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import sessionmaker
 
 from pgfence import schema
-from pgfence.demo.act import Verdict
-from pgfence.demo.bank import SCHEMA
-from pgfence.demo.errors import DemoError
-from pgfence.demo.scene import engine_for, players
-from pgfence.demo.scenes import contention, paused, retries, slots
+from pgfence._demo.bank import SCHEMA
+from pgfence._demo.errors import DemoError
+from pgfence._demo.scenario import engine_for, players
+from pgfence._demo.scenarios import contention, paused, retries, slots
+from pgfence._demo.workload import Verdict
 from support.servers import database
 
 if TYPE_CHECKING:
@@ -162,5 +162,5 @@ def test_a_player_that_ends_unasked_is_told(dsn: str) -> None:
     """A process that fails is a DemoError with its last words, and no wait for ever."""
     engine: Any = create_engine(dsn)
     with players() as start, pytest.raises(DemoError, match="NoSuchModule|No module"):
-        start("pgfence.demo.no_such_module", engine.url).hear()
+        start("pgfence._demo.no_such_module", engine.url).hear()
     engine.dispose()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from pgfence._demo.runner import Outcome
+from pgfence._demo.workload import Blow, Figures, TakeOver, Verdict
+from pgfence._demo.workloads import ACTS
 from pgfence.cli import screen
-from pgfence.demo.act import Blow, Figures, TakeOver, Verdict
-from pgfence.demo.acts import ACTS
-from pgfence.demo.stage import Outcome
 
 CONTROL, LOCKED, _, STRUCK = (
     Figures(act=act.name, title=act.title, seconds=4.0, transfers=12_345, waits=[0.0004, 0.0123, 2.5]) for act in ACTS

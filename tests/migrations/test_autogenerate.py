@@ -18,8 +18,8 @@ from sqlalchemy import ForeignKey, MetaData, create_engine, event, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgfence import schema
+from pgfence._alembic.models import fence_of
 from pgfence._sql.storage import VERSION
-from pgfence.alembic_plugin.models import fence_of
 from pgfence.config import configure
 from pgfence.fence import Fenced
 from pgfence.versions import Versioned

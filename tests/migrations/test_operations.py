@@ -15,9 +15,9 @@ from psycopg import sql
 from sqlalchemy import Connection, MetaData, create_engine, text
 
 from pgfence import schema
+from pgfence._alembic import implementations, operations, renderers
 from pgfence._sql.storage import VERSION, Place
 from pgfence._sql.tables import installed
-from pgfence.alembic_plugin import implementations, operations, renderers
 from pgfence.errors import SchemaError, TransactionStateError
 from pgfence.lease import Lease
 from support.revisions import Project, on_connection

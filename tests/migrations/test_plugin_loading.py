@@ -25,7 +25,7 @@ FIRST = (
     "alembic.runtime.migration",
     "alembic.runtime.plugins",
     "alembic.util",
-    "pgfence.alembic_plugin.comparison",
+    "pgfence._alembic.comparison",
     "pgfence_alembic",
 )
 
@@ -50,7 +50,7 @@ for module in {FIRST!r}:
         importlib.import_module(module)
         import alembic.op
         import alembic.runtime.plugins as plugins
-        from pgfence.alembic_plugin import comparison, implementations, renderers
+        from pgfence._alembic import comparison, implementations, renderers
         there = [name for name in {DIRECTIVES!r} if hasattr(alembic.op, name)]
         print(json.dumps([module, "pgfence" in plugins._all_plugins, there]), flush=True)
         os._exit(0)
@@ -74,7 +74,7 @@ print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("pgfenc
 def test_the_module_of_operations_is_enough_to_write_them_down() -> None:
     """Whoever imports it for a Rewriter, in an env.py that does not name the plugin, gets scripts that can run."""
     told = python(
-        "from pgfence.alembic_plugin.operations import CreateIndexSafely\n"
+        "from pgfence.migrations.operations import CreateIndexSafely\n"
         "from alembic.autogenerate import api, render_op_text\n"
         "from alembic.runtime.migration import MigrationContext\n"
         "context = MigrationContext.configure(dialect_name='postgresql', opts={'alembic_module_prefix': 'op.'})\n"

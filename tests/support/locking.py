@@ -10,7 +10,7 @@ import psycopg
 from sqlalchemy import event, text
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._runtime.homes import Homes
+from pgfence._process.registry import Homes
 from pgfence.keys import LockKey
 from support.waiting import eventually
 

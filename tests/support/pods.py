@@ -84,7 +84,7 @@ _FORKS.set_forkserver_preload(
         "alembic.command",
         "alembic.config",
         "asyncpg",
-        "pgfence.alembic_plugin.implementations",
+        "pgfence._alembic.implementations",
         "pgfence.migrations",
         "psycopg",
         "psycopg2",

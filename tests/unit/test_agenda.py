@@ -12,14 +12,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pgfence._runtime import grant as grants
-from pgfence._runtime import trust
-from pgfence._runtime.agenda import LISTEN_AFTER, Agenda
-from pgfence._runtime.chores import Check, Ending, Renewal
-from pgfence._runtime.claims import Granted, LeaseClaim
-from pgfence._runtime.ears import LINGER, Ears, Listening
-from pgfence._runtime.localqueue import Contender, Lines, Ticket
-from pgfence._runtime.trust import Terms
+from pgfence._holds.queue import Contender, Lines, Ticket
+from pgfence._leases import grant as grants
+from pgfence._leases import terms
+from pgfence._leases.heartbeat.listeners import LINGER, Ears, Listening
+from pgfence._leases.heartbeat.queue import LISTEN_AFTER, Agenda
+from pgfence._leases.heartbeat.tasks import Check, Ending, Renewal
+from pgfence._leases.request import Granted, LeaseClaim
+from pgfence._leases.terms import Terms
 from pgfence._sql.lease import BATCH, Answer
 from pgfence._sql.storage import Place
 from pgfence.config import Config
@@ -318,7 +318,7 @@ class Schedules(RuleBasedStateMachine):
         assert self.agenda.schedule.next() <= min((grant.deadline for grant in self.kept), default=math.inf)
         for grant in self.kept:
             if grant.heartbeat == "auto":
-                assert grant.asked or grant.next_beat <= grant.deadline - trust.margin(grant.ttl)
+                assert grant.asked or grant.next_beat <= grant.deadline - terms.margin(grant.ttl)
 
     @invariant()
     def every_wish_is_answered_or_waits(self) -> None:

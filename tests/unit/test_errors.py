@@ -36,8 +36,8 @@ from pgfence.errors import (
     VersionRequiredError,
     WaitCancelledError,
 )
-from pgfence.grants import Holder
 from pgfence.keys import LockKey
+from pgfence.types import Holder
 
 HOLDER = Holder(
     name="a",

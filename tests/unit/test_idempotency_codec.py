@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from pgfence._values.codec import LIMIT, Codec
 from pgfence.errors import IdempotencyMisuseError
-from pgfence.idempotency._codec import LIMIT, Codec
 
 if TYPE_CHECKING:
     import psycopg

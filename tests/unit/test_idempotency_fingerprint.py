@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from pgfence.idempotency._fingerprint import fingerprint
-from pgfence.idempotency._keys import expect_key
+from pgfence._values.fingerprint import fingerprint
+from pgfence._values.keys import expect_key
 
 
 @dataclass

@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 from pydantic import BaseModel, RootModel
 
-from pgfence.idempotency._codec import Codec
+from pgfence._values.codec import Codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

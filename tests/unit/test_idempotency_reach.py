@@ -43,8 +43,8 @@ from pydantic import (
     SecretStr,
 )
 
+from pgfence._values.codec import Codec
 from pgfence.idempotency import idempotent_call
-from pgfence.idempotency._codec import Codec
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -7,9 +7,9 @@ from typing import Any, Self
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from pgfence._values import errors
+from pgfence._values.codec import Codec
 from pgfence.errors import IdempotencyMisuseError
-from pgfence.idempotency import _recorded
-from pgfence.idempotency._codec import Codec
 
 
 class Request(BaseModel):
@@ -43,7 +43,7 @@ CODEC = Codec.of(None)
 
 def again(error: Exception) -> Exception:
     """Record an error and read it."""
-    return _recorded.decode(_recorded.encode(error, CODEC), (Exception,), CODEC, "the key")
+    return errors.decode(errors.encode(error, CODEC), (Exception,), CODEC, "the key")
 
 
 @pytest.mark.parametrize("error", [Declined(7, "no"), KeyError("a"), FileNotFoundError(2, "gone"), Picky("first")])
@@ -60,4 +60,4 @@ def test_an_error_that_could_not_be_raised_again_is_not_recorded() -> None:
     with pytest.raises(ValidationError) as caught:
         Request.model_validate({"amount": "x"})
     with pytest.raises(IdempotencyMisuseError, match="ValidationError cannot be made of its arguments again"):
-        _recorded.encode(caught.value, CODEC)
+        errors.encode(caught.value, CODEC)

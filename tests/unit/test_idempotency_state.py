@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 from pydantic import BaseModel, Field, PrivateAttr, RootModel
 
+from pgfence._values.codec import Codec
 from pgfence.errors import IdempotencyMisuseError
-from pgfence.idempotency._codec import Codec
 
 
 @dataclass(frozen=True)

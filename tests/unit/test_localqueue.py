@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pgfence._runtime.localqueue import Contender, Lines, Ticket, closes_circle
+from pgfence._holds.queue import Contender, Lines, Ticket, closes_circle
 from pgfence.keys import LockKey
 
 KEYS = tuple(sorted([*(LockKey.raw(n) for n in range(3)), LockKey.pair(0, 1)]))

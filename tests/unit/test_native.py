@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence._runtime.beat import beat_of
-from pgfence._runtime.native import refuse_without_threads
+from pgfence._leases.heartbeat.service import beat_of
+from pgfence._process.threads import refuse_without_threads
 from pgfence.config import Config
 from pgfence.errors import PgfenceError
 

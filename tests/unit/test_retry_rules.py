@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from pgfence._runtime.transactions import unanswered
+from pgfence._api.transactions import unanswered
 from pgfence.errors import (
     DeadlockError,
     IdempotencyInProgressError,

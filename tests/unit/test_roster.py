@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from pgfence._runtime.roster import WARM, Roster, Turn
-from pgfence._runtime.sessions import WARM_FOR, Session
+from pgfence._connections.connection import WARM_FOR, Session
+from pgfence._connections.pool import WARM, Roster, Turn
 
 
 class Stub(SimpleNamespace):

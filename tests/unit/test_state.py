@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pgfence._runtime.localqueue import MUTEX, Contender, Lines, Ticket
-from pgfence._runtime.state import Hold, emit, named
+from pgfence._holds.hold import Hold, emit, named
+from pgfence._holds.queue import MUTEX, Contender, Lines, Ticket
 from pgfence._sql.advisory import LockSql
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError

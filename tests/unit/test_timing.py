@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._runtime.trust import retry_after
+from pgfence._leases.terms import retry_after
+from pgfence._process.clock import Deadline, clock, first_slice, milliseconds, pause, seconds, slice_for
 from pgfence.retrying._rules import pause_after
-from pgfence.timing import Deadline, clock, first_slice, milliseconds, pause, seconds, slice_for
 
 moments = st.floats(0, 1e9)
 spans = st.one_of(st.floats(0, 1e9), st.just(math.inf))

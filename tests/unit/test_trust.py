@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._runtime import trust
+from pgfence._leases import terms
 
-TTLS = st.floats(min_value=trust.SHORTEST_TTL, max_value=trust.LONGEST_TTL)
+TTLS = st.floats(min_value=terms.SHORTEST_TTL, max_value=terms.LONGEST_TTL)
 INSTANTS = st.floats(min_value=0, max_value=1e9)
 DELAYS = st.floats(min_value=0, max_value=1e6)
 
@@ -21,33 +21,33 @@ DELAYS = st.floats(min_value=0, max_value=1e6)
 def test_belief_ends_before_the_server_gives_the_lease_away(sent: float, ttl: float, there: float, back: float) -> None:
     """C086: however long question and answer travel, the holder's deadline is a margin before the server's expiry."""
     expires = sent + there + ttl  # the server counts from when it decides
-    assert trust.deadline(sent, ttl, ttl) <= expires - trust.margin(ttl) + 1e-6
+    assert terms.deadline(sent, ttl, ttl) <= expires - terms.margin(ttl) + 1e-6
     arrived = sent + there + back
     if arrived >= expires:
-        assert trust.deadline(sent, ttl, ttl) < arrived
+        assert terms.deadline(sent, ttl, ttl) < arrived
 
 
 @given(TTLS)
 def test_two_renewals_may_fail_before_the_third_decides(ttl: float) -> None:
     """C082: three beats, each with time left, fit before the deadline of the grant before them."""
-    assert 2 * trust.interval(ttl) < trust.deadline(0, ttl, ttl)
-    assert 0 < trust.margin(ttl) <= min(5, ttl / 10)
+    assert 2 * terms.interval(ttl) < terms.deadline(0, ttl, ttl)
+    assert 0 < terms.margin(ttl) <= min(5, ttl / 10)
 
 
 @given(st.integers(min_value=1, max_value=100), TTLS)
 def test_a_retry_comes_soon_and_never_at_once(failures: int, ttl: float) -> None:
     """C082: the pause grows, and is never longer than a tenth of the TTL: many tries fit before the deadline."""
-    pause = trust.retry_after(failures, ttl)
+    pause = terms.retry_after(failures, ttl)
     assert 0 < pause <= ttl / 10
-    assert pause >= min(ttl / 10, trust.FIRST_RETRY * 2) / 2
+    assert pause >= min(ttl / 10, terms.FIRST_RETRY * 2) / 2
 
 
 @given(st.floats(min_value=0, max_value=1e6))
 def test_a_renewal_that_hangs_leaves_time_for_another(left: float) -> None:
     """C082: a statement gets half of what is left where that is a second or more; never more than is left."""
-    patience = trust.patience(left)
+    patience = terms.patience(left)
     assert 0 <= patience <= left
-    assert patience <= trust.LONGEST_STATEMENT
+    assert patience <= terms.LONGEST_STATEMENT
     if left >= 1:
         assert patience <= left / 2
 
@@ -56,7 +56,7 @@ def test_a_renewal_that_hangs_leaves_time_for_another(left: float) -> None:
 def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, delay: float) -> None:
     """What is in range comes out in seconds; the first grant is never longer than max_hold."""
     most = ttl / 2 + 1
-    asked = trust.terms(ttl, max_hold=timedelta(seconds=most), min_hold=min(share * ttl, ttl / 2), lock_delay=delay)
+    asked = terms.terms(ttl, max_hold=timedelta(seconds=most), min_hold=min(share * ttl, ttl / 2), lock_delay=delay)
     assert asked.ttl == ttl
     assert asked.max_hold == pytest.approx(most, abs=1e-6)
     assert asked.first == min(asked.ttl, asked.max_hold or math.inf)
@@ -86,22 +86,22 @@ def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, 
 def test_terms_out_of_range_are_refused_with_the_way_out(values: dict[str, Any], told: str) -> None:
     """Each of them is a ValueError that says what is allowed."""
     with pytest.raises(ValueError, match=told):
-        trust.terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
+        terms.terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
 
 
 @pytest.mark.parametrize("value", ["60", None, True, 1j])
 def test_a_ttl_of_another_type_is_refused(value: Any) -> None:
     """Neither text nor a truth value is a length of time."""
     with pytest.raises(TypeError, match="ttl"):
-        trust.ttl_of(value)
+        terms.ttl_of(value)
 
 
 def test_a_ttl_above_a_day_is_taken_as_a_timedelta() -> None:
     """Who says timedelta means it; a number that large is more often milliseconds."""
-    assert trust.ttl_of(timedelta(days=2)) == 172_800
-    assert trust.ttl_of(86_400) == 86_400
+    assert terms.ttl_of(timedelta(days=2)) == 172_800
+    assert terms.ttl_of(86_400) == 86_400
 
 
 def test_a_max_hold_without_end_is_none() -> None:
     """`math.inf` and None say the same."""
-    assert trust.terms(60, max_hold=math.inf, min_hold=0, lock_delay=0).max_hold is None
+    assert terms.terms(60, max_hold=math.inf, min_hold=0, lock_delay=0).max_hold is None

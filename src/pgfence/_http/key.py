@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from pgfence._http.problems import KEY_INVALID, KEY_MISSING, KEY_REPEATED
-from pgfence.idempotency._keys import LONGEST, expect_key
+from pgfence._values.keys import LONGEST, expect_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,14 +14,14 @@ from pgfence._http.answers import UNKEPT, Refusal, kept
 from pgfence._http.key import UnusableKeyError, key_of
 from pgfence._http.problems import BODY_TOO_LARGE, PRINCIPAL_MISSING
 from pgfence._http.routes import among, routes_of
-from pgfence._runtime.trust import ttl_of
+from pgfence._leases.terms import ttl_of
 from pgfence.effects._wanted import Reply, Wanted
 from pgfence.idempotency._functions import life_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, MutableMapping, Sequence
 
-    from pgfence.timing import Seconds
+    from pgfence._process.clock import Seconds
 
 OnFailure: TypeAlias = Literal["free", "lapse"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._sql.moments import moment, number
 from pgfence._sql.server import style_of
-from pgfence.grants import Holder
+from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from pgfence.errors import PgfenceError
-    from pgfence.grants import Holder
     from pgfence.keys import LockKey
+    from pgfence.types import Holder
 
 Style: TypeAlias = Literal["format", "numeric"]
 """How a driver marks parameters: %s, or $1, $2, ..."""

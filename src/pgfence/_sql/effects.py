@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.calls import call, mark, name_of
+from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import detail_of

@@ -27,8 +27,8 @@ from pgfence._sql.sqlstate import (
 )
 from pgfence._sql.storage import LEASES, VERSION, primary, translated
 from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
-from pgfence.grants import Holder
 from pgfence.keys import shown
+from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

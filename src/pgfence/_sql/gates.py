@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event
 
-from pgfence._sql.calls import call
+from pgfence._sql.params import call
 from pgfence._sql.savepoints import Record
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate

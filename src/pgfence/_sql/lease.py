@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pgfence._sql.calls import call, mark, name_of
+from pgfence._sql.params import call, mark, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pgfence._sql.calls import call, mark, name_of
+from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.tables import literal
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, LockTimeoutError, SchemaError, StaleFencingTokenError
-from pgfence.grants import Holder
 from pgfence.keys import shown
+from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

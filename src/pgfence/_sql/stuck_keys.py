@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.calls import mark, name_of
 from pgfence._sql.encoding import sending
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.moments import moment, number
+from pgfence._sql.params import mark, name_of
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import primary, translated

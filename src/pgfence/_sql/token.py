@@ -16,9 +16,9 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
-from pgfence._sql.calls import call
 from pgfence._sql.encoding import sending
 from pgfence._sql.lease import lease_sql
+from pgfence._sql.params import call
 from pgfence._sql.sqlstate import READ_ONLY, sqlstate
 from pgfence._sql.storage import LEASES, translated
 from pgfence.errors import TransactionStateError
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
     from pgfence.errors import PgfenceError
-    from pgfence.grants import Holder
     from pgfence.keys import LockKey
+    from pgfence.types import Holder
 
 STRANGE_BACKEND = -1
 """What the function answers when another server process got the statement than the one it was meant for."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
-from pgfence._runtime import aio
-from pgfence._runtime.process import PROCESS
+from pgfence._api.contexts import AsyncBlock, no_engine
+from pgfence._api.handles import AsyncHeld, given_back, lent
+from pgfence._api.locks import AH, AsyncVerbs, Watching
+from pgfence._locks import manager_async
+from pgfence._process.lifecycle import PROCESS
 from pgfence.advisory._named import Named, expect_no_session, lock_engine, look
-from pgfence.blocks import AsyncBlock, no_engine
 from pgfence.config import config_of
-from pgfence.fenced_handles import AsyncFencedHeld
-from pgfence.handles import AsyncHeld, given_back, lent
-from pgfence.verbs import AH, AsyncVerbs, Watching
+from pgfence.fence.handles import AsyncFencedHeld
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
-    from pgfence._runtime.aio import AsyncDomain
-    from pgfence._runtime.state import Hold
+    from pgfence._holds.hold import Hold
+    from pgfence._locks.manager_async import AsyncDomain
+    from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
-    from pgfence.grants import Holder
     from pgfence.keys import Name
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
 
@@ -127,7 +127,9 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         domain, sql, on = self._place()
         handle = await domain.acquire(self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
-            raise domain.timed_out(domain.request(self._labels, sql, aio.contender(), 0.0), await self._seen())
+            raise domain.timed_out(
+                domain.request(self._labels, sql, manager_async.contender(), 0.0), await self._seen()
+            )
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
@@ -186,14 +188,14 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             return *found, None
         if hasattr(engine, "sync_connection"):
             config = config_of(engine, pin=True)
-            domain = aio.domain_of(engine.engine, config)
+            domain = manager_async.domain_of(engine.engine, config)
             return domain, self._in_terms_of(engine, config, domain.style), engine
         if not hasattr(engine, "sync_engine"):
             engine = engine()
         if not hasattr(engine, "sync_engine"):
             raise no_engine("AsyncAdvisoryLock", engine, twin="AdvisoryLock", asynchronous=True)
         config = config_of(engine, pin=True)
-        domain = aio.domain_of(lock_engine(engine, config), config)
+        domain = manager_async.domain_of(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, domain.style)
         self._found = domain, sql
         return domain, sql, None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from pgfence._api.contexts import is_factory, kinds
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.storage import place_of
 from pgfence._sql.token import TokenSql
-from pgfence.blocks import is_factory, kinds
 from pgfence.keys import resolve, stored
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
     from pgfence.config import Config
-    from pgfence.grants import Holder
     from pgfence.keys import LockKey, Name
+    from pgfence.types import Holder
 
 THREE_WAYS = (
     "a Session cannot keep a session lock: it gives its connection back at every commit. Use {0}TransactionLock for work in"

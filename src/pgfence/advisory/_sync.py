@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
-from pgfence._runtime import sync
-from pgfence._runtime.process import PROCESS
+from pgfence._api.contexts import Block, no_engine
+from pgfence._api.handles import Held, given_back, lent
+from pgfence._api.locks import H, Verbs
+from pgfence._locks import manager_sync
+from pgfence._process.lifecycle import PROCESS
 from pgfence.advisory._named import Named, expect_no_session, lock_engine, look
-from pgfence.blocks import Block, no_engine
 from pgfence.config import config_of
-from pgfence.fenced_handles import FencedHeld
-from pgfence.handles import Held, given_back, lent
-from pgfence.verbs import H, Verbs
+from pgfence.fence.handles import FencedHeld
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, scoped_session
 
-    from pgfence._runtime.state import Hold
-    from pgfence._runtime.sync import SyncDomain
+    from pgfence._holds.hold import Hold
+    from pgfence._locks.manager_sync import SyncDomain
+    from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
-    from pgfence.grants import Holder
     from pgfence.keys import Name
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
     EngineSource: TypeAlias = Engine | Callable[[], Engine]
 
@@ -147,7 +147,7 @@ class AdvisoryLock(Named, Verbs[H]):
         domain, sql, on = self._place()
         handle = domain.acquire(self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
-            raise domain.timed_out(domain.request(self._labels, sql, sync.contender(), 0.0), self._seen())
+            raise domain.timed_out(domain.request(self._labels, sql, manager_sync.contender(), 0.0), self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
@@ -202,14 +202,14 @@ class AdvisoryLock(Named, Verbs[H]):
             return *found, None
         if isinstance(engine, Connection):
             config = config_of(engine, pin=True)
-            domain = sync.domain_of(engine.engine, config)
+            domain = manager_sync.domain_of(engine.engine, config)
             return domain, self._in_terms_of(engine, config, domain.style), engine
         if not isinstance(engine, Engine):
             engine = engine()
         if not isinstance(engine, Engine) or engine.dialect.is_async:
             raise no_engine("AdvisoryLock", engine, twin="AsyncAdvisoryLock", asynchronous=False)
         config = config_of(engine, pin=True)
-        domain = sync.domain_of(lock_engine(engine, config), config)
+        domain = manager_sync.domain_of(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, domain.style)
         self._found = domain, sql
         return domain, sql, None

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._demo.bank import SCHEMA
+from pgfence._demo.errors import DemoError
+from pgfence._demo.load import psql
+from pgfence._demo.runner import LEAST_PROCESSES, play
+from pgfence._process.clock import clock
 from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.screen import Screen, show
 from pgfence.cli.server import engine_from
-from pgfence.demo.bank import SCHEMA
-from pgfence.demo.errors import DemoError
-from pgfence.demo.load import psql
-from pgfence.demo.stage import LEAST_PROCESSES, play
 from pgfence.embedded import server
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
-from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from pgfence._demo.runner import Outcome
     from pgfence.cli.report import Speaker
-    from pgfence.demo.stage import Outcome
 
 _MOST_PROCESSES = 32
 _LEAST_SECONDS = 0.5

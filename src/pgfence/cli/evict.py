@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pgfence import evicting
+from pgfence._admin import requests
 from pgfence._sql import evict as statements
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._sql.evict import Found
-    from pgfence.grants import Holder
+    from pgfence.types import Holder
 
 
 def register(app: typer.Typer) -> None:
@@ -107,7 +107,7 @@ class _Eviction:
         self._engine = engine
         self._name = name
         try:
-            self._order = evicting.order_of(engine, name, reason=reason, actor=actor)
+            self._order = requests.order_of(engine, name, reason=reason, actor=actor)
         except ValueError as error:
             raise MisuseError(str(error)) from None
 
@@ -115,7 +115,7 @@ class _Eviction:
         if not (dry_run or yes or sys.stdin.isatty()):
             raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
         try:
-            seen = evicting.perform(self._engine, statements.look, self._order)
+            seen = requests.perform(self._engine, statements.look, self._order)
             if seen.token is None and not seen.holders:
                 return _Report(
                     "nobody",
@@ -146,7 +146,7 @@ class _Eviction:
     def _evict(self, seen: Found) -> _Report:
         # Between look, answer and eviction another one may have come: that one was not meant.
         order = replace(self._order, only=seen)
-        found = evicting.perform(self._engine, statements.evict, order)
+        found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
             who = "; ".join(map(str, found.holders)) or "nobody"
             return _Report(

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pgfence import monitoring, stuck
+from pgfence import monitoring
+from pgfence._admin import stuck
+from pgfence._admin.requests import perform
 from pgfence._sql import stuck_keys as statements
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
@@ -19,14 +21,13 @@ from pgfence.cli.report import Speaker
 from pgfence.cli.server import engine_from, settle
 from pgfence.config import config_of
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
-from pgfence.evicting import perform
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from sqlalchemy import Engine
 
-    from pgfence.stuck import StuckKey
+    from pgfence._admin.stuck import StuckKey
 
 _OLDER = typer.Option(metavar="SECONDS", help="Only keys that were claimed so long ago.")
 

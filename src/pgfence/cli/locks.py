@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._runtime.trust import SHORTEST_TTL
+from pgfence._leases.terms import SHORTEST_TTL
 from pgfence.advisory import AdvisoryLock
 from pgfence.cli.codes import MisuseError
 from pgfence.config import config_of
-from pgfence.fenced_handles import FencedHeld
+from pgfence.fence.handles import FencedHeld
 from pgfence.keys import LockKey
 from pgfence.lease import Lease
 from pgfence.once import Once, Slot
@@ -18,8 +18,8 @@ from pgfence.once import Once, Slot
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
+    from pgfence._api.handles import Held
     from pgfence.cli.report import Report
-    from pgfence.handles import Held
 
 PERIODS = {"day": timedelta(days=1), "hour": timedelta(hours=1), "minute": timedelta(minutes=1)}
 DEFAULT_TTL = 60.0

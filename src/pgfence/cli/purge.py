@@ -10,13 +10,13 @@ import typer
 from sqlalchemy.exc import DBAPIError
 
 from pgfence import monitoring
+from pgfence._admin.purge import expect_batch
 from pgfence._sql.storage import primary
 from pgfence.cli.codes import Code, Finish, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
 from pgfence.cli.report import Speaker
 from pgfence.cli.server import engine_from, settle
 from pgfence.errors import PgfenceError, UnreachableError
-from pgfence.purging import expect_batch
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence.grants import Holder
+    from pgfence.types import Holder
 
 Outcome: TypeAlias = Literal[
     "ran", "busy", "done", "clock", "zone", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from pgfence._api.decorators import unsafe_for
+from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
 from pgfence.cli.locks import Terms, give_back, lock_on, note, variables
 from pgfence.cli.report import Report, as_data, described
@@ -15,17 +17,15 @@ from pgfence.cli.server import engine_from, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, StandbyError, UnreachableError
 from pgfence.once import Once, SlotClockError, SlotOverError, SlotZoneError
-from pgfence.timing import clock
-from pgfence.wrapping import unsafe_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Engine
 
+    from pgfence._api.handles import Held
     from pgfence.advisory import AdvisoryLock
     from pgfence.cli.report import Speaker
-    from pgfence.handles import Held
     from pgfence.lease import Lease
 
 # By it a script can tell that it is guarded, and by which lock.

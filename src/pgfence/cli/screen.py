@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from pgfence.demo.act import Verdict
+from pgfence._demo.workload import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pgfence.demo.act import Act, Figures
-    from pgfence.demo.scene import Shown
-    from pgfence.demo.stage import Outcome
+    from pgfence._demo.runner import Outcome
+    from pgfence._demo.scenario import Shown
+    from pgfence._demo.workload import Act, Figures
 
 # With acts of up to 22 letters narrow enough for 80 columns.
 _COLUMNS = ("trans-\nfers", "per\nsecond", "cents\nlost", "wait\np50", "wait\np99", "longest\nwait", "take-\nover")

@@ -40,9 +40,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from pgfence._process.clock import clock
 from pgfence.cli import guard
 from pgfence.cli.guard import FORWARDED, PAUSE, Ending, below, processes
-from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence.blocks import attach
+from pgfence._api.contexts import attach
 from pgfence.effects._attempts import WHY, Stored, claim_async
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_no_generator
@@ -17,9 +17,9 @@ from pgfence.lease._aio import source_of
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from pgfence._process.clock import Seconds
     from pgfence.effects._attempts import AsyncRunning
     from pgfence.lease._aio import AsyncEngineSource
-    from pgfence.timing import Seconds
 
 T = TypeVar("T")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pgfence._runtime.claims import Refused
-from pgfence._runtime.sync import for_certain
+from pgfence._leases.request import Refused
+from pgfence._locks.manager_sync import for_certain
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.effects._claim import Settled, claim_of
-from pgfence.effects._domain import AsyncEffects, SyncEffects
 from pgfence.effects._ends import Lapse
+from pgfence.effects._manager import AsyncEffects, SyncEffects
 from pgfence.effects._record import Record
 from pgfence.effects._wanted import Reply, Stored, Wanted
 from pgfence.errors import PgfenceError

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, host, owner_of
-from pgfence._runtime.trust import Terms
+from pgfence._leases.request import Busy, Claim, Granted, Refused, decoded, host, owner_of
+from pgfence._leases.terms import Terms
 from pgfence._sql.effects import effect_sql
 from pgfence.effects._ends import Taken, ended_in, lost_before
 from pgfence.effects._wanted import Reply, Stored, Wanted
 from pgfence.errors import IdempotencyKeyReusedError
-from pgfence.grants import Holder
 from pgfence.keys import SEPARATOR, stored
+from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
     from datetime import datetime
 
-    from pgfence._runtime.claims import Steps
+    from pgfence._leases.request import Steps
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
 

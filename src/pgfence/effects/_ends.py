@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgfence._runtime.claims import Busy
+from pgfence._leases.request import Busy
 from pgfence.errors import AttemptLostError, IdempotencyInProgressError
 
 if TYPE_CHECKING:

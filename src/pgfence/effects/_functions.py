@@ -6,8 +6,8 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, get_type_hints
 
-from pgfence.idempotency._reach import reach
-from pgfence.wrapping import called
+from pgfence._api.decorators import called
+from pgfence._values.annotations import reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._api.contexts import kinds
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence._sql.storage import translated
-from pgfence.blocks import kinds
+from pgfence._values.keys import expect_key
 from pgfence.effects._attempts import AsyncRunning, Running
 from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
 from pgfence.idempotency._functions import ASYNCIO, ORM, real_session
-from pgfence.idempotency._keys import expect_key
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
 
+    from pgfence._values.codec import Codec
     from pgfence.effects._record import Record
-    from pgfence.idempotency._codec import Codec
 
 R = TypeVar("R")
 RunningT = TypeVar("RunningT", bound="Record")

@@ -6,23 +6,23 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pgfence._runtime.chores import Ending, row_until
-from pgfence._runtime.lease_domain import ask_again
-from pgfence._runtime.sessions import RELEASE_BUDGET
-from pgfence._runtime.state import emit
+from pgfence._connections.connection import RELEASE_BUDGET
+from pgfence._holds.hold import emit
+from pgfence._leases.heartbeat.tasks import Ending, row_until
+from pgfence._leases.manager import ask_again
+from pgfence._process.clock import clock
 from pgfence._sql.effects import effect_sql
 from pgfence._sql.encoding import TextError
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence.effects._ends import lapsed, note_of
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, LockNotHeldError, UnreachableError
-from pgfence.timing import clock
 
 if TYPE_CHECKING:
-    from pgfence._runtime.grant import Grant
+    from pgfence._leases.grant import Grant
     from pgfence._sql.effects import EffectSql
     from pgfence._sql.storage import Place
-    from pgfence.effects._domain import AsyncEffects, SyncEffects
     from pgfence.effects._ends import Lapse
+    from pgfence.effects._manager import AsyncEffects, SyncEffects
     from pgfence.effects._wanted import Reply, Wanted
 
     Statement = tuple[Place, str, tuple[Any, ...]]

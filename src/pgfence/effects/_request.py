@@ -5,28 +5,28 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
-from pgfence._runtime.trust import ttl_of
-from pgfence.blocks import attach
+from pgfence._api.contexts import attach
+from pgfence._api.decorators import called
+from pgfence._api.misuse import Guided
+from pgfence._leases.terms import ttl_of
+from pgfence._process.clock import seconds
+from pgfence._values import errors
+from pgfence._values.codec import Codec
+from pgfence._values.fingerprint import fingerprint
+from pgfence._values.keys import expect_key
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import Wanted
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
-from pgfence.idempotency import _recorded
-from pgfence.idempotency._codec import Codec
 from pgfence.idempotency._expected import expect_result
-from pgfence.idempotency._fingerprint import fingerprint
 from pgfence.idempotency._functions import errors_of, life_of
-from pgfence.idempotency._keys import expect_key
-from pgfence.misuse import Guided
-from pgfence.timing import seconds
-from pgfence.wrapping import called
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pgfence._process.clock import Seconds
     from pgfence.effects._handles import _Attempt
     from pgfence.effects._wanted import Stored
-    from pgfence.timing import Seconds
 
 T = TypeVar("T")
 End: TypeAlias = Literal["record", "free", "lapse", "lost"]
@@ -103,7 +103,7 @@ class Effects(Guided, Generic[T]):
         if stored.text is None:
             raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: what is stored is a reply")
         if stored.status == "failed":
-            raise _recorded.decode(stored.text, self._record, self._codec, str(self._wanted))
+            raise errors.decode(stored.text, self._record, self._codec, str(self._wanted))
         value: T = self._codec.decode(stored.text)
         return value
 
@@ -131,13 +131,13 @@ class Effects(Guided, Generic[T]):
             return "lost", ""
         if attempt.torn or attempt.doing:
             return "lapse", ""
-        if _recorded.among(error, self._record):
+        if errors.among(error, self._record):
             try:
-                return "record", _recorded.encode(cast("Exception", error), self._codec)
+                return "record", errors.encode(cast("Exception", error), self._codec)
             except Exception as failure:
                 attach(error, failure, "while it was recorded")
                 return "lapse", ""
-        return ("free" if _recorded.among(error, self._free) else "lapse"), ""
+        return ("free" if errors.among(error, self._free) else "lapse"), ""
 
     def _tell(self, error: BaseException, attempt: _Attempt[Any], how: End, told: Callable[[str], str]) -> None:
         """Say on the error, and in the log, what becomes of the key of an attempt that ended with it."""

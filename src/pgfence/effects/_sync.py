@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence.blocks import attach
+from pgfence._api.contexts import attach
 from pgfence.effects._attempts import WHY, Stored, claim
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_plain, expect_value
@@ -16,9 +16,9 @@ from pgfence.lease._sync import source_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pgfence._process.clock import Seconds
     from pgfence.effects._attempts import Running
     from pgfence.lease._sync import EngineSource
-    from pgfence.timing import Seconds
 
 T = TypeVar("T")
 

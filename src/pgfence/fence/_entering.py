@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, event, table, update
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._runtime.transactions import AsyncBegun, Begun, connected
+from pgfence._api.contexts import kinds
+from pgfence._api.transactions import AsyncBegun, Begun, connected
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
 from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import place_of, primary, translated
-from pgfence.blocks import kinds
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError, StaleFencingTokenError, StandbyError, TransactionStateError
 from pgfence.keys import shown, stored

@@ -12,6 +12,7 @@ from sqlalchemy import inspect, select, tuple_
 from sqlalchemy.orm.attributes import flag_modified, instance_state, set_attribute, set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 
+from pgfence._orm import sends_update, will_send_update
 from pgfence.fence._rows import (
     ATTRIBUTE,
     Guarded,
@@ -23,7 +24,6 @@ from pgfence.fence._rows import (
     resource_of,
     token_for,
 )
-from pgfence.flushes import sends_update, will_send_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from pgfence.blocks import AsyncHold, Hold
+from pgfence._api.contexts import AsyncHold, Hold
 from pgfence.fence._entering import enter_for_block, enter_named, expect_entered, is_async, tokens_of
 
 if TYPE_CHECKING:

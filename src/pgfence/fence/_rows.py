@@ -10,7 +10,7 @@ from sqlalchemy import Column
 from sqlalchemy import inspect as mapped
 from sqlalchemy.orm import ColumnProperty
 
-from pgfence._runtime import aio, sync
+from pgfence._locks import manager_async, manager_sync
 from pgfence._sql.storage import place_of
 from pgfence._sql.transaction import driver_state
 from pgfence.config import config_of
@@ -201,7 +201,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
 
 
 def _held_here(name: str, place: Place) -> int | None:
-    owner = aio.contender_here() or sync.contender()
+    owner = manager_async.contender_here() or manager_sync.contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
             hold.check()

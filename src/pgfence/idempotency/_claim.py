@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import table, update
 from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionError
 
-from pgfence._runtime.state import emit
-from pgfence._runtime.transactions import connected
+from pgfence._api.contexts import attach
+from pgfence._api.transactions import connected
+from pgfence._holds.hold import emit
+from pgfence._process.clock import WARN_AFTER, clock
 from pgfence._sql import idempotency as sql
 from pgfence._sql import server
 from pgfence._sql.sqlstate import (
@@ -23,7 +25,7 @@ from pgfence._sql.sqlstate import (
 )
 from pgfence._sql.storage import place_of, primary, translated
 from pgfence._sql.transaction import driver_state
-from pgfence.blocks import attach
+from pgfence._values import errors
 from pgfence.config import config_of
 from pgfence.errors import (
     CapacityError,
@@ -35,9 +37,7 @@ from pgfence.errors import (
     StandbyError,
     TransactionStateError,
 )
-from pgfence.idempotency import _recorded
 from pgfence.keys import stored
-from pgfence.timing import WARN_AFTER, clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, SessionTransaction
 
     from pgfence._sql.storage import Place
+    from pgfence._values.codec import Codec
     from pgfence.config import Config
-    from pgfence.idempotency._codec import Codec
 
 log = logging.getLogger("pgfence.idempotency")
 
@@ -104,7 +104,7 @@ def claim(session: Session, call: Call) -> Claim:
         case "done":
             return Claim(row, replayed=True, result=call.codec.decode(answer.text))
         case "failed":
-            raise _recorded.decode(answer.text, call.record, call.codec, str(call))
+            raise errors.decode(answer.text, call.record, call.codec, str(call))
     if answer.outcome == "busy":
         _tell(config, "timeout", call)
         raise _busy(call, _sent(connection, place, lambda: sql.attempt_at(connection, place, row)), limit)
@@ -142,7 +142,7 @@ def _release(session: Session, call: Call, claimed: Claim, savepoint: SessionTra
     try:
         session.flush()
     except Exception as error:
-        if _recorded.among(error, call.record):
+        if errors.among(error, call.record):
             try:
                 record(session, call, claimed, error)
             except Exception as failure:
@@ -156,7 +156,7 @@ def _release(session: Session, call: Call, claimed: Claim, savepoint: SessionTra
 
 def record(session: Session, call: Call, claimed: Claim, error: Exception) -> None:
     """Take back what was done since the claim, and store the error in its place."""
-    text = _recorded.encode(error, call.codec)
+    text = errors.encode(error, call.codec)
     if claimed.savepoint is not None:
         claimed.savepoint.rollback()
     _finish(session, call, claimed, "failed", text)

@@ -11,15 +11,15 @@ import warnings
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pgfence.blocks import kinds
-from pgfence.idempotency._codec import Codec
+from pgfence._api.contexts import kinds
+from pgfence._api.decorators import called, templates
+from pgfence._values.codec import Codec
 from pgfence.idempotency._functions import ASYNCIO, DAY, ORM, idempotent
-from pgfence.wrapping import called, templates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from pgfence.timing import Seconds
+    from pgfence._process.clock import Seconds
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,8 +6,8 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, LiteralString, Union, get_args, get_origin
 
+from pgfence._values.annotations import is_alias, is_untold
 from pgfence.errors import IdempotencyMisuseError
-from pgfence.idempotency._reach import is_alias, is_untold
 
 _SIMPLE = (list, tuple, set, frozenset)
 _PROMOTED: dict[Any, tuple[type[Any], ...]] = {

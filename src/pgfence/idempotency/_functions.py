@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence.blocks import kinds
+from pgfence._api.contexts import kinds
+from pgfence._process.clock import seconds
+from pgfence._values.codec import Codec
+from pgfence._values.fingerprint import fingerprint
+from pgfence._values.keys import expect_key
 from pgfence.idempotency._claim import Call
-from pgfence.idempotency._codec import Codec
-from pgfence.idempotency._fingerprint import fingerprint
 from pgfence.idempotency._handles import AsyncIdem, Idem
-from pgfence.idempotency._keys import expect_key
-from pgfence.timing import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import QueryableAttribute, Session, scoped_session
 
-    from pgfence.timing import Seconds
+    from pgfence._process.clock import Seconds
 
     SyncSession: TypeAlias = Session | scoped_session[Any]
     AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]

@@ -7,13 +7,13 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from pgfence.blocks import attach
+from pgfence._api.contexts import attach
+from pgfence._api.decorators import called
+from pgfence._api.misuse import Guided
+from pgfence._values.errors import among
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
 from pgfence.idempotency._expected import expect_result
-from pgfence.idempotency._recorded import among
-from pgfence.misuse import Guided
-from pgfence.wrapping import called
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

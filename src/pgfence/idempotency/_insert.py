@@ -8,7 +8,7 @@ from sqlalchemy import Table, UniqueConstraint, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import Mapper, QueryableAttribute
 
-from pgfence._runtime.transactions import connected
+from pgfence._api.transactions import connected
 from pgfence._sql.idempotency import doubled
 from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate
 from pgfence.errors import IdempotencyInProgressError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgfence._runtime.grant import Heartbeat
+from pgfence._leases.grant import Heartbeat
 from pgfence.lease._aio import AsyncLease
 from pgfence.lease._request import Json, LeaseRef
 from pgfence.lease._sync import Lease

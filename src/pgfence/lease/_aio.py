@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from sqlalchemy import Connection, Engine
 
-from pgfence._runtime import aio
-from pgfence._runtime.claims import holder_of
-from pgfence._runtime.lease_aio import AsyncLeases, leases_of
+from pgfence._api.contexts import is_factory, no_engine
+from pgfence._api.locks import AsyncVerbs
+from pgfence._leases.manager_async import AsyncLeases, leases_of
+from pgfence._leases.request import holder_of
+from pgfence._locks import manager_async
 from pgfence._sql.storage import place_of
-from pgfence.blocks import is_factory, no_engine
 from pgfence.config import config_of
-from pgfence.fenced_handles import AsyncHeldLease
+from pgfence.fence.handles import AsyncHeldLease
 from pgfence.lease._request import Leased, claim_of
-from pgfence.verbs import AsyncVerbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._runtime.claims import Claim
-    from pgfence._runtime.grant import Heartbeat
-    from pgfence.grants import Holder
+    from pgfence._leases.grant import Heartbeat
+    from pgfence._leases.request import Claim
+    from pgfence._process.clock import Seconds
     from pgfence.keys import Name
     from pgfence.lease._request import Json, LeaseRef
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
 
@@ -100,7 +100,7 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         domain, claim = self._place()
-        owner = aio.contender()
+        owner = manager_async.contender()
         handle = await domain.acquire(
             claim, domain.timeout(timeout, owner), AsyncHeldLease, patient=timeout is not None
         )

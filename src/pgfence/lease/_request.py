@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 from uuid import UUID
 
-from pgfence._runtime import trust
-from pgfence._runtime.claims import Identity, LeaseClaim, json_text
+from pgfence._api.decorators import choice
+from pgfence._leases import terms
+from pgfence._leases.request import Identity, LeaseClaim, json_text
 from pgfence.config import config_of
 from pgfence.keys import shown, stored
-from pgfence.wrapping import choice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pgfence._runtime.claims import Claim
-    from pgfence._runtime.grant import Heartbeat
+    from pgfence._leases.grant import Heartbeat
+    from pgfence._leases.request import Claim
+    from pgfence._process.clock import Seconds
     from pgfence._sql.storage import Place
-    from pgfence.timing import Seconds
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
@@ -52,7 +52,7 @@ class Leased:
         stored(name, namespace or "", "the name of a lease")
         choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Any] = (name,)
-        self._terms = trust.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
+        self._terms = terms.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
         self._heartbeat: Heartbeat = heartbeat
         self._identity = Identity(
             _text(owner, "owner"), _text(purpose, "purpose") or "", json_text(metadata, "metadata")
@@ -106,7 +106,7 @@ def claim_of(engine: Any, reference: object, place: Place) -> tuple[LeaseClaim, 
     if not separator:
         stored(name, "", "the name of a lease")
     config_of(engine, pin=True)
-    claim = LeaseClaim(stored=name, place=place, terms=trust.Terms(trust.SHORTEST_TTL))
+    claim = LeaseClaim(stored=name, place=place, terms=terms.Terms(terms.SHORTEST_TTL))
     assert claim.names == (shown(name),)
     return claim, {"name": name, "lease_id": lease_id, "token": token}
 

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Engine
 
-from pgfence._runtime import sync
-from pgfence._runtime.claims import holder_of
-from pgfence._runtime.lease_sync import SyncLeases, leases_of
+from pgfence._api.contexts import is_factory, no_engine
+from pgfence._api.locks import Verbs
+from pgfence._leases.manager_sync import SyncLeases, leases_of
+from pgfence._leases.request import holder_of
+from pgfence._locks import manager_sync
 from pgfence._sql.storage import place_of
-from pgfence.blocks import is_factory, no_engine
 from pgfence.config import config_of
-from pgfence.fenced_handles import HeldLease
+from pgfence.fence.handles import HeldLease
 from pgfence.lease._request import Leased, claim_of
-from pgfence.verbs import Verbs
 
 if TYPE_CHECKING:
-    from pgfence._runtime.claims import Claim
-    from pgfence._runtime.grant import Heartbeat
-    from pgfence.grants import Holder
+    from pgfence._leases.grant import Heartbeat
+    from pgfence._leases.request import Claim
+    from pgfence._process.clock import Seconds
     from pgfence.keys import Name
     from pgfence.lease._request import Json, LeaseRef
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
 LeasesT = TypeVar("LeasesT", bound=SyncLeases)
@@ -116,7 +116,7 @@ class Lease(Leased, Verbs[HeldLease]):
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         domain, claim = self._place()
-        owner = sync.contender()
+        owner = manager_sync.contender()
         handle = domain.acquire(claim, domain.timeout(timeout, owner), HeldLease, patient=timeout is not None)
         if handle is None:
             raise domain.timed_out(domain.asked(claim, owner, 0.0), self._seen())

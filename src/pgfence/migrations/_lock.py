@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Literal
 
 from sqlalchemy import Connection
 
+from pgfence._api.contexts import Block
+from pgfence._process.clock import seconds
 from pgfence._sql import server
-from pgfence.blocks import Block
 from pgfence.config import config_of
 from pgfence.errors import TransactionStateError
 from pgfence.keys import LockKey
 from pgfence.migrations import _command
 from pgfence.migrations._session import SessionLock
-from pgfence.timing import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from pgfence.timing import Seconds
+    from pgfence._process.clock import Seconds
 
 log = logging.getLogger("pgfence.migrations")
 

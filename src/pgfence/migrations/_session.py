@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import event
 
-from pgfence._runtime.addresses import place
-from pgfence._runtime.drivers import descriptor
-from pgfence._runtime.opening import from_driver, judge, strange_backend, through, unreachable
-from pgfence._runtime.process import PROCESS
-from pgfence._runtime.sessions import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._runtime.watch import WATCHER, socket_id
-from pgfence._sql import activity, migration, server
+from pgfence._connections.addresses import place
+from pgfence._connections.connect import from_driver, judge, strange_backend, through, unreachable
+from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
+from pgfence._connections.drivers import descriptor
+from pgfence._process.clock import between, clock
+from pgfence._process.lifecycle import PROCESS
+from pgfence._process.monitor import WATCHER, socket_id
+from pgfence._sql import activity, migration_lock, server
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence.config import config_of
 from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError, UnreachableError
 from pgfence.migrations import _command
-from pgfence.timing import between, clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from pgfence.errors import LossReason
-    from pgfence.grants import Holder
     from pgfence.keys import LockKey
+    from pgfence.types import Holder
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class SessionLock:
     def _acquire(self, own: Connection) -> LockTimeoutError | None:
         self._facts = server.read_facts(own, -1, set_up=False)
         judge(self._connection.engine, self._facts, self._driver, config_of(self._connection).pooler)
-        migration.set_up(own, self._facts.backend_pid)
+        migration_lock.set_up(own, self._facts.backend_pid)
         if self._wait(own):
             return None
         busy = self._timed_out(own)
@@ -201,8 +201,8 @@ class SessionLock:
 
     def _holders(self, own: Connection) -> tuple[list[Holder], str]:
         found = activity.holders(own, (self._key,))
-        doing = migration.doing(own, [each.backend_pid for each in found if each.backend_pid])
-        told = [f"{each}: {doing.get(each.backend_pid or 0, migration.UNSEEN)}" for each in found]
+        doing = migration_lock.doing(own, [each.backend_pid for each in found if each.backend_pid])
+        told = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
         return found, "; ".join(told) or "held by nobody at this moment"
 
     def _timed_out(self, own: Connection) -> LockTimeoutError:
@@ -308,7 +308,7 @@ class SessionLock:
         if not connection.in_transaction():
             return False
         with self._limited(STATEMENT_BUDGET):
-            written = not self._dbapi_connection.autocommit and migration.has_written(connection)
+            written = not self._dbapi_connection.autocommit and migration_lock.has_written(connection)
         if written and not wrote:
             # Alembic makes its version table in a transaction that is begun by looking for it, and commits it with a revision.
             connection.commit()
@@ -347,7 +347,7 @@ class SessionLock:
     def _explain_wait(self, error: BaseException) -> None:
         """Add a note to the error of a statement that waited for a lock until `lock_timeout`: who has locks on tables."""
         with self._in_autocommit(STATEMENT_BUDGET) as own:
-            found = migration.locking(own)
+            found = migration_lock.locking(own)
         if found:
             error.add_note(
                 f"These transactions still have locks on tables, and one may be in the way: {'; '.join(found)}"

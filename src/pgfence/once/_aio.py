@@ -5,26 +5,26 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pgfence._runtime import aio
-from pgfence._runtime.claims import Refused, holder_of
-from pgfence._runtime.lease_aio import AsyncLeases
+from pgfence._api.locks import AsyncVerbs
+from pgfence._leases.manager_async import AsyncLeases
+from pgfence._leases.request import Refused, holder_of
+from pgfence._locks import manager_async
 from pgfence.lease._aio import domain_of, source_of
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import AsyncSlot
 from pgfence.once._request import Slotted
-from pgfence.verbs import AsyncVerbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime, timedelta
 
+    from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
+    from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
-    from pgfence.grants import Holder
     from pgfence.lease._aio import AsyncEngineSource
     from pgfence.once._claim import SlotClaim
     from pgfence.once._slots import CatchUp
-    from pgfence.timing import Seconds
-    from pgfence.wrapping import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
+    from pgfence.types import Holder
 
 
 class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
@@ -136,7 +136,7 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
         domain, claim = self._place()
-        owner = aio.contender()
+        owner = manager_async.contender()
         try:
             slot = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncSlot, patient=timeout is not None)
         except Refused as refused:

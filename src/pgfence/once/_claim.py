@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from pgfence._runtime.claims import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of, warn_of_clock
-from pgfence._runtime.grant import log
-from pgfence._runtime.state import named
+from pgfence._holds.hold import named
+from pgfence._leases.grant import log
+from pgfence._leases.request import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of, warn_of_clock
 from pgfence._sql.slot import repair, slot_sql
 from pgfence.errors import LockTimeoutError
 from pgfence.once._slots import Ahead, Due, Over, due
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from pgfence._runtime.claims import Steps
+    from pgfence._leases.request import Steps
     from pgfence._sql.advisory import Style
     from pgfence._sql.storage import Place
     from pgfence.once._slots import CatchUp, Schedule

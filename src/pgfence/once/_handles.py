@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pgfence.fenced_handles import AsyncHeldLease, HeldLease
+from pgfence.fence.handles import AsyncHeldLease, HeldLease
 
 if TYPE_CHECKING:
     from datetime import datetime

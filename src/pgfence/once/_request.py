@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
+    from pgfence._process.clock import Seconds
     from pgfence._sql.storage import Place
     from pgfence.once._slots import CatchUp
-    from pgfence.timing import Seconds
 
 WHAT = "the name of a Once"
 

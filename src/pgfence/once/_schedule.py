@@ -6,8 +6,8 @@ import functools
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
+from pgfence._api.decorators import choice
 from pgfence.once._slots import SHORTEST, Cron, Every
-from pgfence.wrapping import choice
 
 if TYPE_CHECKING:
     from datetime import tzinfo

@@ -5,26 +5,26 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pgfence._runtime import sync
-from pgfence._runtime.claims import Refused, holder_of
-from pgfence._runtime.lease_sync import SyncLeases
+from pgfence._api.locks import Verbs
+from pgfence._leases.manager_sync import SyncLeases
+from pgfence._leases.request import Refused, holder_of
+from pgfence._locks import manager_sync
 from pgfence.lease._sync import domain_of, source_of
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import Slot
 from pgfence.once._request import Slotted
-from pgfence.verbs import Verbs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime, timedelta
 
+    from pgfence._api.decorators import Busy, Unreachable, Wrap, WrapSkip
+    from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
-    from pgfence.grants import Holder
     from pgfence.lease._sync import EngineSource
     from pgfence.once._claim import SlotClaim
     from pgfence.once._slots import CatchUp
-    from pgfence.timing import Seconds
-    from pgfence.wrapping import Busy, Unreachable, Wrap, WrapSkip
+    from pgfence.types import Holder
 
 
 class Once(Slotted, Verbs[Slot]):
@@ -169,7 +169,7 @@ class Once(Slotted, Verbs[Slot]):
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
         domain, claim = self._place()
-        owner = sync.contender()
+        owner = manager_sync.contender()
         try:
             slot = domain.acquire(claim, domain.timeout(timeout, owner), Slot, patient=timeout is not None)
         except Refused as refused:

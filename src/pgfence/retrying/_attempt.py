@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
 
-from pgfence._runtime.opening import connecting_error, from_driver
-from pgfence._runtime.transactions import NOT_COMMITTED, commit_doubt, unanswered
+from pgfence._api.transactions import NOT_COMMITTED, commit_doubt, unanswered
+from pgfence._connections.connect import connecting_error, from_driver
+from pgfence._process.clock import clock
 from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import Place, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import TransactionStateError
-from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import ExceptionContext

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Protocol, 
 from sqlalchemy import Connection
 from typing_extensions import deprecated
 
-from pgfence.blocks import kinds
+from pgfence._api.contexts import kinds
+from pgfence._api.decorators import called
+from pgfence._process.clock import seconds
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import NUMBER
 from pgfence.retrying._loops import Plan, run, run_async
-from pgfence.timing import seconds
-from pgfence.wrapping import called
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session
     from sqlalchemy.orm import sessionmaker as sync_sessionmaker
 
-    from pgfence.timing import Seconds
+    from pgfence._process.clock import Seconds
 
     S = TypeVar("S", bound=Session)
     AS = TypeVar("AS", bound=AsyncSession)

@@ -11,13 +11,13 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pgfence._runtime import aio, sync
-from pgfence._runtime.state import tell
-from pgfence.blocks import AsyncBlock, Block
+from pgfence._api.contexts import AsyncBlock, Block
+from pgfence._holds.hold import tell
+from pgfence._locks import manager_async, manager_sync
+from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import Attempt, bind_of
 from pgfence.retrying._rules import TransactionAttempt, curable, of_a_snapshot, pause_after, spoken
-from pgfence.timing import clock
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -133,7 +133,7 @@ def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> A
     retries = Retries(plan)
     while True:
         session = factory()
-        with _alone(sync.contender(), session, factory, plan):
+        with _alone(manager_sync.contender(), session, factory, plan):
             attempt = retries.open(session)
             try:
                 with Block(session), Block(session.begin()):
@@ -154,7 +154,7 @@ async def run_async(factory: async_sessionmaker[Any], work: Callable[[Any], Any]
     retries = Retries(plan)
     while True:
         session = factory()
-        with _alone(aio.contender(), session.sync_session, factory, plan):
+        with _alone(manager_async.contender(), session.sync_session, factory, plan):
             attempt = retries.open(session.sync_session)
             try:
                 async with AsyncBlock(session), AsyncBlock(session.begin()):

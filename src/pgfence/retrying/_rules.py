@@ -7,11 +7,11 @@ from typing import Literal, TypeAlias
 
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._api.contexts import kinds
+from pgfence._process.clock import between
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate
-from pgfence.blocks import kinds
 from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError
-from pgfence.grants import Event
-from pgfence.timing import between
+from pgfence.types import Event
 
 BASE = 0.005
 CAP = 0.5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence._runtime import aio
-from pgfence._runtime.state import named
-from pgfence._runtime.transactions import AsyncBegun
-from pgfence.blocks import AsyncHold, kinds
+from pgfence._api.contexts import AsyncHold, kinds
+from pgfence._api.transactions import AsyncBegun
+from pgfence._holds.hold import named
+from pgfence._locks import manager_async
 from pgfence.keys import resolve
 from pgfence.transaction._request import Request
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         async_sessionmaker,
     )
 
-    from pgfence.grants import Holder
+    from pgfence._process.clock import Seconds
     from pgfence.keys import Name
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
     AS = TypeVar("AS", bound=AsyncSession)
 
@@ -111,7 +111,7 @@ class AsyncTransactionLock(Request):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        await self._work().run_sync(self._acquire, timeout, aio.contender())
+        await self._work().run_sync(self._acquire, timeout, manager_async.contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
@@ -130,7 +130,7 @@ class AsyncTransactionLock(Request):
 
     async def _enter(self, timeout: Seconds | None) -> Callable[[], Awaitable[None]]:
         work = self._work()
-        stay = await work.run_sync(self._stay, timeout, aio.contender())
+        stay = await work.run_sync(self._stay, timeout, manager_async.contender())
 
         async def check() -> None:
             if stay.ended():  # then there may be nothing left to run on

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import Connection, table, update
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
-from pgfence._runtime.own_holds import on_another_connection
-from pgfence._runtime.state import emit, named
-from pgfence._runtime.transactions import connected
+from pgfence._api.misuse import Guided
+from pgfence._api.transactions import connected
+from pgfence._holds.hold import emit, named
+from pgfence._locks.own_holds import on_another_connection
+from pgfence._process.clock import NESTED_LIMIT, WARN_AFTER, Deadline, clock, milliseconds, seconds
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
 from pgfence._sql.savepoints import Record
@@ -28,8 +30,6 @@ from pgfence.errors import (
     UnsupportedServerError,
 )
 from pgfence.keys import resolve
-from pgfence.misuse import Guided
-from pgfence.timing import NESTED_LIMIT, WARN_AFTER, Deadline, clock, milliseconds, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import Dialect
     from sqlalchemy.orm import Session
 
-    from pgfence._runtime.localqueue import Contender
-    from pgfence.grants import Holder
+    from pgfence._holds.queue import Contender
+    from pgfence._process.clock import Seconds
     from pgfence.keys import LockKey, Name
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
 log = logging.getLogger("pgfence.transaction")
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import Connection, Engine
 
-from pgfence._runtime import sync
-from pgfence._runtime.state import named
-from pgfence._runtime.transactions import Begun
-from pgfence.blocks import Hold, kinds
+from pgfence._api.contexts import Hold, kinds
+from pgfence._api.transactions import Begun
+from pgfence._holds.hold import named
+from pgfence._locks import manager_sync
 from pgfence.keys import resolve
 from pgfence.transaction._request import Request
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-    from pgfence.grants import Holder
+    from pgfence._process.clock import Seconds
     from pgfence.keys import Name
-    from pgfence.timing import Seconds
+    from pgfence.types import Holder
 
     S = TypeVar("S", bound=Session)
 
@@ -108,7 +108,7 @@ class TransactionLock(Request):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        self._acquire(self._work(), timeout, sync.contender())
+        self._acquire(self._work(), timeout, manager_sync.contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
@@ -127,7 +127,7 @@ class TransactionLock(Request):
 
     def _enter(self, timeout: Seconds | None) -> Callable[[], None]:
         work = self._work()
-        stay = self._stay(work, timeout, sync.contender())
+        stay = self._stay(work, timeout, manager_sync.contender())
         return lambda: self._expect_held(work, stay)
 
     def holders(self) -> list[Holder]:

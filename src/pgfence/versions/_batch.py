@@ -18,8 +18,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
+from pgfence._orm import will_send_update
 from pgfence.errors import TransactionStateError
-from pgfence.flushes import will_send_update
 from pgfence.versions._conflicts import Row, identify, look, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
 from pgfence.versions._rows import Key, expect_transaction, lock, versions_of

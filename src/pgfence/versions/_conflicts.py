@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state
 
+from pgfence._orm import will_send_update
 from pgfence._sql.fences import Target
 from pgfence._sql.versions import backfill
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
-from pgfence.flushes import will_send_update
 from pgfence.versions._mapping import is_versioned, version_column, version_in
 from pgfence.versions._own_writes import overtaken
 from pgfence.versions._rows import Key, versions_of, written_here

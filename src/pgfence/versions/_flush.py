@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import event, inspect
 from sqlalchemy.orm.attributes import flag_modified
 
-from pgfence.flushes import sends_update
+from pgfence._orm import sends_update
 from pgfence.versions._batch import NOW, batch_of, compare
 from pgfence.versions._conflicts import switched
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column

@@ -8,7 +8,7 @@ from uuid import UUID
 from sqlalchemy import Uuid, inspect, select, update
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from pgfence.blocks import kinds
+from pgfence._api.contexts import kinds
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
 from pgfence.versions.etags import ANY, IfMatch, etag

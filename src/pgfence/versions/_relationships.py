@@ -10,7 +10,7 @@ from sqlalchemy.orm import RelationshipDirection, Session
 from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.base import PassiveFlag
 
-from pgfence.flushes import sends_update
+from pgfence._orm import sends_update
 from pgfence.versions import _joins
 from pgfence.versions._batch import NOW
 from pgfence.versions._flush import touch

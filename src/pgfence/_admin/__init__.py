@@ -1,0 +1,1 @@
+"""What `schema` and `monitoring` are made of."""

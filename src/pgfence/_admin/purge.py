@@ -1,0 +1,77 @@
+"""How expired idempotency keys are taken away: batch by batch, on one connection of the engine's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._connections.connect import unreachable
+from pgfence._sql import purge as statements
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import place_of
+from pgfence.errors import PgfenceError
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+LARGEST = 100_000
+_NO_SESSION = ("08", "28", "3D", "533", "57P")
+
+
+def expect_batch(batch: object) -> int:
+    """Return the size of a batch, if it is one.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is not from 1 to 100,000.
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int):
+        raise TypeError(f"batch must be an int, not {type(batch).__name__}")
+    if not 1 <= batch <= LARGEST:
+        raise ValueError(f"batch must be from 1 to {LARGEST}, not {batch}")
+    return batch
+
+
+def purge(engine: Engine, batch: int) -> int:
+    """Take all expired keys away, and return how many they were."""
+    place, done, end = place_of(engine), 0, statements.BEGINNING
+    try:
+        # Whatever the engine's own default is: what somebody else has just renewed is to be seen, not an error.
+        with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
+            while True:
+                count, end = statements.purge(connection, place, batch, end)
+                if not count:
+                    return done
+                done += count
+    except Exception as error:
+        if (told := _told(engine, error)) is None:
+            raise
+        raise told from error
+
+
+async def purge_async(engine: AsyncEngine, batch: int) -> int:
+    """As `purge`, on a connection of an async engine's."""
+    place, done, end = place_of(engine), 0, statements.BEGINNING
+    try:
+        async with engine.connect() as connection:
+            await connection.execution_options(isolation_level="READ COMMITTED")
+            while True:
+                count, end = await connection.run_sync(statements.purge, place, batch, end)
+                if not count:
+                    return done
+                done += count
+    except Exception as error:
+        if (told := _told(engine.sync_engine, error)) is None:
+            raise
+        raise told from error
+
+
+def _told(engine: Engine, error: Exception) -> PgfenceError | None:
+    if isinstance(error, PgfenceError):
+        return None
+    if (told := statements.meaning(error, place_of(engine))) is not None:
+        return told
+    state = sqlstate(error)
+    if state is not None and not state.startswith(_NO_SESSION):
+        return None
+    return unreachable(engine, error, "What was purged before stays so")

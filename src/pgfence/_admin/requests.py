@@ -1,0 +1,110 @@
+"""How an eviction is carried out, by the function and by the command alike; and what other orders of operators share with it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from sqlalchemy import Engine
+
+from pgfence._connections.connect import unreachable
+from pgfence._leases.heartbeat.service import Beat
+from pgfence._process.registry import Homes
+from pgfence._sql.evict import Order
+from pgfence._sql.storage import place_of
+from pgfence.config import config_of
+from pgfence.errors import PgfenceError
+from pgfence.keys import LockKey, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._sql.evict import Found
+
+
+class Ordered(Protocol):
+    """Something to be done on a connection."""
+
+    def meaning(self, error: BaseException) -> PgfenceError | None:
+        """Return what an error of its statements means; None if nothing of ours."""
+
+
+O = TypeVar("O", bound=Ordered)  # noqa: E741
+R = TypeVar("R")
+
+
+def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> Order:
+    """Return what is to be done, checked."""
+    namespace = config_of(engine).namespace
+    reason, actor = for_the_audit(reason, actor)
+    return Order(
+        name=stored(name, namespace),
+        key=LockKey.of(name, namespace=namespace),
+        place=place_of(engine),
+        reason=reason,
+        actor=actor,
+    )
+
+
+def tell_holders_here(engine: Engine | AsyncEngine, order: Order, found: Found) -> Found:
+    """End what this process held through the engine under the name that was evicted, and return what was found."""
+    beat = Homes.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("beat")
+    if isinstance(beat, Beat) and found.newest is not None and found.token is not None:
+        beat.evicted(order.place, order.name, found.token)
+    return found
+
+
+def for_the_audit(reason: str, actor: str | None) -> tuple[str, str]:
+    """Return why and by whom, checked; without an actor it is this process's user and host."""
+    return _words(reason, "reason"), _me() if actor is None else _words(actor, "actor")
+
+
+def perform(engine: Engine, work: Callable[[Connection, O], R], order: O) -> R:
+    """Do it on a connection of the engine's."""
+    try:
+        # Whatever the engine's own default is: each statement has to see what was committed before it.
+        with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
+            return work(connection, order)
+    except Exception as error:
+        if (told := _told(engine, order, error)) is None:
+            raise
+        raise told from error
+
+
+async def perform_async(engine: AsyncEngine, work: Callable[[Connection, O], R], order: O) -> R:
+    """As `perform`, on a connection of an async engine's."""
+    try:
+        async with engine.connect() as connection:
+            await connection.execution_options(isolation_level="READ COMMITTED")
+            return await connection.run_sync(work, order)
+    except Exception as error:
+        if (told := _told(engine.sync_engine, order, error)) is None:
+            raise
+        raise told from error
+
+
+def _told(engine: Engine, order: Ordered, error: Exception) -> PgfenceError | None:
+    if isinstance(error, PgfenceError):
+        return None
+    return order.meaning(error) or unreachable(engine, error)
+
+
+def _words(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
+    if not value.strip() or "\x00" in value:
+        raise ValueError(f"{what} must say something, without NUL: {value!r}")
+    return value
+
+
+def _me() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"

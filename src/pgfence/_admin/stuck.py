@@ -1,0 +1,98 @@
+"""What is known of a key whose effect nobody has finished, and the orders to look at such keys and to set one free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from pgfence._admin.requests import for_the_audit
+from pgfence._process.clock import seconds
+from pgfence._sql.storage import place_of
+from pgfence._sql.stuck_keys import Look, Order
+from pgfence._values.keys import expect_key
+from pgfence.config import config_of
+from pgfence.keys import SEPARATOR, stored
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._process.clock import Seconds
+    from pgfence._sql.stuck_keys import Row
+
+State: TypeAlias = Literal["running", "lost"]
+_LONGEST = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class StuckKey:
+    """A key whose effect was begun and not finished, as one look saw it. What is stored under it is left out.
+
+    Attributes:
+        scope: without the configured namespace.
+        key: what the client repeats.
+        state: "running" while its attempt keeps the claim; "lost" after that: nobody knows what the attempt has done.
+        attempt: the number of that attempt, from 1.
+        steps: names of the steps that are done, in the order of the alphabet.
+        owner, host, pid: of that attempt, as far as it has said.
+        since: when the key was claimed for the first time.
+        locked_until: until when the attempt has the key to itself, or had it.
+        expires_at: until when the record is kept; after that the key is new again.
+    """
+
+    scope: str
+    key: str
+    state: State
+    attempt: int
+    steps: tuple[str, ...]
+    owner: str | None
+    host: str | None
+    pid: int | None
+    since: datetime
+    locked_until: datetime
+    expires_at: datetime
+
+    def __str__(self) -> str:
+        who = f"{self.owner or 'somebody'} on {self.host or 'an unknown host'} (pid {self.pid or 'unknown'})"
+        return f"{self.key!r} of scope {self.scope!r}: attempt {self.attempt} of {who}, {self.state}"
+
+
+def stuck_key(row: Row) -> StuckKey:
+    """Return what a row says."""
+    return StuckKey(
+        scope=row.scope.rpartition(SEPARATOR)[2],
+        key=row.key,
+        state="running" if row.running else "lost",
+        attempt=row.attempt,
+        steps=tuple(row.steps),
+        owner=row.owner,
+        host=row.host,
+        pid=row.pid,
+        since=row.since,
+        locked_until=row.locked_until,
+        expires_at=row.expires_at,
+    )
+
+
+def look_of(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> Look:
+    """Return which keys are wanted, checked."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a str, not {type(prefix).__name__}")
+    if "\x00" in prefix:
+        raise ValueError("prefix must not contain NUL")
+    older = min(seconds(older_than, "older_than"), _LONGEST)
+    return Look(place=place_of(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older)
+
+
+def order_of(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None) -> Order:
+    """Return what is to be done, checked."""
+    reason, actor = for_the_audit(reason, actor)
+    return Order(
+        place=place_of(engine),
+        scope=stored(expect_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
+        key=expect_key(key, "the key"),
+        reason=reason,
+        actor=actor,
+    )

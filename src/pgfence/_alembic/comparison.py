@@ -1,0 +1,179 @@
+"""Autogenerate: what the models ask for against what the database has, as operations in an order that can be reversed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from alembic.operations.ops import CreateTableOp, DropTableOp, ModifyTableOps
+from alembic.util import CommandError, PriorityDispatchResult
+from sqlalchemy import MetaData
+
+from pgfence._alembic.models import fence_of, place_of_own, resource_from, version_of
+from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
+from pgfence._sql import columns, migration_scripts, tables
+from pgfence._sql.storage import VERSION, Place, place_of
+from pgfence.config import config_of
+from pgfence.keys import SEPARATOR
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from alembic.autogenerate.api import AutogenContext
+    from alembic.operations.ops import MigrateOperation, UpgradeOps
+    from sqlalchemy import Connection
+
+    Key: TypeAlias = tuple[str | None, str]
+    Guard: TypeAlias = AddFence | AddVersionTrigger
+    Guards: TypeAlias = dict[tuple[str, Key], Guard]
+
+
+class _Found(NamedTuple):
+    """A guard that a table has: whether it keeps anybody out, and whether a partition has it from its parent."""
+
+    guard: Guard
+    holds: bool
+    copied: bool
+
+
+def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
+    """Add what is missing and drop what nobody asks for; our own tables are neither made nor dropped one by one.
+
+    Guards go at the front and come at the end: they are taken off before their table is dropped, so that the reversed
+    migration puts them back after it has made the table again.
+    """
+    own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
+    if context.dialect.name != "postgresql":
+        # The operations do nothing there.
+        ours = _tables(context, own)
+        ops.ops[:] = [op for op in ops.ops if _concerned(context, op) not in ours]
+        return PriorityDispatchResult.CONTINUE
+    connection = context.connection
+    assert connection is not None
+    home = _home(_place(context, place_of(connection)), own)
+    wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
+    standing = {
+        _named(context, found.guard): found
+        for found in _standing(context, connection, home)
+        if _concerns(context, found.guard, ops)
+    }
+    everywhere = own | {home} | {_place(context, place) for place in migration_scripts.installations(connection)}
+    _without_ours(context, ops, everywhere)
+    for place in sorted(own | {home}, key=str):
+        needed = place in own or any(isinstance(guard, AddFence) for guard in wanted.values())
+        if needed and (making := _making(connection, place, whole=place in own)) is not None:
+            if isinstance(making, UpgradePgfence):
+                _without_changes(context, ops, place)
+            # In front of tables that may refer to ours.
+            ops.ops.insert(0, making)
+    for name, found in sorted(standing.items(), key=str):
+        if not found.copied and (name not in wanted or wanted[name].definition != found.guard.definition):
+            ops.ops.insert(0, found.guard.reverse())
+    for name, guard in sorted(wanted.items(), key=str):
+        if name not in standing or not standing[name].holds or standing[name].guard.definition != guard.definition:
+            ops.ops.append(guard)
+    return PriorityDispatchResult.CONTINUE
+
+
+def _home(configured: Place, own: set[Place]) -> Place:
+    """Return the installation that guards belong to: the configured one, or the only one among the models."""
+    return next(iter(own)) if configured == Place() and len(own) == 1 else configured
+
+
+def _place(context: AutogenContext, place: Place) -> Place:
+    return Place(_key(context, place.schema, "")[0], place.prefix)
+
+
+def _key(context: AutogenContext, schema: str | None, table: str) -> Key:
+    return None if schema == context.dialect.default_schema_name else schema, table
+
+
+def _named(context: AutogenContext, guard: Guard) -> tuple[str, Key]:
+    """Return what a table has one of: the kind of a guard, and the table."""
+    return type(guard).__name__, _key(context, guard.target.schema, guard.target.name)
+
+
+def _wanted(context: AutogenContext, connection: Connection, home: Place) -> Iterator[Guard]:
+    namespace = config_of(connection).namespace
+    for table in context.sorted_tables:
+        if not context.run_object_filters(table, table.name, "table", False, None):
+            continue
+        schema = _key(context, table.schema, table.name)[0]
+        where: dict[str, Any] = {"schema": schema, "pgfence_schema": home.schema, "prefix": home.prefix}
+        try:
+            if (resource := fence_of(table)) is not None:
+                yield AddFence(table.name, resource=resource, namespace=namespace, **where)
+            if (column := version_of(table)) is not None:
+                yield AddVersionTrigger(table.name, column=column, **where)
+        except (TypeError, ValueError) as error:
+            raise CommandError(
+                f"what the table {table} says of its fence or version cannot be made: {error}"
+            ) from error
+
+
+def _standing(context: AutogenContext, connection: Connection, home: Place) -> Iterator[_Found]:
+    settled = tables.settled(connection, home).schema
+    for fence in migration_scripts.standing(connection, home.prefix):
+        namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
+        resource = resource_from((rest, *fence.parts[1:]) if separator else fence.parts)
+        # Of another installation it is another fence: the way back puts that one back.
+        functions = home.schema if fence.functions == settled else _key(context, fence.functions, "")[0]
+        where: dict[str, Any] = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
+        added = AddFence(fence.table, resource=resource, namespace=namespace, **where)
+        yield _Found(added, fence.holds, fence.copied)
+    for trigger in migration_scripts.counting(connection, home):
+        where = {"schema": trigger.schema, "pgfence_schema": home.schema, "prefix": home.prefix}
+        counting = AddVersionTrigger(trigger.table, column=trigger.column, **where)
+        yield _Found(counting, trigger.holds, trigger.copied)
+
+
+def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
+    """Return whether a table is one that the models have, or that this migration drops; others are nobody's business.
+
+    The guard says the default schema as None from then on.
+    """
+    key = _key(context, guard.target.schema, guard.target.name)
+    guard.target = type(guard.target)(key[1], key[0])
+    for table in context.sorted_tables:
+        if _key(context, table.schema, table.name) == key:
+            return context.run_object_filters(table, table.name, "table", False, None)
+    return any(isinstance(op, DropTableOp) and _key(context, op.schema, op.table_name) == key for op in ops.ops)
+
+
+def _making(connection: Connection, place: Place, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
+    """Return what makes or completes an installation; None if it is there. Fences alone are content with an older one."""
+    if tables.installed(connection, place):
+        return None
+    version = migration_scripts.version(connection, tables.settled(connection, place))
+    if version == 0:
+        return CreatePgfence(place.schema, place.prefix, VERSION)
+    return UpgradePgfence(min(version, VERSION), VERSION, place.schema, place.prefix) if whole else None
+
+
+def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[Place]) -> None:
+    """Take out what would make our tables one by one, or drop those that no model has."""
+    ours = _tables(context, places)
+    modelled = {_key(context, table.schema, table.name) for table in context.sorted_tables}
+
+    def stays(op: MigrateOperation) -> bool:
+        key = _concerned(context, op)
+        return key not in ours or (key in modelled and isinstance(op, ModifyTableOps) and key not in made)
+
+    made = {_key(context, op.schema, op.table_name) for op in ops.ops if isinstance(op, CreateTableOp)}
+    ops.ops[:] = [op for op in ops.ops if stays(op)]
+
+
+def _without_changes(context: AutogenContext, ops: UpgradeOps, place: Place) -> None:
+    """Take out changes to tables of ours that are brought to another version, which adds the columns itself."""
+    ours = _tables(context, {place})
+    ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _concerned(context, op) in ours)]
+
+
+def _concerned(context: AutogenContext, op: MigrateOperation) -> Key | None:
+    """Return the table that an operation makes, drops or alters."""
+    if isinstance(op, CreateTableOp | DropTableOp | ModifyTableOps):
+        return _key(context, op.schema, op.table_name)
+    return None
+
+
+def _tables(context: AutogenContext, places: set[Place]) -> set[Key]:
+    return {_key(context, place.schema, table.name) for place in places for table in columns.define(MetaData(), place)}

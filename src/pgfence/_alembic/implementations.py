@@ -1,0 +1,186 @@
+"""How the operations are done: on the connection of the migration, or as a script (`--sql`), which asks no server."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from alembic.operations import Operations
+from alembic.operations.ops import DropIndexOp
+
+from pgfence._admin import ddl
+from pgfence._alembic import indexes
+from pgfence._alembic.operations import (
+    AddFence,
+    AddVersionTrigger,
+    CreateIndexSafely,
+    CreatePgfence,
+    DropFence,
+    DropIndexSafely,
+    DropPgfence,
+    DropVersionTrigger,
+    UpgradePgfence,
+)
+from pgfence._sql import fences, migration_scripts, versions
+from pgfence._sql import tables as texts
+from pgfence._sql.storage import VERSION, Place, translated_schema
+from pgfence.errors import SchemaError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+    from pgfence._sql.fences import Target
+
+_log = logging.getLogger("pgfence.migrations")
+
+
+def _perform(
+    operations: Operations, place: Place, work: Callable[[Connection, Place], None], script: Iterable[str]
+) -> None:
+    context = operations.migration_context
+    if not _is_postgresql(operations):
+        _log.info("skipped on %s: pgfence's tables and triggers are for PostgreSQL", context.dialect.name)
+    elif context.as_sql:
+        indexes.write(operations, script)
+    else:
+        connection = operations.get_bind()
+        ddl.perform_on(connection, Place(translated_schema(connection, place.schema), place.prefix), work)
+
+
+def _here(connection: Connection, target: Target) -> Target:
+    """Return a table where the connection's `schema_translate_map` leads to, as Alembic's own operations do."""
+    return replace(target, schema=translated_schema(connection, target.schema))
+
+
+@Operations.implementation_for(CreatePgfence)
+def _create(operations: Operations, operation: CreatePgfence) -> None:
+    place, version = operation.place, operation.version
+    _perform(
+        operations,
+        place,
+        lambda connection, settled: texts.create(connection, settled, version),
+        texts.creation(place, version),
+    )
+
+
+@Operations.implementation_for(DropPgfence)
+def _drop(operations: Operations, operation: DropPgfence) -> None:
+    place = operation.place
+
+    def work(connection: Connection, settled: Place) -> None:
+        if translated_schema(connection, place.schema) is None and not migration_scripts.is_first(connection, settled):
+            raise SchemaError(
+                f"the search path finds pgfence's tables in {settled.schema!r}, which is not its first schema: others may"
+                f" work with them, so they are dropped only by name, op.drop_pgfence(schema={settled.schema!r})",
+                needed=VERSION,
+                command=f"op.drop_pgfence(schema={settled.schema!r})",
+            )
+        _refuse_while_used(migration_scripts.used(connection, settled))
+        ddl.drop_unless_fenced(connection, settled)
+
+    script = [migration_scripts.expecting_unused(place), *texts.removal(place)]
+    _perform(operations, place, work, script if place.schema else [migration_scripts.expecting_first(place), *script])
+
+
+def _refuse_while_used(used: Sequence[str]) -> None:
+    if used:
+        raise SchemaError(
+            f"{used[0]} is held: its holder would go on with a token that the next one gets as well, or with an effect of"
+            f" which nobody knows. Stop whoever holds a lease or a key ({len(used)} held), or wait until they have expired,"
+            " and run this again",
+            needed=VERSION,
+        )
+
+
+@Operations.implementation_for(UpgradePgfence)
+def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
+    place, version = operation.place, operation.to
+    lowers = version < operation.from_
+
+    def work(connection: Connection, settled: Place) -> None:
+        if migration_scripts.version(connection, settled) == 0:
+            raise SchemaError(
+                f"there are no tables of pgfence in {settled.schema!r} to bring to another version: op.create_pgfence()"
+                " makes them",
+                needed=version,
+                command="op.create_pgfence()",
+            )
+        if lowers:
+            _refuse_while_used(migration_scripts.used(connection, settled, version))
+            texts.lower(connection, settled, version)
+        else:
+            texts.create(connection, settled, version)
+
+    script = texts.creation(place, version)
+    if lowers:
+        script = (migration_scripts.expecting_unused(place, version), *texts.lowering(place, version))
+    _perform(operations, place, work, [migration_scripts.expecting_installed(place), *script])
+
+
+@Operations.implementation_for(AddFence)
+def _add_fence(operations: Operations, operation: AddFence) -> None:
+    target, parts = operation.target, operation.parts
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: fences.add(connection, place, _here(connection, target), parts),
+        [migration_scripts.adding(operation.place, target, parts)],
+    )
+
+
+@Operations.implementation_for(DropFence)
+def _drop_fence(operations: Operations, operation: DropFence) -> None:
+    target = operation.target
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: fences.drop(connection, place, _here(connection, target)),
+        [migration_scripts.removing(operation.place, target)],
+    )
+
+
+@Operations.implementation_for(AddVersionTrigger)
+def _add_version_trigger(operations: Operations, operation: AddVersionTrigger) -> None:
+    target, column = operation.target, operation.column
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: versions.add(connection, place, _here(connection, target), column),
+        migration_scripts.adding_version(operation.place, target, column),
+    )
+
+
+@Operations.implementation_for(DropVersionTrigger)
+def _drop_version_trigger(operations: Operations, operation: DropVersionTrigger) -> None:
+    target = operation.target
+    _perform(
+        operations,
+        operation.place,
+        lambda connection, place: versions.drop(connection, place, _here(connection, target)),
+        migration_scripts.removing_version(operation.place, target),
+    )
+
+
+@Operations.implementation_for(CreateIndexSafely)
+def _create_index(operations: Operations, operation: CreateIndexSafely) -> None:
+    if _is_postgresql(operations):
+        indexes.create(operations, operation)
+    else:
+        operations.invoke(indexes.ordinary(operation))
+
+
+@Operations.implementation_for(DropIndexSafely)
+def _drop_index(operations: Operations, operation: DropIndexSafely) -> None:
+    ordinary = DropIndexOp(
+        operation.index_name, operation.table_name, schema=operation.schema, if_exists=True, **operation.kw
+    )
+    with indexes.concurrently(operations) if _is_postgresql(operations) else nullcontext():
+        operations.invoke(ordinary)
+
+
+def _is_postgresql(operations: Operations) -> bool:
+    return operations.migration_context.dialect.name == "postgresql"

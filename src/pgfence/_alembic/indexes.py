@@ -1,0 +1,172 @@
+"""Indexes built beside running writers: outside of a transaction, over what was left behind, and not over another one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from alembic.ddl.impl import DefaultImpl
+from alembic.operations.ops import CreateIndexOp
+from sqlalchemy import Column
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.schema import CreateIndex
+from sqlalchemy.types import NULLTYPE
+
+from pgfence._sql import migration_scripts
+from pgfence._sql import tables as texts
+from pgfence._sql.columns import dialect
+from pgfence._sql.fences import Target
+from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.storage import primary, translated_schema
+from pgfence.errors import TransactionStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from alembic.operations import Operations
+    from sqlalchemy import Connection
+
+    from pgfence._alembic.operations import CreateIndexSafely
+    from pgfence._sql.migration_scripts import Index
+
+_log = logging.getLogger("pgfence.migrations")
+
+_UNRELATED = frozenset({"08", "25", "40", "53", "55", "57", "58", "XX"})
+"""Classes of SQLSTATE that say nothing of an index: the connection, the transaction, locks and resources of the server."""
+
+
+def create(operations: Operations, operation: CreateIndexSafely) -> None:
+    """Build an index on PostgreSQL, unless it is there.
+
+    Raises:
+        ValueError: something else has its name, or the table is one of partitions.
+        TransactionStateError: the transaction is none of Alembic's.
+    """
+    table, name = Target(operation.table_name, operation.schema), _name(operations, operation)
+    build = ordinary(operation)
+    if operations.migration_context.as_sql:
+        with concurrently(operations):
+            write(operations, [migration_scripts.clearing(table, name)])
+            operations.invoke(build)
+        return
+    # Nobody else's index of that name is to be kept: what is there is looked at before.
+    build.if_not_exists = False
+    connection = operations.get_bind()
+    table = Target(table.name, translated_schema(connection, table.schema))
+    if connection.in_transaction():
+        # Not after what the migration did before is committed.
+        _expect_one_table(connection, table, name)
+    with concurrently(operations):
+        _expect_one_table(connection, table, name)
+        if not _is_there(operations, operation, table, name):
+            operations.invoke(build)
+
+
+def ordinary(operation: CreateIndexSafely) -> CreateIndexOp:
+    """Return Alembic's operation for it."""
+    return CreateIndexOp(
+        operation.index_name,
+        operation.table_name,
+        operation.columns,
+        schema=operation.schema,
+        unique=operation.unique,
+        if_not_exists=True,
+        **operation.kw,
+    )
+
+
+def write(operations: Operations, script: Iterable[str]) -> None:
+    """Write statements into the script."""
+    assert isinstance(operations.impl, DefaultImpl)
+    for statement in script:
+        operations.impl.static_output(f"{statement};")
+
+
+def _name(operations: Operations, operation: CreateIndexSafely) -> str:
+    """Return the name, which a convention of the MetaData may have made."""
+    index = operation.to_index(operations.migration_context)
+    called: str | None = dialect().identifier_preparer.format_index(index)
+    if called is None:
+        raise ValueError(f"the index of {operation.table_name!r} has no name, and the MetaData no convention for one")
+    return called[1:-1].replace('""', '"') if called.startswith('"') else called
+
+
+def _expect_one_table(connection: Connection, table: Target, name: str) -> None:
+    found = migration_scripts.index(connection, table, name)
+    if migration_scripts.is_partitioned(connection, table) and not (found is not None and found.valid):
+        raise ValueError(
+            f"{table} is a table of partitions, and PostgreSQL builds no index of all of them beside running writers: call"
+            " create_index_safely for each partition, and then op.create_index for the table, which takes these"
+        )
+
+
+def _is_there(operations: Operations, operation: CreateIndexSafely, table: Target, name: str) -> bool:
+    """Return whether that index is there already; drop it if its build was interrupted."""
+    connection = operations.get_bind()
+    found = migration_scripts.index(connection, table, name)
+    if found is None:
+        return False
+    if not found.of_this_table:
+        what = "an index {} already, of another table" if found.is_index else "{} already, which is no index"
+        raise ValueError(f"there is {what.format(found.called)}: rename one of them")
+    if not found.valid:
+        _log.warning(
+            "the index %s is invalid, left by an interrupted build: it is dropped and built again", found.called
+        )
+        migration_scripts.drop_index(connection, found.called)
+        return False
+    _expect_same(operations, operation, table, found)
+    _log.info("the index %s is there already", found.called)
+    return True
+
+
+def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Target, found: Index) -> None:
+    options = {key: value for key, value in operation.kw.items() if key != "postgresql_concurrently"}
+    wanted = CreateIndexOp(
+        migration_scripts.WANTED, table.name, operation.columns, schema="pg_temp", unique=operation.unique, **options
+    )
+    index = wanted.to_index(operations.migration_context)
+    assert index.table is not None
+    for column in index.kwargs.get("postgresql_include") or ():
+        if column not in index.table.c:
+            index.table.append_column(Column(column, NULLTYPE))
+    creation = str(CreateIndex(index).compile(dialect=dialect()))
+    rest = creation.partition(f" ON {dialect().identifier_preparer.format_table(index.table)} ")[2]
+    definition = f"{'UNIQUE ' if index.unique else ''}{'' if rest.startswith('USING ') else 'USING btree '}{rest}"
+    try:
+        texts.plainly(operations.get_bind(), migration_scripts.comparing(table, found.called, creation, definition))
+    except DBAPIError as error:
+        state = sqlstate(error)
+        if state is None or state[:2] in _UNRELATED:
+            raise
+        why, way_out = primary(error), "drop it, or rename one of them"
+        if state != migration_scripts.DIFFERS:
+            why = f"building it on an empty copy of the table failed: {why}"
+            way_out = "if it is, write it in these words; else drop it, or rename one of them"
+        raise ValueError(
+            f"there is an index {found.called} already, and it is not surely this one ({why}): {way_out}"
+        ) from error
+
+
+@contextmanager
+def concurrently(operations: Operations) -> Iterator[None]:
+    """Leave the transaction of the migration for a while, unless somebody has.
+
+    A build waits for every older transaction, and nobody who reads or writes waits behind it: lock_timeout, which is there
+    for other DDL, would end it for nothing.
+    """
+    context = operations.migration_context
+    if context.as_sql:
+        with context.autocommit_block():
+            yield
+        return
+    connection = operations.get_bind()
+    in_autocommit = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+    if not in_autocommit and context._in_external_transaction:
+        raise TransactionStateError(
+            "an index is built beside running writers outside of a transaction, and this one was begun by env.py or by who"
+            " called it: let Alembic begin it (context.begin_transaction()), or use op.create_index()"
+        )
+    with nullcontext() if in_autocommit else context.autocommit_block(), migration_scripts.patient(connection):
+        yield

@@ -1,0 +1,317 @@
+"""What a holder has in hand.
+
+A handle answers without I/O what its process knows: `state` is "held", "unknown" (asked, no answer yet), "lost" or
+"released". It is no proof of possession: a process that was stopped learns of a loss only when it runs again. Work that must
+not be done by a former holder belongs on the connection that holds (`AdvisoryLock.connect`) or behind a fence.
+
+In a forked child a handle is released from the start: the lock belongs to the parent, and nothing the child does touches it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import sys
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+from pgfence._api.contexts import attach
+from pgfence._holds.hold import log, named, tell
+from pgfence._locks import manager_async, manager_sync
+from pgfence._process.clock import seconds
+from pgfence._process.monitor import WATCHER
+from pgfence.errors import LockLostError, LockNotHeldError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+    from pgfence._holds.hold import BaseHold
+    from pgfence._holds.queue import Contender
+    from pgfence._process.clock import Seconds
+    from pgfence.errors import LossReason
+    from pgfence.keys import LockKey
+    from pgfence.types import State
+
+_LENT: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = weakref.WeakKeyDictionary()
+
+
+class _Handle:
+    """What both twins know without asking anybody."""
+
+    __slots__ = ("__weakref__", "_hold")
+
+    _hold: BaseHold
+    _domain: Any
+    """Whoever gives it back."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names it was asked for by; of a ready key: its name, or its number."""
+        return self._hold.names
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        """The keys it holds: sorted, each once."""
+        return self._hold.keys
+
+    @property
+    def state(self) -> State:
+        """What this process knows: held, unknown, lost or released. No I/O."""
+        return self._hold.state
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost while it was held. No I/O."""
+        return self._hold.state == "lost"
+
+    @property
+    def loss_reason(self) -> LossReason | None:
+        """Why it was lost: "killed" (the server ended the session), "cut off" (the server stopped responding), or "returned".
+
+        "returned": the lock was made with a Connection that was closed.
+        """
+        return self._hold.loss_reason
+
+    def check(self) -> None:
+        """Raise unless it is held as far as this process knows. No I/O: call it as often as you like.
+
+        Raises:
+            LockLostError: it was lost.
+            LockNotHeldError: it was released, or this is a forked child.
+        """
+        self._hold.check()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {named(self.names)}, {self.state}>"
+
+
+class Held(_Handle):
+    """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
+
+    Not promised: that work done under it is safe after a loss. `check()` before each step narrows the gap, it cannot close it.
+    Any thread may release it, once.
+    """
+
+    __slots__ = ("_domain",)
+
+    def __init__(self, domain: Any, hold: BaseHold) -> None:
+        self._domain = domain
+        self._hold = hold
+        hold.handle = weakref.ref(self)
+
+    def on_lost(self, cb: Callable[[], object], /) -> None:
+        """Have `cb` called once when the lock is lost, at once if it is already.
+
+        It runs on a thread of pgfence's own that does nothing else, with none of our locks held; callbacks run one after
+        the other. Its exceptions are logged.
+        """
+        WATCHER.expect_callbacks()
+        self._hold.subscribe(lambda: WATCHER.call(cb))
+
+    def wait_lost(self, timeout: Seconds | None = None) -> bool:
+        """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
+        over = threading.Event()
+        self._hold.await_end(over.set)
+        try:
+            over.wait(None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX))
+        finally:
+            self._hold.forget_end(over.set)
+        return self.lost
+
+    def release(self) -> None:
+        """Give the lock back, and prove it: the server's word, or the end of the connection.
+
+        Raises:
+            LockLostError: it had been lost; nothing is held in either case.
+            LockNotHeldError: it was released before, or this is a forked child.
+            TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
+        """
+        self._domain.release(self._hold)
+
+    def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
+        """End a block: the caller's exception wins, a failure of ours is attached to it."""
+        if self._hold.released and self._hold.ours:
+            return
+        try:
+            self._domain.release(self._hold, leaving=True, failing=exc is not None)
+        except Exception as error:
+            if isinstance(error, LockLostError) and flag:
+                return
+            if exc is None:
+                raise
+            attach(exc, error, "while the lock was given back")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        self._leave(exc, flag=False)
+
+    def __del__(self) -> None:
+        hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
+        if hold is not None and not hold.released:
+            _dropped(hold, self._domain, self)
+
+
+class AsyncHeld(_Handle):
+    """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
+
+    Not promised: that work done under it is safe after a loss; see `Held`. Any task of its loop may release it, once. A
+    release that is cancelled closes the connection, so the lock is free all the same.
+    """
+
+    __slots__ = ("_domain",)
+
+    def __init__(self, domain: Any, hold: BaseHold) -> None:
+        self._domain = domain
+        self._hold = hold
+        hold.handle = weakref.ref(self)
+
+    def on_lost(self, cb: Callable[[], object], /) -> None:
+        """Have `cb` called once when the lock is lost, at once if it is already.
+
+        It runs on the loop that acquired; a coroutine function is awaited there. Its exceptions are logged.
+        """
+        loop = self._domain.loop
+        self._hold.subscribe(lambda: manager_async.on_loop(loop, lambda: _run(cb)))
+
+    async def wait_lost(self, timeout: Seconds | None = None) -> bool:
+        """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+
+        def ender() -> None:
+            manager_async.on_loop(loop, over.set)
+
+        self._hold.await_end(ender)
+        limit = None if timeout is None or math.isinf(seconds(timeout)) else seconds(timeout)
+        with contextlib.suppress(TimeoutError):
+            try:
+                await asyncio.wait_for(over.wait(), limit)
+            finally:
+                self._hold.forget_end(ender)
+        return self.lost
+
+    async def release(self) -> None:
+        """Give the lock back, and prove it: the server's word, or the end of the connection.
+
+        Raises:
+            LockLostError: it had been lost; nothing is held in either case.
+            LockNotHeldError: it was released before, or this is a forked child.
+            TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
+        """
+        await self._domain.release(self._hold)
+
+    async def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
+        if self._hold.released and self._hold.ours:
+            return
+        try:
+            await self._domain.release(self._hold, leaving=True, failing=exc is not None)
+        except Exception as error:
+            if isinstance(error, LockLostError) and flag:
+                return
+            if exc is None:
+                raise
+            attach(exc, error, "while the lock was given back")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        await self._leave(exc, flag=False)
+
+    def __del__(self) -> None:
+        hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
+        if hold is not None and not hold.released:
+            _dropped(hold, self._domain, self)
+
+
+def _run(cb: Callable[[], object]) -> None:
+    """Run a callback on its loop; a coroutine becomes a task that the loop's domain keeps alive."""
+
+    async def guard(coroutine: Any) -> None:
+        try:
+            await coroutine
+        except Exception:
+            log.exception("a callback of a lock failed")
+
+    def call() -> None:
+        result = cb()
+        if inspect.isawaitable(result):
+            manager_async.keep(asyncio.ensure_future(guard(result)))
+
+    tell(call)
+
+
+def _dropped(hold: BaseHold, domain: Any, handle: _Handle) -> None:
+    """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
+    if not hold.ours or sys.is_finalizing():
+        return
+    hold.dropped = True
+    domain.abandon(hold)
+    if hold.reason is None:
+        noun, names = hold.noun, named(hold.names)
+        WATCHER.post(lambda: log.warning("the %s %s was dropped without release(); it is being released", noun, names))
+        warnings.warn(
+            f"the lock {named(hold.names)} was dropped without release()", ResourceWarning, source=handle, stacklevel=2
+        )
+
+
+AnyHeld = TypeVar("AnyHeld", bound=Held | AsyncHeld)
+
+
+def current(kind: type[AnyHeld], /) -> AnyHeld:
+    """Return the innermost handle of that kind which this thread (an async kind: this task) holds.
+
+    It works inside `hold()`, `with held:` and functions decorated by `wrap()`.
+
+    Raises:
+        LockNotHeldError: there is none.
+    """
+    here: Contender | None = manager_async.contender_here() if issubclass(kind, AsyncHeld) else manager_sync.contender()
+    for hold in reversed(here.holds if here is not None else []):
+        handle = hold.handle()
+        if isinstance(handle, kind) and hold.ours:
+            return handle
+    raise LockNotHeldError(
+        f"no {kind.__name__} here: this {'task' if issubclass(kind, AsyncHeld) else 'thread'} holds none"
+    )
+
+
+@overload
+def held(connection: Connection, /) -> Held: ...
+@overload
+def held(connection: AsyncConnection, /) -> AsyncHeld: ...
+def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
+    """Return the handle of the lock that a connection from `connect()` holds.
+
+    Raises:
+        LockNotHeldError: it is no such connection, or its block has ended.
+    """
+    inner: Any = getattr(connection, "sync_connection", connection)
+    handle = _LENT.get(inner) if inner is not None else None
+    if handle is None:
+        raise LockNotHeldError("this connection holds no lock: it does not come from connect(), or its block has ended")
+    return handle
+
+
+def lent(connection: Connection, handle: Held | AsyncHeld) -> None:
+    """Remember which lock a lent connection holds, for `held`."""
+    _LENT[connection] = handle
+
+
+def given_back(connection: Connection) -> None:
+    """Forget a lent connection: its block has ended."""
+    _LENT.pop(connection, None)

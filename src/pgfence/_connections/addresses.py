@@ -1,0 +1,93 @@
+"""Where an engine connects to: its hosts in words, and what a list of hosts needs for a fail-over."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from pgfence._holds.hold import log
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sqlalchemy import Engine
+    from sqlalchemy.engine.interfaces import Dialect
+
+DEFAULT = "the default host"
+CREATOR = "the host of the engine's creator"
+# What libpq takes from its environment where a parameter is not given; asyncpg reads most of them too.
+_VARIABLES = {
+    "host": "PGHOST",
+    "hostaddr": "PGHOSTADDR",
+    "port": "PGPORT",
+    "service": "PGSERVICE",
+    "connect_timeout": "PGCONNECT_TIMEOUT",
+}
+_WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
+
+
+def place(engine: Engine) -> str:
+    """Return where an engine connects to, for messages: hosts, ports and database; no user, password or other parameters."""
+    given = _parameters(engine)
+    database = engine.url.database or given.get("dbname") or given.get("database")
+    return ",".join(_hosts(given)) + (f"/{database}" if database else "")
+
+
+def warn_of_slow_hosts(engine: Engine) -> None:
+    """Log one warning for an engine with several hosts and no limit for connecting to one that hangs."""
+    if engine.dialect in _WARNED:
+        return
+    _WARNED.add(engine.dialect)
+    given = _parameters(engine)
+    hosts = _hosts(given)
+    if len(hosts) < 2 or _parameter(given, "connect_timeout") or given.get("timeout"):
+        return
+    listed = ",".join(hosts)
+    if engine.dialect.driver == "asyncpg":
+        log.warning(
+            "the engine lists several hosts (%s), and asyncpg has one limit of 60 s for connecting to all of them: while one of"
+            " them hangs, the next may not be tried in time, and leases are lost. Use a proxy such as HAProxy, or an"
+            " async_creator that tries one host after another",
+            listed,
+        )
+        return
+    log.warning(
+        "the engine lists several hosts (%s) and has no connect_timeout: while one of them hangs, the next is not tried, and"
+        " leases are lost. Add connect_timeout=2 to the URL",
+        listed,
+    )
+
+
+def _parameters(engine: Engine) -> Mapping[str, Any]:
+    """Return what the driver is called with: of the URL and of `connect_args`, which only the pool's creator knows."""
+    creator = getattr(engine.pool, "_creator", None)
+    known = inspect.getclosurevars(creator).nonlocals.get("cparams") if inspect.isfunction(creator) else None
+    if isinstance(known, dict):
+        return known
+    # A creator of the application's own: the URL may be all that it uses, or say nothing.
+    parameters: Mapping[str, Any] = {"host": CREATOR, **engine.dialect.create_connect_args(engine.url)[1]}
+    return parameters
+
+
+def _parameter(given: Mapping[str, Any], name: str) -> Any:
+    return given.get(name) or os.environ.get(_VARIABLES[name])
+
+
+def _hosts(given: Mapping[str, Any]) -> list[str]:
+    hosts = _listed(given.get("host") or given.get("hostaddr"))
+    if not hosts and (service := _parameter(given, "service")):
+        return [f"service {service}"]
+    hosts = hosts or _listed(_parameter(given, "host") or _parameter(given, "hostaddr"))
+    ports = [] if hosts == [CREATOR] else _listed(_parameter(given, "port"))
+    if len(ports) == 1:
+        ports *= max(1, len(hosts))
+    places = [f"[{host}]" if ":" in host else host for host in hosts] or [DEFAULT]
+    return [f"{host}:{ports[n]}" if n < len(ports) and ports[n] else host for n, host in enumerate(places)]
+
+
+def _listed(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value).split(",")

@@ -1,0 +1,214 @@
+"""Connections for threads: opened on a thread of their own, given out in turn, kept warm."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pgfence._connections.connect import judge, open_connection, unreachable
+from pgfence._connections.connection_sync import BorrowedSyncSession, SyncSession
+from pgfence._connections.drivers import SYNC_WIRES, wire_for
+from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
+from pgfence._holds.cancellation import wait
+from pgfence._holds.queue import MUTEX
+from pgfence._process import threads
+from pgfence._process.lifecycle import PROCESS
+from pgfence.errors import CapacityError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine
+
+    from pgfence._holds.cancellation import CancelEvent
+    from pgfence._holds.hold import Hold
+    from pgfence.config import Config
+
+
+class Gate:
+    """Where one thread waits to be woken once."""
+
+    __slots__ = ("_lock", "_opened")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._opened = False
+
+    def open(self) -> None:
+        if not self._opened:
+            self._opened = True
+            self._lock.release()
+
+    def wait(self, left: float) -> bool:
+        """Wait at most `left` seconds and say whether it is open."""
+        return self._opened or self._lock.acquire(timeout=min(left, threading.TIMEOUT_MAX))
+
+
+class Opening:
+    """A connection being opened for somebody who may have gone by the time it is there."""
+
+    __slots__ = ("__weakref__", "_over", "abandoned", "counts", "done", "error", "gate", "late", "session")
+
+    def __init__(self, *, counts: bool) -> None:
+        self.gate = Gate()
+        self.counts = counts
+        self.done = False
+        self.session: SyncSession | None = None
+        self.error: Exception | None = None
+        self.abandoned = False
+        self.late = False
+        self._over = threading.Event()
+        threads.register(self)
+
+    def left_driver(self) -> None:
+        """Let the interpreter end, if it waits for that."""
+        self._over.set()
+
+    def end(self, seconds: float) -> None:
+        """Wait, for the interpreter ends: exit() must not meet the thread inside the driver."""
+        self._over.wait(seconds)
+
+    def abandon(self, keeper: SyncKeeper, *, late: bool) -> SyncSession | None:
+        """Stop waiting. Returns the session if it came in the last moment."""
+        with MUTEX:
+            if not self.done:
+                self.abandoned, self.late = True, late
+                keeper.given_up(counts=self.counts, late=late)
+        return self.session
+
+
+class SyncKeeper(Keeper[SyncSession]):
+    """The connections of one engine for the threads of this process."""
+
+    def __init__(
+        self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object], **options: Any
+    ) -> None:
+        self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
+        super().__init__(engine, config, on_death, **options)
+
+    def checkout(
+        self, left: float, keys: int = 1, *, again: bool = False, cancel: CancelEvent | None = None
+    ) -> SyncSession | None:
+        """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
+
+        Args:
+            left: seconds to wait for a turn.
+            keys: how many keys it is to hold.
+            again: after one that ended: opening another may not take much longer than what is left.
+            cancel: ends the wait for a turn, and for a new session.
+        """
+        gate = None
+        with MUTEX:
+            turn = self.roster.take()
+            if not turn.served:
+                gate = Gate()
+                turn.wake = gate.open
+        if gate is not None and not self._in_turn(turn, gate, left, cancel):
+            return None
+        budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
+        return turn.given or self._open(budget, keys, cancel)
+
+    def visitor(self) -> SyncSession:
+        """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
+        with MUTEX:
+            session = self.roster.warm()
+        return session or self._open(OPEN_BUDGET, 0)
+
+    def _in_turn(self, turn: Turn[SyncSession], gate: Gate, left: float, cancel: CancelEvent | None) -> bool:
+        try:
+            wait(gate.wait, left, cancel)
+        except BaseException:
+            with MUTEX:
+                self.roster.forgo(turn)
+                if turn.may_open:
+                    self.roster.gone()
+            if turn.given is not None:
+                self.park(turn.given)
+            raise
+        with MUTEX:
+            self.roster.forgo(turn)
+            return turn.served
+
+    def _open(self, budget: float, keys: int, cancel: CancelEvent | None = None) -> SyncSession:
+        """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
+        opening = Opening(counts=keys > 0)
+        self.begin_opening(counts=opening.counts)
+        try:
+            threads.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
+            wait(opening.gate.wait, budget, cancel)
+        except BaseException:
+            if (session := opening.abandon(self, late=False)) is not None:
+                self.park(session)
+            raise
+        session = opening.abandon(self, late=True)
+        if session is None:
+            raise opening.error or self.too_late(budget)
+        try:
+            self.room_for(keys)
+        except CapacityError:
+            self.park(session)
+            raise
+        return session
+
+    def _opener(self, opening: Opening) -> None:
+        session: SyncSession | None = None
+        error: Exception | None = UnreachableError("the thread that opened a session was ended")
+        generation = self.generation
+        try:
+            session = self._opened_alone()
+        except Exception as caught:
+            error = caught
+        finally:
+            opening.left_driver()
+            with MUTEX:
+                self.opened(session, generation, counts=opening.counts and not opening.abandoned, late=opening.late)
+                opening.session, opening.error, opening.done = session, error, True
+            opening.gate.open()
+            if opening.abandoned and session is not None:
+                self.park(session)
+
+    def _opened_alone(self) -> SyncSession:
+        """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
+        while True:
+            forks = PROCESS.forks
+            dbapi_connection, driver, facts = open_connection(
+                self.engine, self.config.pooler, any_pooler=self.any_pooler
+            )
+            session = SyncSession(dbapi_connection, self._wire(driver), facts)
+            self.settle(session)
+            if forks == PROCESS.forks:
+                return session
+            session.close()
+
+    def borrow(self, connection: Connection, limit: float) -> SyncSession:
+        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+        try:
+            session = BorrowedSyncSession.of(connection, limit)
+        except Exception as error:
+            if told := unreachable(self.engine, error):
+                raise told from error
+            raise
+        try:
+            judge(self.engine, session.facts, session.wire.driver, self.config.pooler)
+        except BaseException:
+            session.let_go()
+            raise
+        session.on_death = self.on_death
+        return session
+
+    def reap(self, now: float) -> None:
+        with MUTEX:
+            cold = self.roster.cold(now)
+        for session in cold:
+            self.discard(session)
+
+    def disposed(self) -> None:
+        with MUTEX:
+            self.generation += 1
+            for session in self.sessions:
+                session.retired = True
+            idle = self.roster.retire()
+        for session in idle:
+            self.discard(session)

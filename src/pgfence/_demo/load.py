@@ -1,0 +1,149 @@
+"""pgbench's tables in a schema of our own: by pgbench itself, or the same by SQL where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
+
+from pgfence._demo.bank import SCHEMA
+from pgfence._demo.errors import DemoError
+from pgfence.embedded import _binaries
+from pgfence.errors import UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import URL, Engine
+
+_PATIENCE = 120.0
+_SECRETS = {"password", "sslpassword"}
+
+# As pgbench makes them at scale 1.
+_TABLES = f"""
+    CREATE TABLE {SCHEMA}.pgbench_branches (bid int PRIMARY KEY, bbalance int, filler char(88));
+    CREATE TABLE {SCHEMA}.pgbench_tellers (tid int PRIMARY KEY, bid int, tbalance int, filler char(84));
+    CREATE TABLE {SCHEMA}.pgbench_accounts (aid int PRIMARY KEY, bid int, abalance int, filler char(84));
+    CREATE TABLE {SCHEMA}.pgbench_history (tid int, bid int, aid int, delta int, mtime timestamp, filler char(22));
+    INSERT INTO {SCHEMA}.pgbench_branches VALUES (1, 0);
+    INSERT INTO {SCHEMA}.pgbench_tellers SELECT number, 1, 0 FROM generate_series(1, 10) AS number;
+    INSERT INTO {SCHEMA}.pgbench_accounts SELECT number, 1, 0, '' FROM generate_series(1, 100000) AS number;
+"""
+
+
+@contextmanager
+def tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
+    """Make the schema with pgbench's tables at scale 1, yield who filled them, and drop it at the end.
+
+    Args:
+        engine: for the database.
+        keep: leave it there, unless the block fails.
+
+    Raises:
+        DemoError: the schema is there already, or may not be made.
+    """
+    _create_schema(engine)
+    try:
+        yield _fill(engine)
+        if not keep:
+            _drop_schema(engine)
+    except BaseException:
+        # Why it ends says more than that a server which is gone cannot drop anything.
+        with suppress(DBAPIError):
+            _drop_schema(engine)
+        raise
+
+
+def program(name: str) -> Path | None:
+    """Return where a client program of PostgreSQL is: beside the server's, or on PATH."""
+    try:
+        beside = _binaries.find() / name
+    except UnreachableError:
+        beside = None
+    if beside is not None and os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which(name)
+    return Path(found) if found else None
+
+
+def psql(engine: Engine) -> str:
+    """Return a command that looks at the tables of an embedded server: by its socket, which needs no password."""
+    with engine.connect() as connection:
+        folder = str(connection.scalar(text("SHOW unix_socket_directories"))).strip('"')
+    url = engine.url
+    place = f"host={folder} port={url.port} user={url.username} dbname={url.database} options=-csearch_path={SCHEMA}"
+    return f"{program('psql') or 'psql'} '{place}'"
+
+
+def _fill(engine: Engine) -> str:
+    pgbench = program("pgbench")
+    if pgbench is not None and _lands_in_schema(engine.url) and _run_pgbench(pgbench, engine.url):
+        told = subprocess.run([pgbench, "--version"], capture_output=True, text=True, check=True)
+        return f"pgbench {told.stdout.split()[2]}"
+    _drop_schema(engine)
+    _create_schema(engine)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(_TABLES)
+    return "SQL"
+
+
+def _drop_schema(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.exec_driver_sql(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")
+
+
+def _create_schema(engine: Engine) -> None:
+    try:
+        with engine.begin() as connection:
+            if connection.scalar(text("SELECT 1 FROM pg_namespace WHERE nspname = :name"), {"name": SCHEMA}):
+                raise DemoError(
+                    f"the schema {SCHEMA} is in this database already. If an earlier demo left it there,"
+                    f" remove it: DROP SCHEMA {SCHEMA} CASCADE"
+                )
+            connection.exec_driver_sql(f"CREATE SCHEMA {SCHEMA}")
+    except DBAPIError as error:
+        raise DemoError(f"the schema {SCHEMA} cannot be made in this database: {error.orig}") from error
+
+
+def _into_schema(url: URL) -> URL:
+    options = url.query.get("options", "")
+    given = " ".join(options) if isinstance(options, tuple) else options
+    return url.update_query_dict({"options": f"{given} -csearch_path={SCHEMA}".strip()})
+
+
+def _lands_in_schema(url: URL) -> bool:
+    """Say whether a session that asks for our schema gets it: a pooler may refuse that, or drop it without a word.
+
+    pgbench knows no schemas, and must not meet tables of the same names that are not ours.
+    """
+    engine = create_engine(_into_schema(url))
+    try:
+        with engine.connect() as connection:
+            return bool(connection.scalar(text("SELECT current_schema()")) == SCHEMA)
+    except DBAPIError:
+        return False
+    finally:
+        engine.dispose()
+
+
+def _run_pgbench(pgbench: Path, url: URL) -> bool:
+    """Let pgbench make the tables (t), generate the rows (g), vacuum (v), add the keys (p); it drops nothing.
+
+    Everybody on this machine can read its arguments, so a password goes by the environment or not at all.
+    """
+    if _SECRETS & url.query.keys():
+        return False
+    asked = _into_schema(url)._replace(drivername="postgresql", password=None)
+    environment = os.environ | ({"PGPASSWORD": str(url.password)} if url.password else {})
+    words = [str(pgbench), "-i", "-q", "-s", "1", "-I", "tgvp", asked.render_as_string(hide_password=False)]
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, check=False, timeout=_PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

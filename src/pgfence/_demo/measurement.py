@@ -1,0 +1,114 @@
+"""One act, from the order to begin to the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pgfence._demo.errors import DemoError
+from pgfence._demo.faults import Blows
+from pgfence._demo.workload import Figures, Verdict
+from pgfence._process.clock import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sqlalchemy import Engine
+
+    from pgfence._api.handles import Held
+    from pgfence._demo.bank import Accounts
+    from pgfence._demo.workers import Crew, Member
+    from pgfence._demo.workload import Act
+
+_TIMES_LONGER = 5.0
+_SECONDS_LONGER = 10.0
+_LISTEN = 0.1
+_LONGEST_END = 60.0
+
+
+class Audience(Protocol):
+    """Who is told what happens."""
+
+    def step(self, what: str) -> None:
+        """Hear what is done before the acts."""
+
+    def progress(self, act: Act, seconds: float, transfers: int) -> None:
+        """Hear how an act goes, several times a second."""
+
+    def result(self, figures: Figures, verdict: Verdict) -> None:
+        """Hear what came of an act."""
+
+
+class Performance:
+    """One act. It may last longer than asked for, until it has shown what it is for: on a slow machine that takes a while."""
+
+    def __init__(self, act: Act, accounts: Accounts, crew: Crew, engine: Engine, held: Held, *, seconds: float) -> None:
+        self._act = act
+        self._accounts = accounts
+        self._crew = crew
+        self._engine = engine
+        self._held = held
+        self._seconds = seconds
+        self._start = clock()
+        self._blows = Blows(act.blows, crew, engine, start=self._start, seconds=seconds)
+        self._working: set[Member] = set()
+        self._transfers = 0
+        self._waits: list[float] = []
+        self._retries: Counter[str] = Counter()
+
+    def play(self, audience: Audience) -> Figures:
+        """Let everybody work, stop them, and read the ledger.
+
+        Raises:
+            DemoError: a process failed, or does not stop.
+            LockLostError: the server has gone.
+        """
+        self._working = set(self._crew.members)
+        self._crew.tell({"act": self._act.name, "first": self._accounts.first})
+        until, longest = self._start + self._seconds, self._seconds * _TIMES_LONGER + _SECONDS_LONGER
+        while clock() < until:
+            self._listen()
+            audience.progress(self._act, clock() - self._start, self._transfers)
+            if clock() >= until and until < self._start + longest and not self._shown():
+                until += self._seconds
+        self._crew.tell({"stop": True})
+        deadline = clock() + _LONGEST_END
+        while self._working & set(self._crew.members):
+            self._listen()
+            if clock() > deadline:
+                raise DemoError(f"the processes did not stop within {_LONGEST_END:.0f} s")
+        return self._figures(clock() - self._start)
+
+    def _listen(self) -> None:
+        # The demo's own lock: if that is lost the server is, and nobody would tell us anything any more.
+        self._held.check()
+        for member, words in self._crew.listen(_LISTEN):
+            self._hear(member, words)
+
+    def _hear(self, member: Member, words: Mapping[str, Any]) -> None:
+        self._blows.hear(member, words)
+        if "transfers" in words:
+            self._transfers += words["transfers"]
+            self._waits += words["waits"]
+            self._retries.update(words["retries"])
+        elif "done" in words:
+            self._working.discard(member)
+
+    def _shown(self) -> bool:
+        """Say whether more time would tell nothing new: a loss, for one, stays a loss."""
+        figures = self._figures(clock() - self._start)
+        return self._blows.done and figures.transfers > 0 and self._act.check(figures) is not Verdict.CONTROL_FAILED
+
+    def _figures(self, seconds: float) -> Figures:
+        ledger = self._accounts.audit(self._engine)
+        return Figures(
+            act=self._act.name,
+            title=self._act.title,
+            seconds=seconds,
+            transfers=ledger.transfers,
+            cents_lost=ledger.cents_off,
+            accounts_off=ledger.accounts_off,
+            waits=sorted(self._waits),
+            takeovers=self._blows.takeovers,
+            retries=dict(self._retries),
+        )

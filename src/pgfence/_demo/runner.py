@@ -1,0 +1,139 @@
+"""Where the acts are played: a server, the bank's tables, the processes, and the look into the ledger at the end of each.
+
+Promised: a schema of our own, which is gone at the end; nothing else in the database is touched. No process outlives this
+one. Every figure is measured: transfers and losses are read from the ledger, waits are the processes' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import text
+
+from pgfence import schema
+from pgfence._demo import load
+from pgfence._demo.bank import NAMESPACE, Accounts
+from pgfence._demo.measurement import Performance
+from pgfence._demo.scenario import engine_for
+from pgfence._demo.scenarios import SCENES
+from pgfence._demo.workers import Crew
+from pgfence._demo.workload import Verdict
+from pgfence._demo.workloads import ACTS
+from pgfence.advisory import AdvisoryLock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._api.handles import Held
+    from pgfence._demo.measurement import Audience
+    from pgfence._demo.scenario import Scene, Shown
+    from pgfence._demo.workload import Act, Figures
+
+LEAST_PROCESSES = 3
+"""One may be killed, and then there must be another one to take over from a third."""
+_ACCOUNTS_APART = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of all acts.
+
+    Attributes:
+        server: e.g. "PostgreSQL 18.6".
+        loaded_by: pgbench with its version, or "SQL".
+        processes: how many moved money at a time.
+        acts: figures and verdict of each act.
+        scenes: what each scene showed.
+    """
+
+    server: str
+    loaded_by: str
+    processes: int
+    acts: tuple[tuple[Figures, Verdict], ...]
+    scenes: tuple[Shown, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """The gravest: a guard that failed before a control that did."""
+        verdicts = {verdict for _, verdict in self.acts} | {shown.verdict for shown in self.scenes}
+        verdicts -= {Verdict.OK}
+        return min(verdicts, default=Verdict.OK)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "server": self.server,
+            "loaded_by": self.loaded_by,
+            "processes": self.processes,
+            "acts": [figures.as_data(verdict) for figures, verdict in self.acts],
+            "scenes": [shown.as_data() for shown in self.scenes],
+            "verdict": self.verdict.name.lower(),
+        }
+
+
+def play(
+    engine: Engine,
+    audience: Audience,
+    *,
+    seconds: float,
+    processes: int,
+    keep: bool,
+    acts: Sequence[Act] = ACTS,
+    scenes: Sequence[Scene] = SCENES,
+) -> Outcome:
+    """Play the acts and scenes in the database of an engine.
+
+    Args:
+        engine: for a database in which a schema may be made.
+        audience: is told how it goes.
+        seconds: that each act lasts.
+        processes: how many move money at a time, at least `LEAST_PROCESSES`.
+        keep: leave the schema there at the end.
+        acts: what is played.
+        scenes: what is played after them.
+
+    Raises:
+        DemoError: the schema cannot be made, or a process failed.
+        LockTimeoutError: another demo is being played in this database.
+        LockLostError: the server has gone in the middle of it.
+        PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
+    """
+    demo = AdvisoryLock(engine, "demo", namespace=NAMESPACE)
+    with demo.hold(timeout=0) as held, Crew(engine.url, processes) as crew:
+        with engine.connect() as connection:
+            server = f"PostgreSQL {connection.scalar(text('SHOW server_version')).split()[0]}"
+        audience.step(f"{server}: loading pgbench's tables, starting {processes} processes")
+        crew.start()
+        # The inner one ends the crew before the tables go.
+        with load.tables(engine, keep=keep) as loaded_by, crew:
+            audience.step(f"loaded by {loaded_by}")
+            played = []
+            for number, act in enumerate(acts):
+                crew.fill()
+                # Each act has accounts of its own, so that the traces of all stay visible.
+                accounts = Accounts(1 + number * _ACCOUNTS_APART)
+                figures = Performance(act, accounts, crew, engine, held, seconds=seconds).play(audience)
+                played.append((figures, act.check(figures)))
+                audience.result(*played[-1])
+            crew.close()
+            shown = _show(engine, audience, held, scenes)
+    return Outcome(server, loaded_by, processes, tuple(played), shown)
+
+
+def _show(engine: Engine, audience: Audience, held: Held, scenes: Sequence[Scene]) -> tuple[Shown, ...]:
+    """Play the scenes, on an engine that finds pgfence's tables in the demo's schema."""
+    own = engine_for(engine.url)
+    try:
+        if scenes:
+            schema.create_all(own)
+        shown = []
+        for scene in scenes:
+            held.check()
+            audience.step(f"{scene.title} ...")
+            shown.append(scene.play(own))
+    finally:
+        own.dispose()
+    return tuple(shown)

@@ -1,0 +1,155 @@
+"""What a scene is: something that happens once, with processes of its own, and what it showed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import create_engine
+
+from pgfence._demo.bank import NAMESPACE, SCHEMA
+from pgfence._demo.errors import DemoError
+from pgfence._process.clock import clock
+from pgfence.config import configure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from sqlalchemy import URL, Engine
+
+    from pgfence._demo.workload import Verdict
+
+_PATIENCE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a scene showed.
+
+    Attributes:
+        scene: its name.
+        title: what people read.
+        verdict: whether that is what it had to show.
+        lines: what happened, in words.
+        figures: the numbers behind them.
+    """
+
+    scene: str
+    title: str
+    verdict: Verdict
+    lines: tuple[str, ...]
+    figures: dict[str, int]
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {"scene": self.scene, "title": self.title, "verdict": self.verdict.name.lower(), **self.figures}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Something that is played once.
+
+    Attributes:
+        name: for programs.
+        title: for people.
+        play: plays it with an engine whose tables of pgfence are in the demo's schema.
+    """
+
+    name: str
+    title: str
+    play: Callable[[Engine], Shown]
+
+
+def engine_for(url: str | URL) -> Engine:
+    """Return an engine of a scene: pgfence's tables are in the demo's schema, which is gone at the end."""
+    engine = create_engine(url)
+    configure(engine, schema=SCHEMA, namespace=NAMESPACE)
+    return engine
+
+
+class Player:
+    """A process that plays a part: told its part on standard input, it tells what it does in lines of JSON."""
+
+    def __init__(self, module: str, url: URL, errors: Any, **part: Any) -> None:
+        self._errors = errors
+        self.popen = subprocess.Popen(
+            (sys.executable, "-P", "-m", module),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self._stdin, self._stdout = self.popen.stdin, self.popen.stdout
+        self.tell(url=url.render_as_string(hide_password=False), **part)
+
+    def tell(self, **words: Any) -> None:
+        """Give it a line; one that has ended does not hear it, and is found out when it is listened to."""
+        with suppress(OSError):
+            self._stdin.write(f"{json.dumps(words)}\n")
+            self._stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for what it tells next.
+
+        Raises:
+            DemoError: it has ended instead.
+        """
+        line = self._stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise DemoError(": ".join(["a process of the demo ended unasked", *last]))
+        words: dict[str, Any] = json.loads(line)
+        return words
+
+    def hear_of(self, what: str) -> Any:
+        """Wait until it tells of something, and return what."""
+        deadline = clock() + _PATIENCE
+        while what not in (words := self.hear()):
+            if clock() > deadline:
+                raise DemoError(f"a process of the demo did not come to {what!r} within {_PATIENCE:.0f} s")
+        return words[what]
+
+    def close(self) -> None:
+        """End it, in whatever it is."""
+        self.popen.kill()
+        self._stdin.close()
+        self._stdout.close()
+        self.popen.wait()
+
+
+@contextmanager
+def players() -> Iterator[Callable[..., Player]]:
+    """Yield a function that starts a process; all of them end with the block."""
+    started: list[Player] = []
+    with tempfile.TemporaryFile() as errors:
+
+        def start(module: str, url: URL, **part: Any) -> Player:
+            started.append(Player(module, url, errors, **part))
+            return started[-1]
+
+        try:
+            yield start
+        finally:
+            for player in started:
+                player.close()
+
+
+def say(**words: Any) -> None:
+    """Send one line to whoever plays the scene."""
+    sys.stdout.write(f"{json.dumps(words)}\n")
+    sys.stdout.flush()
+
+
+def part() -> dict[str, Any]:
+    """Return the next line from whoever plays the scene."""
+    words: dict[str, Any] = json.loads(sys.stdin.readline() or "{}")
+    return words

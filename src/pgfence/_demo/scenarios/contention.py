@@ -1,0 +1,191 @@
+"""The same transfers guarded by a lock and by a version, on many accounts and on few: when which one wins.
+
+Under `TransactionLock` whoever comes later waits. With a version nobody waits, and whoever commits later does its work again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import BigInteger, ForeignKey, MetaData, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from pgfence._demo.bank import SCHEMA
+from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.workload import Verdict
+from pgfence._process.clock import clock
+from pgfence.retrying import run_transaction
+from pgfence.transaction import TransactionLock
+from pgfence.versions import Versioned, VersionedSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._demo.scenario import Player
+
+PROCESSES = 8
+SECONDS = 1.0
+MANY, FEW = 1000, 2
+_THOUGHT = 0.002
+_ATTEMPTS = 1000
+_TITLE = f"lock or version: the same transfers on {MANY:,} accounts and on {FEW}"
+_AUDIT = text(f"""
+    SELECT count(*) FROM {SCHEMA}.versioned_account AS a
+    WHERE balance <> (SELECT coalesce(sum(cents), 0) FROM {SCHEMA}.versioned_entry WHERE account = a.id)
+""")
+
+
+class Base(DeclarativeBase):
+    """The application's models."""
+
+    metadata = MetaData(schema=SCHEMA)
+
+
+class Account(Versioned, Base):
+    """An account; the balance is in cents."""
+
+    __tablename__ = "versioned_account"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Entry(Base):
+    """One line of the journal."""
+
+    __tablename__ = "versioned_entry"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    account: Mapped[int] = mapped_column(ForeignKey(Account.id))
+    cents: Mapped[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the processes did with one guard on some accounts, all together.
+
+    Attributes:
+        transfers: how many.
+        attempts: how often one was begun.
+        most: attempts that one transfer took.
+    """
+
+    transfers: int
+    attempts: int
+    most: int
+
+    @property
+    def in_vain(self) -> int:
+        """Percent of the attempts that had to be made again."""
+        return round(100 * (self.attempts - self.transfers) / self.attempts) if self.attempts else 0
+
+
+def play(engine: Engine) -> Shown:
+    """Let the processes work with each guard, on many accounts first."""
+    Base.metadata.create_all(engine)
+    with Session(engine) as session, session.begin():
+        session.add_all(Account(id=number) for number in range(MANY))
+    with players() as start:
+        crew = [start(__name__, engine.url, seed=seed) for seed in range(PROCESSES)]
+        cells = {(accounts, guard): _measure(crew, accounts, guard) for accounts in (MANY, FEW) for guard in GUARDS}
+    with engine.connect() as connection:
+        off = connection.scalar(_AUDIT) or 0
+    return Shown(
+        scene="contention",
+        title=_TITLE,
+        verdict=_judge(cells, off),
+        lines=(
+            *(_line(accounts, cells) for accounts in (MANY, FEW)),
+            f"Balances that differ from their journal: {off or 'none'}.",
+        ),
+        figures=dict(_figures(cells, off)),
+    )
+
+
+def _measure(crew: Sequence[Player], accounts: int, guard: str) -> Measured:
+    for player in crew:
+        player.hear_of("ready")
+    for player in crew:
+        player.tell(accounts=accounts, guard=guard)
+    done = [player.hear_of("done") for player in crew]
+    return Measured(sum(map(len, done)), sum(map(sum, done)), max(map(max, done)))
+
+
+def _line(accounts: int, cells: dict[tuple[int, str], Measured]) -> str:
+    locked, versioned = cells[accounts, "lock"], cells[accounts, "version"]
+    return (
+        f"{accounts:>5,} accounts: {locked.transfers / SECONDS:,.0f} a second under a lock,"
+        f" {versioned.transfers / SECONDS:,.0f} by version: {versioned.in_vain} % of the attempts in vain,"
+        f" up to {versioned.most} for one transfer."
+    )
+
+
+def _figures(cells: dict[tuple[int, str], Measured], off: int) -> Iterator[tuple[str, int]]:
+    for (accounts, guard), measured in cells.items():
+        where = "many" if accounts == MANY else "few"
+        yield f"{where}_{guard}", measured.transfers
+    yield "many_in_vain_percent", cells[MANY, "version"].in_vain
+    yield "few_in_vain_percent", cells[FEW, "version"].in_vain
+    yield "accounts_off", off
+
+
+def _judge(cells: dict[tuple[int, str], Measured], off: int) -> Verdict:
+    if off or not all(measured.transfers for measured in cells.values()):
+        return Verdict.GUARD_FAILED
+    # Without a conflict nothing was there to be guarded.
+    return Verdict.OK if cells[FEW, "version"].in_vain else Verdict.CONTROL_FAILED
+
+
+def main() -> None:
+    """Be one of the processes, until it is ended."""
+    given = part()
+    engine = engine_for(given["url"])
+    sessions = sessionmaker(engine, class_=VersionedSession)
+    chance = random.Random(given["seed"])
+    with engine.connect():
+        pass
+    while True:
+        say(ready=True)
+        cell = part()
+        move = GUARDS[cell["guard"]]
+        attempts, until = [], clock() + SECONDS
+        while clock() < until:
+            attempts.append(move(sessions, *chance.sample(range(cell["accounts"]), 2)))
+        say(done=attempts)
+
+
+def _by_lock(sessions: sessionmaker[VersionedSession], source: int, target: int) -> int:
+    with sessions.begin() as session:
+        TransactionLock(session, f"account:{source}", f"account:{target}").acquire()
+        _move(session, source, target)
+    return 1
+
+
+def _by_version(sessions: sessionmaker[VersionedSession], source: int, target: int) -> int:
+    attempts = 0
+
+    def move(session: Session) -> None:
+        nonlocal attempts
+        attempts += 1
+        _move(session, source, target)
+
+    run_transaction(sessions, move, attempts=_ATTEMPTS)
+    return attempts
+
+
+def _move(session: Session, source: int, target: int) -> None:
+    giver, taker = session.get_one(Account, source), session.get_one(Account, target)
+    time.sleep(_THOUGHT)
+    giver.balance -= 100
+    taker.balance += 100
+    session.add_all([Entry(account=source, cents=-100), Entry(account=target, cents=100)])
+
+
+GUARDS: dict[str, Callable[[Any, int, int], int]] = {"lock": _by_lock, "version": _by_version}
+SCENE = Scene(name="contention", title=_TITLE, play=play)
+
+if __name__ == "__main__":
+    main()

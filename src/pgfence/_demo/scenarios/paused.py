@@ -1,0 +1,108 @@
+"""A worker is stopped past the end of its lease and goes on later, as if nothing had been.
+
+Each worker books every step twice: in a table without a fence, and in one that PostgreSQL guards. A worker that wakes up
+late writes to the first while its successor is at work; the second refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from itertools import count
+from typing import TYPE_CHECKING
+
+from sqlalchemy import text
+
+from pgfence import schema
+from pgfence._demo.bank import SCHEMA
+from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.workload import Verdict
+from pgfence.errors import StaleFencingTokenError
+from pgfence.fence import fenced
+from pgfence.lease import Lease
+
+if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
+TTL = 1.0
+STEPS_BEFORE = 5
+_TITLE = "a worker that was stopped, and woke up"
+_TABLES = f"""
+    CREATE TABLE {SCHEMA}.steps (token bigint, at timestamptz DEFAULT clock_timestamp());
+    CREATE TABLE {SCHEMA}.fenced_steps (token bigint, at timestamptz DEFAULT clock_timestamp());
+"""
+# Steps of an older token that were booked after the first step of a newer one.
+_LATE = f"""
+    SELECT count(*) FROM {SCHEMA}.{{table}} AS old
+    WHERE EXISTS (SELECT FROM {SCHEMA}.{{table}} AS new WHERE new.token > old.token AND new.at < old.at)
+"""
+
+
+def play(engine: Engine) -> Shown:
+    """Stop the first worker, let the second take over, and wake the first up."""
+    with engine.begin() as connection:
+        connection.exec_driver_sql(_TABLES)
+    schema.add_fence(engine, f"{SCHEMA}.fenced_steps", resource="steps")
+    with players() as start:
+        first, second = (start(__name__, engine.url, name=name) for name in ("first", "second"))
+        first.hear_of("ready")
+        second.hear_of("ready")
+        first.tell(stops=True)
+        first.hear_of("stops")
+        second.tell(stops=False)
+        second.hear_of("step")
+        first.popen.send_signal(signal.SIGCONT)
+        refused = first.hear_of("refused")
+        told = first.hear_of("told")
+    with engine.connect() as connection:
+        late = connection.scalar(text(_LATE.format(table="steps"))) or 0
+        late_fenced = connection.scalar(text(_LATE.format(table="fenced_steps"))) or 0
+    return Shown(
+        scene="paused",
+        title=_TITLE,
+        verdict=_judge(late, late_fenced),
+        lines=(
+            f"Without a fence it wrote {late} step{'s' if late != 1 else ''} after its successor had begun.",
+            f"Behind the fence {late_fenced or 'none'}: PostgreSQL refused token {refused['token']}, it is {refused['newest']} now.",
+            f"Its handle says: lost, {told}.",
+        ),
+        figures={"late": late, "late_fenced": late_fenced},
+    )
+
+
+def _judge(late: int, late_fenced: int) -> Verdict:
+    if late_fenced:
+        return Verdict.GUARD_FAILED
+    return Verdict.OK if late else Verdict.CONTROL_FAILED
+
+
+def main() -> None:
+    """Be a worker: one that never looks whether it still holds its lease."""
+    engine = engine_for(part()["url"])
+    with engine.connect():
+        say(ready=True)
+    stops = part().get("stops", False)
+    lease = Lease(engine, "steps", ttl=TTL).acquire(timeout=30)
+    booking = text(f"INSERT INTO {SCHEMA}.steps (token) VALUES (:token)")
+    fenced_booking = text(f"INSERT INTO {SCHEMA}.fenced_steps (token) VALUES (:token)")
+    for number in count():
+        if stops and number == STEPS_BEFORE:
+            # Between two transactions: stopped inside one it would keep its successor waiting at the gate.
+            say(stops=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with engine.begin() as connection:
+            connection.execute(booking, {"token": lease.token})
+        try:
+            with engine.begin() as connection, fenced(connection, "steps", lease.token):
+                connection.execute(fenced_booking, {"token": lease.token})
+        except StaleFencingTokenError as error:
+            say(refused={"token": error.token, "newest": error.newest})
+            say(told=lease.loss_reason)
+            return
+        say(step=lease.token)
+
+
+SCENE = Scene(name="paused", title=_TITLE, play=play)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Every payment is asked for three times, while connections are ended: without keys, and with an idempotency key for each.
+
+Whoever got no answer cannot know whether the payment was made, and asks again. Each payment is a row, so what was paid twice
+is counted where the money is.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sqlalchemy import MetaData, create_engine, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+
+from pgfence._demo.bank import NAMESPACE, SCHEMA
+from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.worker import lost
+from pgfence._demo.workload import Verdict
+from pgfence.config import configure
+from pgfence.idempotency import idempotent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.pool import Pool
+
+    from sqlalchemy import Engine
+
+PROCESSES = 8
+PAYMENTS = 100
+TIMES = 3
+_THOUGHT = 0.005
+_BETWEEN_BLOWS = 0.02
+_PATIENCE = 100
+_CLIENT = f"{NAMESPACE} client"
+_TITLE = f"{PAYMENTS} payments, each asked for {TIMES} times while connections are ended"
+_END = text("""
+    SELECT count(pg_terminate_backend(pid)) FROM (
+        SELECT pid FROM pg_stat_activity
+        WHERE application_name = :name AND datname = current_database() AND xact_start IS NOT NULL
+        ORDER BY random() LIMIT 1
+    ) AS one
+""")
+_PAID = text(f"""
+    SELECT coalesce(sum(times), 0), count(*), count(*) FILTER (WHERE times > 1)
+    FROM (SELECT count(*) AS times FROM {SCHEMA}.payment WHERE keyed = :keyed GROUP BY number) AS paid
+""")
+
+
+class Base(DeclarativeBase):
+    """The application's models."""
+
+    metadata = MetaData(schema=SCHEMA)
+
+
+class Payment(Base):
+    """One payment that was made. Nothing in the table keeps it from being made again."""
+
+    __tablename__ = "payment"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    keyed: Mapped[bool]
+    number: Mapped[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a client gets."""
+
+    payment: int
+
+
+class Answer(NamedTuple):
+    """What came of one request.
+
+    Attributes:
+        number: of the payment.
+        receipt: which row made it, as the client was told.
+        sent: how often the request had to be sent until there was an answer.
+    """
+
+    number: int
+    receipt: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Storm:
+    """What came of all requests.
+
+    Attributes:
+        made: payments that were made.
+        paid: numbers among them.
+        twice: numbers that were paid more than once.
+        sent: requests.
+        ended: connections that were ended inside a transaction.
+        differ: numbers whose clients got different receipts.
+    """
+
+    made: int
+    paid: int
+    twice: int
+    sent: int
+    ended: int
+    differ: int
+
+
+def play(engine: Engine) -> Shown:
+    """Let the clients ask without keys, then with them."""
+    Base.metadata.create_all(engine)
+    with players() as start:
+        player = start(__name__, engine.url)
+        plain, keyed = (_storm(engine, player.hear_of(what), keyed=what == "keyed") for what in ("plain", "keyed"))
+    return Shown(
+        scene="retries",
+        title=_TITLE,
+        verdict=_judge(plain, keyed),
+        lines=(
+            f"Without keys {plain.made} were made: {plain.twice} of {plain.paid} were paid more than once.",
+            f"With keys {keyed.made} were made: {keyed.twice or 'none'} more than once.",
+            f"{keyed.ended} of {keyed.sent} transactions with keys lost their connection half way.",
+            f"Payments whose clients got different receipts: {keyed.differ or 'none'}.",
+        ),
+        figures=dict(_figures(plain, keyed)),
+    )
+
+
+def _storm(engine: Engine, told: dict[str, Any], *, keyed: bool) -> Storm:
+    with engine.connect() as connection:
+        made, paid, twice = connection.execute(_PAID, {"keyed": keyed}).one()
+    answers = [Answer(*answer) for answer in told["answers"]]
+    receipts = {(answer.number, answer.receipt) for answer in answers}
+    return Storm(
+        made=int(made),
+        paid=paid,
+        twice=twice,
+        sent=sum(answer.sent for answer in answers),
+        ended=told["ended"],
+        differ=len(receipts) - len({answer.number for answer in answers}),
+    )
+
+
+def _figures(plain: Storm, keyed: Storm) -> Iterator[tuple[str, int]]:
+    for name, storm in (("plain", plain), ("keyed", keyed)):
+        yield f"{name}_made", storm.made
+        yield f"{name}_twice", storm.twice
+        yield f"{name}_sent", storm.sent
+        yield f"{name}_ended", storm.ended
+    yield "differ", keyed.differ
+
+
+def _judge(plain: Storm, keyed: Storm) -> Verdict:
+    if not keyed.made == keyed.paid == PAYMENTS or keyed.differ:
+        return Verdict.GUARD_FAILED
+    return Verdict.OK if plain.twice and keyed.ended else Verdict.CONTROL_FAILED
+
+
+def main() -> None:
+    """Fork the clients, and end their connections while they ask."""
+    url = part()["url"]
+    # Neighbours of the list go to different processes, so that the same payment is asked for by several at once.
+    requests = [number for number in range(PAYMENTS) for _ in range(TIMES)]
+    with get_context("fork").Pool(PROCESSES, _open, (url,)) as pool:
+        engine = engine_for(url)
+        for what, ask in ASKS.items():
+            say(**{what: _played(pool, engine, ask, requests)})
+
+
+def _played(pool: Pool, engine: Engine, ask: Callable[[int], Answer], requests: list[int]) -> dict[str, Any]:
+    working, ended = pool.map_async(ask, requests, chunksize=1), 0
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while not working.ready():
+            working.wait(_BETWEEN_BLOWS)
+            ended += connection.scalar(_END, {"name": _CLIENT}) or 0
+    return {"answers": working.get(), "ended": ended}
+
+
+def _open(url: str) -> None:
+    engine = create_engine(url, pool_size=1, connect_args={"application_name": _CLIENT})
+    configure(engine, schema=SCHEMA, namespace=NAMESPACE)
+    _Client.sessions = sessionmaker(engine)
+
+
+class _Client:
+    """What each process keeps."""
+
+    sessions: sessionmaker[Session]
+
+
+def _ask_plainly(number: int) -> Answer:
+    return _asked(number, lambda session: _pay(session, number, keyed=False))
+
+
+def _ask_with_a_key(number: int) -> Answer:
+    def pay(session: Session) -> Receipt:
+        key = idempotent(session, f"payment-{number}", scope="retries", payload={"number": number}, result=Receipt)
+        return key.run(lambda: _pay(session, number, keyed=True))
+
+    return _asked(number, pay)
+
+
+def _asked(number: int, pay: Callable[[Session], Receipt]) -> Answer:
+    """Ask until there is an answer, as a client does that has not lost its patience: the server may be gone for good."""
+    for sent in count(1):
+        try:
+            with _Client.sessions.begin() as session:
+                receipt = pay(session)
+        except Exception as error:
+            if not lost(error) or sent == _PATIENCE:
+                raise
+        else:
+            return Answer(number, receipt.payment, sent)
+    raise AssertionError  # the loop has no end
+
+
+def _pay(session: Session, number: int, *, keyed: bool) -> Receipt:
+    payment = Payment(number=number, keyed=keyed)
+    session.add(payment)
+    session.flush()
+    time.sleep(_THOUGHT)
+    return Receipt(payment.id)
+
+
+ASKS: dict[str, Callable[[int], Answer]] = {"plain": _ask_plainly, "keyed": _ask_with_a_key}
+SCENE = Scene(name="retries", title=_TITLE, play=play)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The processes of a demo: started, told what to do, listened to, ended.
+
+Each has a session of its own, so that Ctrl-C reaches us alone, and ends when its input does: none outlives us.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
+
+from pgfence._demo.errors import DemoError
+from pgfence._process.clock import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from sqlalchemy import URL
+
+_PROGRAM = (sys.executable, "-P", "-m", "pgfence._demo.worker")
+_START = 120.0
+_END = 5.0
+
+
+class Member:
+    """One process."""
+
+    def __init__(self, name: str, stderr: int) -> None:
+        self.name = name
+        self.ready = False
+        self.condemned = False
+        """Its end is part of the play."""
+        self._unread = b""
+        self.popen = subprocess.Popen(
+            _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
+        )
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
+
+    def tell(self, order: dict[str, Any]) -> None:
+        """Give it an order; one that has just died does not hear it, and is found dead when it is listened to."""
+        with suppress(OSError):
+            self.stdin.write(f"{json.dumps(order)}\n".encode())
+
+    def hear(self) -> list[dict[str, Any]] | None:
+        """Return what it has said since; None: it has ended."""
+        piece = os.read(self.stdout.fileno(), 1 << 16)
+        *lines, self._unread = (self._unread + piece).split(b"\n")
+        return [json.loads(line) for line in lines] if piece else None
+
+    def close(self) -> None:
+        """Close the pipes: that ends it."""
+        self.stdin.close()
+        self.stdout.close()
+
+
+class Crew:
+    """Some processes that do the same; a context manager, which ends them."""
+
+    def __init__(self, url: URL, size: int) -> None:
+        self._url = url.render_as_string(hide_password=False)
+        self._size = size
+        self._started = 0
+        self._members: list[Member] = []
+        self._selector = selectors.DefaultSelector()
+        self._errors = tempfile.TemporaryFile()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def members(self) -> list[Member]:
+        """Those who live."""
+        return list(self._members)
+
+    def start(self) -> None:
+        """Start who is missing, without waiting until they are ready."""
+        while len(self._members) < self._size:
+            self._started += 1
+            member = Member(f"pgfence demo, process {self._started}", self._errors.fileno())
+            self._members.append(member)
+            self._selector.register(member.stdout, selectors.EVENT_READ, member)
+            # On standard input, where no list of processes shows it.
+            member.tell({"url": self._url, "name": member.name})
+
+    def fill(self) -> None:
+        """Start who is missing and wait until everybody is connected.
+
+        Raises:
+            DemoError: one of them cannot.
+        """
+        self.start()
+        deadline = clock() + _START
+        while not all(member.ready for member in self._members):
+            for member, words in self.listen(0.1):
+                member.ready = member.ready or "ready" in words
+            if clock() > deadline:
+                raise DemoError(f"the processes of the demo were not ready after {_START:.0f} s")
+
+    def tell(self, order: dict[str, Any]) -> None:
+        """Give everybody an order."""
+        for member in self._members:
+            member.tell(order)
+
+    def listen(self, timeout: float) -> Iterator[tuple[Member, dict[str, Any]]]:
+        """Yield who said what, after waiting for at most `timeout` seconds.
+
+        Raises:
+            DemoError: one of them failed, or has ended unasked.
+        """
+        for key, _ in self._selector.select(timeout):
+            member: Member = key.data
+            said = member.hear()
+            if said is None:
+                self._bury(member)
+            for words in said or ():
+                if "failed" in words:
+                    raise DemoError(f"{member.name}: {words['failed']}")
+                yield member, words
+
+    def kill(self, member: Member) -> None:
+        """End one without any warning, as the kernel does when memory runs out."""
+        member.condemned = True
+        member.popen.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End everybody and wait for it."""
+        for member in self._members:
+            member.close()
+        deadline = clock() + _END
+        for member in self._members:
+            try:
+                member.popen.wait(max(0.0, deadline - clock()))
+            except subprocess.TimeoutExpired:
+                member.popen.kill()
+                member.popen.wait()
+        self._members.clear()
+        self._selector.close()
+        self._errors.close()
+
+    def _bury(self, member: Member) -> None:
+        self._selector.unregister(member.stdout)
+        self._members.remove(member)
+        member.close()
+        code = member.popen.wait()
+        if not member.condemned:
+            self._errors.seek(0)
+            last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise DemoError(": ".join([f"{member.name} ended with {code}, unasked", *last]))

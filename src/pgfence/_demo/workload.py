@@ -1,0 +1,124 @@
+"""What an act is, and what it is judged by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pgfence._demo.worker import Desk
+
+
+class Blow(StrEnum):
+    """What befalls a process while it holds a lock that another one waits for."""
+
+    KILL = "SIGKILL"
+    TERMINATE = "pg_terminate_backend"
+
+
+class Verdict(IntEnum):
+    """What an act proved; the numbers are exit codes of `pgfence demo`."""
+
+    OK = 0
+    GUARD_FAILED = 1
+    """A guarded act lost money, or a lock whose holder was gone went to nobody."""
+    CONTROL_FAILED = 3
+    """The act without a guard lost nothing, so the others prove nothing."""
+
+
+class TakeOver(NamedTuple):
+    """One blow, and the seconds until another process was granted the lock; None: nobody was."""
+
+    blow: Blow
+    lock: str
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What was measured in one act. Seconds, cents, and numbers of things.
+
+    Attributes:
+        act: its name.
+        title: what people read.
+        seconds: from the first transfer to the last.
+        transfers: how many are in the journal.
+        cents_lost: the sum of the differences between balances and journal, without their signs.
+        accounts_off: how many balances differ.
+        waits: each wait for a lock, as its process measured it, sorted.
+        takeovers: one for each blow.
+        retries: how often a process was told that its lock or connection is lost, and began anew; by the error's name.
+    """
+
+    act: str
+    title: str
+    seconds: float = 0.0
+    transfers: int = 0
+    cents_lost: int = 0
+    accounts_off: int = 0
+    waits: Sequence[float] = field(default=(), repr=False)
+    takeovers: tuple[TakeOver, ...] = ()
+    retries: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def per_second(self) -> float:
+        """Transfers per second."""
+        return self.transfers / self.seconds if self.seconds else 0.0
+
+    def wait(self, percent: float) -> float | None:
+        """Return the wait that this percentage of the waits did not exceed (nearest rank); None if there was no wait."""
+        return self.waits[max(0, math.ceil(len(self.waits) * percent / 100) - 1)] if self.waits else None
+
+    def as_data(self, verdict: Verdict) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {
+            "act": self.act,
+            "title": self.title,
+            "verdict": verdict.name.lower(),
+            "seconds": round(self.seconds, 3),
+            "transfers": self.transfers,
+            "per_second": round(self.per_second, 1),
+            "cents_lost": self.cents_lost,
+            "accounts_off": self.accounts_off,
+            "waits": len(self.waits),
+            "wait_p50": self.wait(50),
+            "wait_p99": self.wait(99),
+            "wait_longest": self.wait(100),
+            "takeovers": [{"blow": each.blow, "lock": each.lock, "seconds": each.seconds} for each in self.takeovers],
+            "retries": self.retries,
+        }
+
+
+def keeps_every_cent(figures: Figures) -> Verdict:
+    """Judge a guarded act: money moved, none is lost, and after each blow somebody else got the lock."""
+    taken_over = all(each.seconds is not None for each in figures.takeovers)
+    fine = figures.transfers > 0 and figures.cents_lost == 0 and figures.accounts_off == 0 and taken_over
+    return Verdict.OK if fine else Verdict.GUARD_FAILED
+
+
+def loses_money(figures: Figures) -> Verdict:
+    """Judge the control: it must have lost something."""
+    return Verdict.OK if figures.cents_lost > 0 else Verdict.CONTROL_FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """One way of moving money, played by every process at once.
+
+    Attributes:
+        name: for programs.
+        title: for people.
+        work: one piece of work, done in each process again and again.
+        check: the verdict.
+        blows: what befalls the holders meanwhile, in this order.
+    """
+
+    name: str
+    title: str
+    work: Callable[[Desk], None]
+    check: Callable[[Figures], Verdict] = keeps_every_cent
+    blows: tuple[Blow, ...] = ()

@@ -1,0 +1,37 @@
+"""`AdvisoryLock.connect()` around a longer job: several transactions at one till, which nobody else may touch meanwhile.
+
+The lock is on the connection that works. A process that loses it cannot write any more, so nothing stale is written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sqlalchemy.orm import Session
+
+from pgfence._demo.bank import TILL, move
+from pgfence._demo.workload import Act
+from pgfence.advisory import AdvisoryLock
+
+if TYPE_CHECKING:
+    from pgfence._demo.worker import Desk
+
+TRANSFERS_OF_A_JOB = 10
+
+
+def work(desk: Desk) -> None:
+    """Do one job: some transfers between the accounts of a till."""
+    till = desk.accounts.till(desk.chance)
+    key = TILL(till.start)
+    desk.ask(key.label)
+    with AdvisoryLock(desk.engine, key).connect() as connection:
+        desk.granted(key.label)
+        for _ in range(TRANSFERS_OF_A_JOB):
+            source, target = desk.accounts.pair_of(till, desk.chance)
+            with Session(connection) as session, session.begin():
+                move(session, source, target, desk.amount())
+            desk.moved()
+    desk.released(key.label)
+
+
+ACT = Act(name="advisory-lock", title="AdvisoryLock.connect()", work=work)

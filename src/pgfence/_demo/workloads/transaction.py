@@ -1,0 +1,25 @@
+"""`TransactionLock` on both accounts: lock, then load; the commit releases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._demo.bank import ACCOUNT, move
+from pgfence._demo.workload import Act
+from pgfence.transaction import TransactionLock
+
+if TYPE_CHECKING:
+    from pgfence._demo.worker import Desk
+
+
+def work(desk: Desk) -> None:
+    """Make one transfer."""
+    source, target = desk.accounts.pair(desk.chance)
+    with desk.sessions.begin() as session:
+        with desk.waiting():
+            TransactionLock(session, ACCOUNT(source), ACCOUNT(target)).acquire()
+        move(session, source, target, desk.amount())
+    desk.moved()
+
+
+ACT = Act(name="transaction-lock", title="TransactionLock", work=work)

@@ -1,0 +1,22 @@
+"""The control: no guard. Two processes read one balance, and the second write wipes out the first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._demo.bank import move
+from pgfence._demo.workload import Act, loses_money
+
+if TYPE_CHECKING:
+    from pgfence._demo.worker import Desk
+
+
+def work(desk: Desk) -> None:
+    """Make one transfer."""
+    source, target = desk.accounts.pair(desk.chance)
+    with desk.sessions.begin() as session:
+        move(session, source, target, desk.amount())
+    desk.moved()
+
+
+ACT = Act(name="unguarded", title="no guard (control)", work=work, check=loses_money)

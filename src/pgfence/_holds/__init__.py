@@ -1,0 +1,1 @@
+"""Who holds and who waits inside this process. Pure."""

@@ -1,0 +1,257 @@
+"""The record of one grant, and the four states it can be in: held, unknown, lost, released.
+
+A `Hold` belongs to the session that carries the lock; the handle that the user has points to it, never the other way round,
+so that a dropped handle can be noticed. A lease has no session: its record is `grant.Grant`, on the same base. The state
+changes once from held to lost or released, from any thread; between them lies *unknown*: asked, no answer yet. Silence is
+never taken for possession.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pgfence._holds.queue import MUTEX
+from pgfence._process.lifecycle import PROCESS
+from pgfence.errors import LockLostError, LockNotHeldError
+from pgfence.types import Event, Holder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from pgfence._holds.queue import Contender, Ticket
+    from pgfence._sql.advisory import LockSql
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+    from pgfence.errors import LossReason
+    from pgfence.keys import LockKey
+    from pgfence.types import State
+
+log = logging.getLogger("pgfence.advisory")
+
+SessionT = TypeVar("SessionT")
+
+
+class BaseHold:
+    """What every grant has in common: whose it is, whether it still stands, and who wants to hear of its end."""
+
+    __slots__ = (
+        "_enders",
+        "_listeners",
+        "dropped",
+        "handle",
+        "names",
+        "owner",
+        "pid",
+        "place",
+        "reason",
+        "released",
+        "stored",
+        "ticket",
+        "token",
+        "unsure",
+    )
+
+    noun = "lock"
+    place: Place
+    """The tables that the token comes from. Not set where there is no token."""
+
+    def __init__(self, names: tuple[str, ...], ticket: Ticket) -> None:
+        self.names = names
+        self.ticket = ticket
+        self.owner: Contender = ticket.owner
+        self.token: int | None = None
+        """The fencing token, where the kind has one."""
+        self.stored = ""
+        """The name that the token belongs to, as it stands in the tables."""
+        self.pid = PROCESS.known_pid  # the same call has asked before
+        self.handle: Callable[[], Any] = _nothing
+        """A weak reference to what the user has in hand."""
+        self.reason: LossReason | None = None
+        """What it was marked lost for."""
+        self.released = False
+        self.dropped = False
+        """Whether the handle was dropped without release(): a background thread or task releases it."""
+        self.unsure = False
+        self._listeners: tuple[Callable[[], object], ...] = ()
+        self._enders: tuple[Callable[[], object], ...] = ()
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        """The advisory keys it stands on: none, unless it is an advisory lock."""
+        return ()
+
+    @property
+    def loss_reason(self) -> LossReason | None:
+        """Why it is lost, as far as this process knows; None while it is not. Takes no lock of ours."""
+        return self.reason
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process took it: a forked child holds nothing."""
+        return self.pid == PROCESS.pid
+
+    @property
+    def state(self) -> State:
+        if not self.ours:
+            return "released"
+        if self.loss_reason is not None:
+            return "lost"
+        if self.released:
+            return "released"
+        return "unknown" if self.unsure else "held"
+
+    def check(self) -> None:
+        """Raise unless it is held as far as this process knows."""
+        state = self.state
+        if state == "lost":
+            raise self.lost_error()
+        if state == "released":
+            raise self.not_held_error()
+
+    @property
+    def in_words(self) -> str:
+        """Who has it, for the others of this process."""
+        if self.dropped:
+            return "a handle of this process that was dropped without release()"
+        return f"another {self.owner.kind} of this process"
+
+    def lost_error(self) -> LockLostError:
+        reason = self.loss_reason or "killed"
+        return LockLostError(
+            f"the {self.noun} {named(self.names)} was lost while it was held: {_TOLD[reason]}. Another process may hold it by"
+            " now; what was done since then was not protected",
+            names=self.names,
+            reason=reason,
+            token=self.token,
+        )
+
+    def not_held_error(self) -> LockNotHeldError:
+        why = "it was released already" if self.ours else "this is a forked child, it belongs to its parent"
+        return LockNotHeldError(f"the {self.noun} {named(self.names)} is not held: {why}", names=self.names)
+
+    def lose(self, reason: LossReason) -> bool:
+        """Mark it lost, once, and tell the listeners. Callable from any thread; must not be called under the mutex."""
+        if not self.ours:
+            return False
+        with MUTEX:
+            if self.reason is not None or self.released:
+                return False
+            self.reason = reason
+            listeners, self._listeners = self._enders + self._listeners, ()
+        for listener in listeners:
+            tell(listener)
+        return True
+
+    def begin_release(self) -> bool:
+        """Take the right to release, under the mutex: true for the first caller only."""
+        first = not self.released and self.pid == PROCESS.known_pid
+        self.released = True
+        self._listeners = ()
+        if self._enders:
+            for ender in self._enders:
+                ender()
+        return first
+
+    def await_end(self, ender: Callable[[], object]) -> None:
+        """Have `ender` called at the loss or the release, at once if that is past. It must take no lock of ours."""
+        over = not self.ours
+        with MUTEX:
+            self._enders = (*self._enders, ender)
+            over = over or self.state in ("lost", "released")
+        if over:
+            ender()
+
+    def forget_end(self, ender: Callable[[], object]) -> None:
+        with MUTEX:
+            self._enders = tuple(other for other in self._enders if other != ender)
+
+    def subscribe(self, listener: Callable[[], object]) -> None:
+        """Have `listener` called once when it is lost, at once if it is already. It must be quick and not block."""
+        if not self.ours:
+            return
+        with MUTEX:
+            lost = self.reason is not None
+            if not lost:
+                self._listeners = (*self._listeners, listener)
+        if lost:
+            tell(listener)
+
+
+class Hold(BaseHold, Generic[SessionT]):
+    """One grant of an advisory lock: which keys, on which session."""
+
+    __slots__ = ("session", "sql")
+
+    def __init__(self, names: tuple[str, ...], sql: LockSql, ticket: Ticket, session: SessionT) -> None:
+        super().__init__(names, ticket)
+        self.sql = sql
+        self.session = session
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return self.sql.keys
+
+
+_TOLD: dict[LossReason, str] = {
+    "killed": "its server session ended",
+    "cut off": "the server cannot be reached any more",
+    "returned": "its Connection was closed, and with that returned to the pool",
+    "expired": "it was not renewed in time",
+    "superseded": "it is somebody else's by now",
+    "evicted": "an operator evicted its holder",
+    "overdue": "it was held for longer than max_hold",
+}
+
+
+def _nothing() -> None:
+    """There is no handle (yet)."""
+
+
+def tell(listener: Callable[[], object]) -> None:
+    """Call a listener; its exception is logged, for it must not break the lock or the other listeners."""
+    try:
+        listener()
+    except Exception:
+        log.exception("a callback of a lock failed")
+
+
+def named(names: tuple[str, ...]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def emit(
+    config: Config,
+    event: str,
+    names: tuple[str, ...],
+    token: int | None = None,
+    *,
+    owner: str | None = None,
+    lease_id: UUID | None = None,
+) -> None:
+    """Tell `configure(on_event=...)` of an event; its exception is logged."""
+    hook: Callable[[Event], Any] | None = config.on_event
+    if hook is not None:
+        what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
+        tell(lambda: hook(what))
+
+
+def here(key: LockKey, hold: Hold[Any]) -> Holder:
+    """Describe a holder in this process."""
+    return Holder(
+        name=key.name,
+        key=key,
+        kind="advisory",
+        mode="exclusive",
+        owner=hold.in_words,
+        host=None,
+        pid=hold.pid,
+        backend_pid=hold.session.pid,
+        application_name=None,
+        purpose="",
+        token=hold.token,
+        since=None,
+        expires_at=None,
+    )

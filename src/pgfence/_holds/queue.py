@@ -1,0 +1,180 @@
+"""Who is next inside this process. Pure: no I/O, no threads, no clock.
+
+All contenders for the keys of one engine (and, async, one loop) stand in lines, one line per key, first come first served;
+only whoever stands first in *every* line of its keys goes to the server, so a thousand waiters for one key use one
+connection. A ticket enters all its lines at once and stays there until what it was granted is given back. As every line
+has the order of arrival, tickets for several keys cannot block each other in a circle.
+
+A circle can still arise between *holds*: a task that holds A waits for B while the holder of B waits for A. Inside one
+process that is visible, and found before the wait begins. Between processes nobody sees it.
+
+The caller serialises every call with `MUTEX`, one for the whole process, because a circle may lead through several engines.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Literal
+
+from pgfence._process.lifecycle import PROCESS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Sequence
+
+    from pgfence._holds.hold import BaseHold
+
+MUTEX = threading.Lock()
+# A fork while another thread is in here leaves the child a locked mutex. What it protected belongs to the parent.
+PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
+
+BURST = 16
+BURST_TIME = 0.02
+
+
+class Contender:
+    """A thread or a task: what can hold, and wait for one thing at a time."""
+
+    __slots__ = ("__weakref__", "holds", "kind", "pid", "waits")
+
+    def __init__(self, kind: Literal["thread", "task"]) -> None:
+        self.kind = kind
+        self.pid = PROCESS.known_pid
+        """In a forked child the contender is another one: these holds belong to the parent."""
+        self.holds: list[BaseHold] = []
+        self.waits: Ticket | None = None
+
+
+class Ticket:
+    """A place in the lines of some keys."""
+
+    __slots__ = ("alone", "away", "gift", "hold", "lines", "owner", "places", "seen", "session", "told_held", "wake")
+
+    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines, *, alone: bool = False) -> None:
+        self.places = places
+        """The keys it is for, sorted."""
+        self.alone = alone
+        """Neither hands its lock on nor takes one over: each of its grants has something of its own, a token."""
+        self.owner = owner
+        self.lines = lines
+        self.gift: Any = None
+        """The session on which these very keys are held already: handed over by the ticket before."""
+        self.session: Any = None
+        """The session that it is at, from before the server is asked."""
+        self.hold: Any = None
+        """What it was granted."""
+        self.away: Any = None
+        """Why the server could not be asked for it, while that is so."""
+        self.told_held = False
+        """Whether the server has responded that another process holds it."""
+        self.seen: Any = None
+        """Whom it found when it last asked; for messages."""
+        self.wake: Callable[[], object] | None = None
+
+    @property
+    def dropped(self) -> bool:
+        """Whether its holder has dropped the handle, and it is being given back."""
+        return self.hold is not None and self.hold.dropped
+
+
+class Lines:
+    """The lines of one engine."""
+
+    __slots__ = ("_lines", "home")
+
+    def __init__(self, home: object = None) -> None:
+        self.home = home
+        """What all lines of one engine have in common: of its session locks, and of its leases."""
+        self._lines: dict[Hashable, deque[Ticket]] = {}
+
+    def arrive(self, ticket: Ticket) -> bool:
+        """Put a ticket at the end of its lines and say whether it stands first in all of them."""
+        first = True
+        for place in ticket.places:
+            line = self._lines.get(place)
+            if line is None:
+                self._lines[place] = deque((ticket,))
+            else:
+                line.append(ticket)
+                first = False
+        return first
+
+    def first(self, ticket: Ticket) -> bool:
+        """Say whether a ticket stands first in all its lines."""
+        for place in ticket.places:
+            line = self._lines.get(place)
+            if line is None or line[0] is not ticket:
+                return False
+        return True
+
+    def leave(self, ticket: Ticket) -> None:
+        """Take a ticket out, first or not, and wake those who stand first in all their lines now.
+
+        A second time does no harm, also after a first one that an interrupt tore.
+        """
+        for place in ticket.places:
+            line = self._lines.get(place)
+            if line is None:
+                continue
+            if line[0] is ticket:
+                if len(line) == 1:  # in one step: an interrupt must not leave an empty line behind
+                    del self._lines[place]
+                    continue
+                line.popleft()
+            elif ticket in line:
+                line.remove(ticket)
+                continue
+            if line[0].wake is not None and self.first(line[0]):
+                line[0].wake()
+
+    def next_for(self, ticket: Ticket) -> Ticket | None:
+        """Return who would come first by this ticket's leaving, if it wants exactly the same keys and may take them over."""
+        line = self._lines[ticket.places[0]]
+        if len(line) < 2 or line[1].places != ticket.places or ticket.alone or line[1].alone:
+            return None
+        heir = line[1]
+        if len(ticket.places) > 1 and any(self._lines[place][1] is not heir for place in ticket.places):
+            return None
+        return heir
+
+    def held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
+        """Say whether this contender is already first in line for one of the keys, by a hold or a wait.
+
+        A hold whose handle was dropped does not count: it ends soon, so a wait for it does too.
+        """
+        for place in places:
+            line = self._lines.get(place)
+            if line is not None and line[0].owner is owner and not line[0].dropped:
+                return True
+        return False
+
+    def line(self, place: Hashable) -> Iterable[Ticket]:
+        """Everybody in one line, first to last."""
+        return self._lines.get(place, ())
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+
+def closes_circle(ticket: Ticket) -> bool:
+    """Say whether waiting with this ticket would never end: its owner holds what somebody before it waits for."""
+    if not ticket.owner.holds:
+        return False
+    passed: set[tuple[Hashable, int]] = set()
+    todo = [ticket]
+    while todo:
+        current = todo.pop()
+        for place in current.places:
+            if (place, id(current)) in passed:
+                continue
+            for other in current.lines.line(place):
+                if other is current:
+                    break
+                if other.dropped:
+                    continue
+                if other.owner is ticket.owner:
+                    return True
+                passed.add((place, id(other)))
+                if other.owner.waits is not None:
+                    todo.append(other.owner.waits)
+    return False

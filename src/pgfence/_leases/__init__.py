@@ -1,0 +1,1 @@
+"""Leases, slots and attempts, and what renews them."""

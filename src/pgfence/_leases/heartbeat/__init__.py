@@ -1,0 +1,1 @@
+"""What renews leases in the background."""

@@ -1,0 +1,240 @@
+"""The heartbeat's connection: one session of ours, driven by one thread that may also rest and listen.
+
+Both kinds block the thread that calls them. The async one runs a private event loop there, so that a heartbeat of an async
+engine goes through the very driver, creator and events of that engine and yet owes nothing to the user's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+import socket
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pgfence._connections.connect import in_greenlet, open_connection
+from pgfence._connections.connection import Session
+from pgfence._connections.connection_async import AsyncSession
+from pgfence._connections.connection_sync import SyncSession
+from pgfence._connections.drivers import ASYNC_WIRES, SYNC_WIRES, wire_for
+from pgfence._process.lifecycle import PROCESS
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._connections.drivers import Heard
+    from pgfence.config import Config
+
+R = TypeVar("R")
+S = TypeVar("S", bound=Session)
+
+
+class Link(ABC, Generic[S]):
+    """One connection and its thread. Only `wake` and `cut` may be called from another thread."""
+
+    session: S | None = None
+
+    def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
+        self.engine = engine
+        self.config = config
+        self.heard = heard
+
+    @property
+    def live(self) -> bool:
+        """Whether it is open and not known to be dead."""
+        return self.session is not None and self.session.dead is None
+
+    @property
+    def hears(self) -> bool:
+        """Whether LISTEN works: not behind a pooler that may change the server under it."""
+        return self.session is not None and (not self.session.wire.pooled or self.config.pooler == "session")
+
+    def settle(self, session: S) -> None:
+        """Make a new session ready for its work."""
+        wire = session.wire
+        wire.pooled = self.config.pooler in ("session", "transaction") or wire.pid != session.facts.backend_pid
+        session.on_death = lambda _: self.wake()
+        session.watch()
+
+    def cut(self) -> None:
+        """Give up on the statement under way; whoever waits for it gets an error."""
+        if self.session is not None:
+            self.session.cut()
+
+    @abstractmethod
+    def open(self) -> None:
+        """Open the connection; close an earlier one."""
+
+    @abstractmethod
+    def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
+        """Run a statement and return the first column of its one row; the watcher gives up after `limit` seconds, too."""
+
+    @abstractmethod
+    def listen(self, text: str, channel: str, *, on: bool) -> None:
+        """Run a LISTEN or an UNLISTEN."""
+
+    @abstractmethod
+    def rest(self, seconds: float) -> None:
+        """Wait until somebody wakes us or the server tells something, which is passed on; at most so long."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """End the rest that is under way, or the next one."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """Close the connection, if there is one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close everything; the thread ends."""
+
+
+class SyncLink(Link[SyncSession]):
+    """Over a sync driver."""
+
+    def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
+        super().__init__(engine, config, heard)
+        self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
+        self._bell, self._rope = socket.socketpair()
+        self._bell.setblocking(False)
+        self._rope.setblocking(False)
+
+    def open(self) -> None:
+        self.hang_up()
+        while self.session is None:
+            forks = PROCESS.forks
+            opened, driver, facts = open_connection(self.engine, self.config.pooler, any_pooler=True)
+            session = SyncSession(opened, self._wire(driver), facts)
+            self.settle(session)
+            session.wire.hear(self.heard)
+            if forks == PROCESS.forks:  # else a forked child has a copy of the socket
+                self.session = session
+            else:
+                session.close()
+
+    def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
+        assert self.session is not None
+        answer = self.session.ask(self.engine, text, args, limit=limit)
+        self._collect(self.session)
+        return answer
+
+    def listen(self, text: str, channel: str, *, on: bool) -> None:
+        assert self.session is not None
+        self.session.wire.listen(text, channel, on=on)
+        self._collect(self.session)
+
+    def rest(self, seconds: float) -> None:
+        session = self.session if self.live else None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._bell, selectors.EVENT_READ)
+            if session is not None:
+                selector.register(session.wire.fileno(), selectors.EVENT_READ)
+            selector.select(seconds)
+        with contextlib.suppress(BlockingIOError):
+            self._bell.recv(4096)
+        if session is not None:
+            self._collect(session)
+
+    def _collect(self, session: SyncSession) -> None:
+        try:
+            session.wire.collect()
+        except Exception:
+            session.died("killed")
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # the buffer is full of wakes already, or we are closed
+            self._rope.send(b"!")
+
+    def hang_up(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.on_death = None
+            session.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self._bell.close()
+        self._rope.close()
+
+
+class AsyncLink(Link[AsyncSession]):
+    """Over an async driver, on a loop of our own."""
+
+    def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
+        super().__init__(engine, config, heard)
+        self._wire = wire_for(engine.dialect.driver, ASYNC_WIRES, "async")
+        self._loop = asyncio.SelectorEventLoop()
+        self._bell = asyncio.Event()
+
+    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+        return self._loop.run_until_complete(work)
+
+    def open(self) -> None:
+        self.hang_up()
+        self._run(self._open())
+
+    async def _open(self) -> None:
+        engine, pooler = self.engine, self.config.pooler
+        while self.session is None:
+            forks = PROCESS.forks
+            opened, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler, any_pooler=True))
+            session = AsyncSession(opened, self._wire(driver), facts)
+            self.settle(session)
+            session.wire.hear(self.heard)
+            if forks == PROCESS.forks:
+                self.session = session
+            else:
+                session.close()
+
+    def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
+        assert self.session is not None
+        return self._run(self.session.ask(self.engine, text, args, limit=limit))
+
+    def listen(self, text: str, channel: str, *, on: bool) -> None:
+        assert self.session is not None
+        self._run(self.session.wire.listen(text, channel, on=on))
+
+    def rest(self, seconds: float) -> None:
+        self._run(self._rest(seconds))
+
+    async def _rest(self, seconds: float) -> None:
+        session = self.session if self.live else None
+        fd = -1 if session is None or session.wire.reads_alone else session.wire.fileno()
+        if fd >= 0:
+            self._loop.add_reader(fd, self._bell.set)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._bell.wait(), seconds)
+        finally:
+            if fd >= 0:
+                self._loop.remove_reader(fd)
+        self._bell.clear()
+        if session is not None:
+            try:
+                session.wire.collect()
+            except Exception:
+                session.died("killed")
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._bell.set)
+
+    def hang_up(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.on_death = None
+            session.close()
+            self._run(asyncio.sleep(0))  # for the transport's own farewell
+
+    def close(self) -> None:
+        self.hang_up()
+        self._loop.close()
+
+
+def link_for(engine: Engine, config: Config, heard: Heard) -> Link[Any]:
+    """Return a link of the engine's own world, not yet open."""
+    return (AsyncLink if engine.dialect.is_async else SyncLink)(engine, config, heard)

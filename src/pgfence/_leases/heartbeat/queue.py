@@ -1,0 +1,249 @@
+"""What one heartbeat has to do, and what the answers mean. No threads, no I/O; the caller holds a lock and brings the time.
+
+A grant is in the schedule from `keep` until it is dropped, lost or over. While a renewal of it waits for the connection or is
+on its way it is `asked`, and only its deadline is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from pgfence._leases import terms
+from pgfence._leases.heartbeat.listeners import Ears, Listening
+from pgfence._leases.heartbeat.schedule import Schedule
+from pgfence._leases.heartbeat.tasks import Check, Ending, Renewal, Wish
+from pgfence._sql.lease import BATCH
+
+if TYPE_CHECKING:
+    from pgfence._leases.grant import Grant
+    from pgfence._leases.heartbeat.listeners import Wake
+    from pgfence._leases.heartbeat.tasks import Chore, Done, Family
+    from pgfence._sql.lease import Answer
+    from pgfence._sql.storage import Place
+
+    Over = list[tuple[Grant, Wish | None]]
+
+LISTEN_AFTER = 1.0
+"""Seconds for which leases are held until a connection is opened that listens to evictions."""
+
+
+class Agenda:
+    """Grants to renew, endings to repeat, channels to listen to."""
+
+    def __init__(self, *, listens: bool = True) -> None:
+        self.schedule = Schedule()
+        self.listens = listens
+        """Whether notifications may come through at all."""
+        self.ears = Ears()
+        self.endings: list[Ending] = []
+        self.failures = 0
+        """Chores in a row that failed."""
+        self.retry_at = 0.0
+        self._due: dict[tuple[Place, Family], dict[Grant, None]] = {}
+        """What waits for the connection, first come first served."""
+        self._wishes: dict[Grant, Wish] = {}
+        self._held_since = 0.0
+        """Since when there has always been something to keep."""
+        self._suspects: dict[Grant, None] = {}
+        """Leases whose holder may have been evicted."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anybody needs the connection, now or later."""
+        return bool(len(self.schedule) or self.endings or self.ears)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is to be sent."""
+        return any(self._due.values()) or bool(self.endings or self.ears)
+
+    def keep(self, grant: Grant, now: float) -> None:
+        """Enter a grant."""
+        if not len(self.schedule):
+            self._held_since = now
+        self.schedule.plan(grant)
+
+    def unheard(self, now: float) -> bool:
+        """Return whether it is time to listen to evictions: there are leases whose eviction would go unheard."""
+        return self.listens and now - self._held_since >= LISTEN_AFTER and self.ears.missing(self.schedule.places)
+
+    def suspect(self, channel: str, name: str | None = None) -> bool:
+        """Note that the leases of a name, or all of them, may be evicted, and return whether there are any.
+
+        The heartbeat renews those that it renews anyway: a renewal says so too, and costs no time that others lack. For the
+        rest it asks without renewing.
+
+        Args:
+            channel: of evictions.
+            name: as it is stored; None: all names.
+        """
+        found = [
+            grant
+            for grant in self.schedule
+            if grant.family == "lease" and grant.place.evictions == channel and name in (None, grant.stored)
+        ]
+        for grant in found:
+            if grant.heartbeat == "auto" and not grant.asked:
+                self._fall_due(grant)
+            elif grant not in self._due.get(
+                _batch(grant), {}
+            ):  # else it is to be renewed; one on its way may be too early
+                self._suspects[grant] = None
+        return bool(found)
+
+    def named(self, place: Place, name: str, token: int) -> list[Grant]:
+        """Return the leases of a name, as it is stored, up to a token."""
+        return [
+            grant
+            for grant in self.schedule
+            if grant.family == "lease" and (grant.place, grant.stored) == (place, name) and (grant.token or 0) <= token
+        ]
+
+    def drop(self, grant: Grant) -> Wish | None:
+        """Forget a grant, and return what somebody still waits for."""
+        self.schedule.remove(grant)
+        self._due.get(_batch(grant), {}).pop(grant, None)
+        return self._wishes.pop(grant, None)
+
+    def wish(self, grant: Grant, ttl: float | None, done: Done) -> bool:
+        """Enter a renewal that somebody asked for; False: the grant is not known (any more)."""
+        if grant not in self.schedule:
+            return False
+        wish = self._wishes.setdefault(grant, Wish())
+        wish.ttl = wish.ttl if ttl is None else ttl
+        wish.done.append(done)
+        if not grant.asked:
+            self._fall_due(grant)
+        return True
+
+    def nudge(self, grant: Grant, now: float) -> bool:
+        """Make up for a beat that was left out for want of progress, and say whether there was one."""
+        if not grant.idle or grant.asked or grant not in self.schedule:
+            return False
+        grant.idle = False
+        grant.next_beat = now
+        self.schedule.plan(grant)
+        return True
+
+    def take(self, now: float) -> tuple[bool, Over]:
+        """Return (whether something has fallen due, the grants whose time is over and what somebody waits for with each)."""
+        due, over = self.schedule.take(now)
+        for grant in due:
+            self._due.setdefault(_batch(grant), {})[grant] = None
+        return bool(due), [(grant, self.drop(grant)) for grant in over]
+
+    def pick(self, now: float) -> Chore | None:
+        """Return the next thing to send, which is off the agenda until its answer is noted."""
+        while self._due:
+            batch, waiting = next(iter(self._due.items()))
+            grants = list(islice(waiting, BATCH))
+            for grant in grants:
+                del waiting[grant]
+            del self._due[batch]
+            if waiting:  # behind the other places
+                self._due[batch] = waiting
+            if grants:
+                return Renewal(*batch, {grant: self._wishes.pop(grant, None) for grant in grants})
+        # After the renewals: whoever sends notifications without end must not keep them waiting.
+        if (check := self._check()) is not None:
+            return check
+        self.endings = [ending for ending in self.endings if now < ending.until]
+        for ending in self.endings:
+            if ending.at <= now:
+                self.endings.remove(ending)
+                return ending
+        return self.ears.chore(now, self.schedule.places if self.listens else ())
+
+    def limit(self, chore: Chore, now: float) -> float:
+        """Return the seconds that a chore may take: if it hangs, the renewals after it must still have time."""
+        limit = chore.limit(now)
+        if isinstance(chore, Renewal):
+            return limit
+        return min(
+            limit, terms.patience(max(0.0, min((each.deadline for each in self.schedule), default=math.inf) - now))
+        )
+
+    def listening(self, chore: Listening) -> list[Wake]:
+        """Note that a channel is listened to or not, and return whom to wake. Leases evicted before then are looked for."""
+        if chore.on:
+            self.suspect(chore.channel)
+        return self.ears.changed(chore)
+
+    def _check(self) -> Check | None:
+        # A check without a response is not repeated: with the next connection all leases are checked.
+        self._suspects = {grant: None for grant in self._suspects if grant in self.schedule}
+        if not self._suspects:
+            return None
+        place = next(iter(self._suspects)).place
+        grants = list(islice((grant for grant in self._suspects if grant.place == place), BATCH))
+        for grant in grants:
+            del self._suspects[grant]
+        return Check(place, grants)
+
+    def answered(self, chore: Renewal, grant: Grant, answer: Answer, now: float) -> Wish | None:
+        """Note one answer, a loss being marked already, and return the wish that is answered with it."""
+        wish = chore.wishes[grant]
+        stands = grant in self.schedule and grant.state not in ("lost", "released")
+        if stands and answer.expires_at is not None:
+            stands = grant.renewed(chore.started, answer.remaining, answer.expires_at, chore.ttl(grant))
+        if not stands:
+            self.schedule.remove(grant)
+            return wish
+        grant.asked = False
+        if answer.verdict == "busy":
+            grant.progressed = True
+            grant.next_beat = now + terms.retry_after(0, grant.ttl)
+            self._put_back(grant, wish)
+            self.schedule.plan(grant)
+            return None
+        if grant in self._wishes:
+            self._fall_due(grant)
+        else:
+            self.schedule.plan(grant)
+        return wish
+
+    def ended(self, ending: Ending, now: float) -> None:
+        """Note that the server has answered to an ending."""
+        if ending.unsettled(now):
+            self.endings.append(ending)
+
+    def failed(self, chore: Chore, now: float) -> list[Wish]:
+        """Note a chore without an answer, which is tried again, and return the wishes that are answered with it."""
+        self.failures += 1
+        wishes: list[Any] = []
+        if isinstance(chore, Renewal):
+            wishes += chore.wishes.values()
+            for grant in chore.wishes:
+                if grant in self.schedule:
+                    grant.progressed = True
+                    self._due.setdefault(_batch(grant), {})[grant] = None
+        elif isinstance(chore, Ending) and chore.again(now):
+            self.endings.append(chore)
+        due = [grant for waiting in self._due.values() for grant in waiting]
+        for grant in due:
+            grant.unanswered()
+        wishes += [self._wishes.pop(grant, None) for grant in due]
+        self.retry_at = now + terms.retry_after(self.failures, min((grant.ttl for grant in due), default=10.0))
+        return [wish for wish in wishes if wish is not None]
+
+    def _fall_due(self, grant: Grant) -> None:
+        grant.asked = True
+        self.schedule.plan(grant)
+        self._due.setdefault(_batch(grant), {})[grant] = None
+
+    def _put_back(self, grant: Grant, wish: Wish | None) -> None:
+        """Keep a wish that was not fulfilled, before what was asked for since."""
+        if wish is None:
+            return
+        later = self._wishes.get(grant)
+        if later is not None:
+            wish.ttl = wish.ttl if later.ttl is None else later.ttl
+            wish.done += later.done
+        self._wishes[grant] = wish
+
+
+def _batch(grant: Grant) -> tuple[Place, Family]:
+    """Return what grants that are renewed by one statement have in common."""
+    return grant.place, grant.family

@@ -1,0 +1,402 @@
+"""The heartbeat of one engine in this process: it renews, it ends what is over, and it wakes who waits.
+
+Two threads of our own, so that neither a blocked event loop nor an exhausted pool nor a hung server can keep a holder from
+knowing. One keeps time: it says what is due, loses what is over, and cuts a statement that the server does not answer. The
+other has the one connection and does the chores, one at a time: renewals of everything that is due, at most 500 by one
+statement; endings whose answer was lost; LISTEN. It opens with the first chore, at the latest when leases have been held for a
+second, and is closed some seconds after the last.
+
+A renewal has three outcomes. *ok* moves the deadline. *lost* ends the grant. Everything else is *unknown*: it is tried again,
+with growing pauses, until the grant's own deadline, and only that ends it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+from pgfence._connections import addresses
+from pgfence._holds.hold import tell
+from pgfence._holds.queue import MUTEX
+from pgfence._leases import terms
+from pgfence._leases.grant import log
+from pgfence._leases.heartbeat.connection import link_for
+from pgfence._leases.heartbeat.listeners import LINGER, Listening
+from pgfence._leases.heartbeat.queue import Agenda
+from pgfence._leases.heartbeat.tasks import Check, Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
+from pgfence._leases.pauses import Pauses
+from pgfence._process import threads
+from pgfence._process.clock import clock
+from pgfence._process.lifecycle import PROCESS
+from pgfence._process.references import when_disposed
+from pgfence._process.registry import Homes
+from pgfence._sql import server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from uuid import UUID
+
+    from sqlalchemy import Engine
+
+    from pgfence._leases.grant import Grant
+    from pgfence._leases.heartbeat.connection import Link
+    from pgfence._leases.heartbeat.tasks import Done, Family
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.lease import Answer
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+    from pgfence.errors import LossReason, PgfenceError
+
+TICK = 1.0
+"""Seconds that we sleep at most: no sleep takes notice of a suspend."""
+
+
+class Beat:
+    """Renews all leases that this process took through one engine.
+
+    All public methods return at once, do no I/O and may be called from any thread; not under the mutex, and not from a
+    finaliser.
+    """
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        self.engine = engine
+        self.config = config
+        self.pid = PROCESS.pid
+        threads.refuse_without_threads()
+        self._style: Style = server.style_of(engine.dialect)
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._wakes_at = 0.0
+        """When the timekeeper wakes by itself."""
+        self._timekeeper: threading.Thread | None = None
+        self._agenda = Agenda(listens=config.pooler != "transaction")
+        self._link: Link[Any] | None = None
+        self._chore: Chore | None = None
+        """What the connection is at."""
+        self._cut_at = math.inf
+        self._needed = self._busy_at = clock()
+        """When the connection was last needed, and when there was last anything to keep the time for."""
+        self._thread: threading.Thread | None = None
+        self._disposed = False
+        self._over = False
+        self._pauses = Pauses()
+        when_disposed(engine, self._engine_disposed)
+        threads.register(self)
+
+    # ------------------------------------------------------------ what others ask for
+
+    def keep(self, grant: Grant) -> None:
+        """Renew a grant until it is dropped, released or lost; lose it at its deadline."""
+        if grant.expire():
+            return
+        grant.nudge = self._nudge
+        with self._lock:
+            self._disposed = False
+            self._agenda.keep(grant, clock())
+            self._look()
+
+    def drop(self, grant: Grant) -> None:
+        """Forget a grant: it was released, abandoned or handed on. A second time does nothing."""
+        with self._lock:
+            wish = self._agenda.drop(grant)
+        if wish is not None:
+            wish.granted(_ended(grant))
+
+    def evicted(self, place: Place, name: str, token: int) -> None:
+        """End the leases of a name up to a token: this process has evicted their holder."""
+        with self._lock:
+            found = self._agenda.named(place, name, token)
+        self._lost([(grant, "evicted") for grant in found])
+
+    def _lost(self, lost: Iterable[tuple[Grant, LossReason]]) -> None:
+        for grant, reason in lost:
+            grant.lose(reason)
+            self.drop(grant)
+
+    def renew(self, grant: Grant, ttl: float | None, done: Done) -> None:
+        """Renew a grant now, in turn with the heartbeat's own renewals, with a new TTL from now on if one is given.
+
+        `done` is called once, on a thread of ours; it must be quick and take no lock of ours. It gets None when the server
+        renewed; LockLostError when the lease is lost; LockNotHeldError when it was released meanwhile; UnreachableError when
+        there was no answer (the grant stands until its deadline, and the heartbeat goes on trying); else what the server said.
+        """
+        with self._lock:
+            known = self._agenda.wish(grant, ttl, done)
+            if known:
+                self._work()
+        if not known:
+            grant.expire()
+            done(_ended(grant))
+
+    def release_later(self, grant: Grant) -> None:
+        """Have a release whose answer was lost repeated in the background, until its TTL is over."""
+        self.end_later(release_of(grant))
+
+    def forget_later(self, place: Place, name: str, lease_id: UUID, seconds: float, family: Family = "lease") -> None:
+        """Have a grant whose answer was lost ended in the background, by its id; tried for `seconds` (its TTL) at most."""
+        args = name, name, str(lease_id)
+        self.end_later(Forgetting(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
+
+    def end_later(self, ending: Ending) -> None:
+        """Have an ending sent in the background, until the server has answered."""
+        with self._lock:
+            self._agenda.endings.append(ending)
+            self._work()
+
+    def listen(self, place: Place, name: str, wake: Callable[[], object]) -> Callable[[], None]:
+        """Have `wake` called when somebody tells of a release of `name`, until the returned function is called.
+
+        It is called on a thread of ours, again and again, must be quick and take no lock of ours. It is also called once
+        when the connection begins to listen, for what was told before then went unheard. Behind a pooler it may never be
+        called: a hint, no more.
+
+        Args:
+            place: of the tables.
+            name: as it stands in the table.
+            wake: what to call.
+        """
+        if self.config.pooler == "transaction":
+            return lambda: None
+        with self._lock:
+            if self._agenda.ears.add(place, name, wake):
+                self._work()
+
+        def cease() -> None:
+            with self._lock:
+                self._agenda.ears.remove(place, name, wake, clock())
+
+        return cease
+
+    # ------------------------------------------------------------ under the lock
+
+    def _look(self) -> None:
+        """See that the timekeeper runs, and wakes no later than something is to be done."""
+        if self._timekeeper is None:
+            self._timekeeper = threads.start("pgfence-heartbeat", self._keep_time)
+        elif min(self._agenda.schedule.next(), self._cut_at) < self._wakes_at:
+            self._news.notify()
+
+    def _nudge(self, grant: Grant) -> None:
+        with self._lock:
+            if self._agenda.nudge(grant, clock()):
+                self._look()
+
+    def _work(self) -> None:
+        """See that the connection's thread runs and looks for chores."""
+        self._disposed = False
+        self._look()
+        if self._over:
+            return
+        if self._link is None:
+            self._link = link_for(self.engine, self.config, self._heard)
+            self._thread = threads.start("pgfence-link", self._serve, self._link)
+        elif self._chore is None:
+            self._link.wake()
+
+    # ------------------------------------------------------------ the timekeeper
+
+    def _keep_time(self) -> None:
+        while True:
+            with self._lock:
+                now = clock()
+                due, over = self._agenda.take(now)
+                if due or self._agenda.unheard(now):
+                    self._work()
+                hung, stuck = self._hung(now)
+                if not over and hung is None:
+                    if len(self._agenda.schedule) or self._link is not None:
+                        self._busy_at = now
+                    elif self._disposed or now - self._busy_at > LINGER:
+                        self._timekeeper = None
+                        return
+                    self._sleep(now)
+                    continue
+            for grant, wish in over:
+                grant.expire()
+                if wish is not None:
+                    wish.granted(_ended(grant))
+            if hung is not None:
+                hung.cut()
+            if stuck is not None:
+                self._failed(stuck, TimeoutError("no connection in time"))
+
+    def _hung(self, now: float) -> tuple[Link[Any] | None, Chore | None]:
+        """Return (the link whose chore takes too long, that chore if it hangs in the opening: its thread is given up)."""
+        if now < self._cut_at or self._link is None:
+            return None, None
+        self._cut_at = math.inf
+        link, chore = self._link, self._chore
+        if link.session is not None:
+            return link, None
+        self._link = self._chore = None
+        return link, chore
+
+    def _sleep(self, now: float) -> None:
+        self._wakes_at = min(self._agenda.schedule.next(), self._cut_at, now + TICK)
+        self._news.wait(max(0.0, self._wakes_at - now))
+        self._pauses.note(clock() - self._wakes_at, self._agenda.schedule)
+
+    # ------------------------------------------------------------ the connection's thread
+
+    def _serve(self, link: Link[Any]) -> None:
+        try:
+            while (step := self._next(link)) is not None:
+                if isinstance(step, Chore):
+                    self._attend(link, step)
+                else:
+                    self._rest(link, step)
+        finally:
+            with self._lock:
+                if self._link is link:
+                    self._link = self._chore = None
+                    self._cut_at = math.inf
+            link.close()
+
+    def _rest(self, link: Link[Any], seconds: float) -> None:
+        try:
+            link.rest(seconds)
+        except Exception:  # the connection is not what it was: the next chore opens another
+            log.debug("the heartbeat's connection broke at rest", exc_info=True)
+            link.hang_up()
+
+    def _attend(self, link: Link[Any], chore: Chore) -> None:
+        try:
+            if not link.live:
+                link.open()
+            if self._link is not link:
+                return
+            chore.perform(
+                link,
+                texts(chore.family, chore.place, self._style),
+                min(self._cut_at - clock(), terms.LONGEST_STATEMENT),
+            )
+        except Exception as error:
+            link.hang_up()
+            if self._ours(link):
+                self._failed(chore, error)
+        else:
+            if self._ours(link):
+                self._succeeded(chore)
+
+    def _ours(self, link: Link[Any]) -> bool:
+        """End the chore, unless the timekeeper has done so already and given up this very thread."""
+        with self._lock:
+            if self._link is not link:
+                return False
+            self._chore = None
+            self._cut_at = math.inf
+            return True
+
+    def _next(self, link: Link[Any]) -> Chore | float | None:
+        """Return what to do: a chore, a rest of some seconds, or to end."""
+        with self._lock:
+            if self._link is not link:
+                return None
+            now = clock()
+            if not link.live:
+                self._agenda.ears.deafened()
+            if now < self._agenda.retry_at:
+                return self._agenda.retry_at - now
+            chore = self._agenda.pick(now)
+            if isinstance(chore, Listening) and link.live and not link.hears:
+                self._agenda.ears.deaf, chore = True, None
+            if chore is not None:
+                self._chore = chore
+                self._cut_at = now + self._agenda.limit(chore, now)
+                self._needed = now
+                self._look()
+                return chore
+            if self._agenda.busy:
+                self._needed = now
+                return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._agenda.endings)])
+            if self._disposed or now - self._needed > LINGER:
+                self._link = None
+                self._news.notify()
+                return None
+            return LINGER + 0.1 - (now - self._needed)
+
+    def _succeeded(self, chore: Chore) -> None:
+        if self._agenda.failures:
+            log.info("there are answers from %s again", addresses.place(self.engine))
+        self._agenda.failures = 0
+        if isinstance(chore, Renewal):
+            for grant, answer in chore.told:
+                self._answered(chore, grant, answer)
+        elif isinstance(chore, Ending):
+            with self._lock:
+                self._agenda.ended(chore, clock())
+        elif isinstance(chore, Listening):
+            with self._lock:
+                wakes = self._agenda.listening(chore)
+            for wake in wakes:
+                tell(wake)
+        elif isinstance(chore, Check):
+            self._lost(chore.lost)
+
+    def _answered(self, chore: Renewal, grant: Grant, answer: Answer) -> None:
+        if answer.verdict == "lost" and answer.reason is not None:
+            grant.rejected(answer.reason)
+        with self._lock:
+            wish = self._agenda.answered(chore, grant, answer, clock())
+            self._look()
+        grant.expire()
+        if wish is not None:
+            wish.granted(None if grant.state == "held" else _ended(grant))
+
+    def _failed(self, chore: Chore, error: Exception) -> None:
+        """Note a chore without an answer: nothing is known, and it is tried again."""
+        told = no_answer(error, chore.place)
+        with self._lock:
+            wishes = self._agenda.failed(chore, clock())
+            if self._agenda.waiting:
+                self._work()
+        if self._agenda.failures == 1:
+            where = addresses.place(self.engine)
+            log.warning("no answer from %s, trying again until the deadlines of the leases: %s", where, error)
+        for wish in wishes:
+            wish.granted(told)
+
+    def _heard(self, channel: str, payload: str) -> None:
+        with self._lock:
+            wakes = self._agenda.ears.told(channel, payload)
+            if self._agenda.suspect(channel, payload):  # a hint: other schemas share the channel, and anyone can send
+                self._work()
+        for wake in wakes:
+            tell(wake)
+
+    def _engine_disposed(self, _: Engine) -> None:
+        """Close the connection as soon as nobody needs it."""
+        if self.pid != PROCESS.pid:
+            return
+        with self._lock:
+            self._disposed = True
+            self._news.notify()
+            if self._link is not None:
+                self._link.wake()
+
+    def end(self, seconds: float) -> None:
+        """End the connection in an orderly way, for the interpreter ends."""
+        with self._lock:
+            self._over = True
+            link, self._link = self._link, None
+        if link is not None and self._thread is not None:
+            link.wake()
+            self._thread.join(seconds)
+
+
+def _ended(grant: Grant) -> PgfenceError:
+    return grant.lost_error() if grant.state == "lost" else grant.not_held_error()
+
+
+def beat_of(engine: Engine, config: Config) -> Beat:
+    """Return the heartbeat of an engine (async: of its sync_engine) in this process; a forked child gets one of its own."""
+    home = Homes.of(engine)
+    beat = home.get("beat")
+    if isinstance(beat, Beat) and beat.pid == PROCESS.pid:
+        return beat
+    with MUTEX:
+        beat = home.get("beat")
+        if not isinstance(beat, Beat) or beat.pid != PROCESS.pid:
+            beat = home["beat"] = Beat(engine, config)
+    return beat

@@ -1,0 +1,377 @@
+"""The async shell of leases: each task runs its own statements on its own loop.
+
+The same steps as in `lease_sync`. A cancel may arrive at every await: it closes the session that it was at, and what the
+server may have done meanwhile is undone in the background, by a thread that no loop can stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
+from pgfence._connections.connection_async import AsyncSession, on_loop
+from pgfence._connections.pool_async import AsyncKeeper, Bell
+from pgfence._holds.queue import MUTEX, Lines, Ticket
+from pgfence._leases import terms
+from pgfence._leases.manager import (
+    RETRIES,
+    LeaseDomain,
+    again,
+    ask_again,
+    row_locked,
+    spoke,
+)
+from pgfence._leases.request import Busy, Granted, Refused, adoption
+from pgfence._locks.manager_async import contender
+from pgfence._process.clock import clock
+from pgfence._process.lifecycle import PROCESS
+from pgfence._process.monitor import WATCHER
+from pgfence._process.registry import Homes
+from pgfence._sql.encoding import TextError
+from pgfence._sql.lease import lease_sql
+from pgfence._sql.sqlstate import NO_RIGHT
+from pgfence._sql.storage import WHERE, missing
+from pgfence._sql.tables import judged
+from pgfence.errors import LockLostError, SchemaError, StandbyError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._leases.grant import Grant
+    from pgfence._leases.request import Claim, Outcome
+    from pgfence._locks.manager import Request
+    from pgfence._sql.storage import Place
+    from pgfence.config import Config
+
+HandleT = TypeVar("HandleT")
+LeasesT = TypeVar("LeasesT", bound="AsyncLeases")
+
+
+class AsyncLeases(LeaseDomain[AsyncSession]):
+    """The leases that the tasks of one loop take through one engine."""
+
+    def __init__(self, engine: AsyncEngine, config: Config) -> None:
+        super().__init__(engine.sync_engine, config)
+        self.async_engine = engine
+        self.loop = asyncio.get_running_loop()
+        self.keeper = AsyncKeeper(engine.sync_engine, config, _no_hold, any_pooler=True, warm=self.warm)
+
+    async def acquire(
+        self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
+    ) -> HandleT | None:
+        """Return a handle, or None when somebody else has it and `timeout` is 0; see the sync twin."""
+        request = self.asked(claim, contender(), timeout, patient=patient)
+        ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
+        try:
+            with MUTEX:
+                if (front := self.line_up(request, ticket)) is None:
+                    return None
+            if not front:
+                await self._in_line(request, ticket)
+            grant = await self._contend(request, ticket, claim)
+            if grant is not None:
+                return make(self, grant)
+        except BaseException:
+            self.give_up(ticket)
+            raise
+        self.step_out(ticket)
+        return None
+
+    async def _in_line(self, request: Request, ticket: Ticket) -> None:
+        """Wait to be the first in line of this process."""
+        bell = Bell()
+        with MUTEX:
+            ticket.wake = bell.ring
+            if self.lines.first(ticket):
+                bell.ring()
+            self.saw_line(request, ticket)
+        await bell.wait(request.left)
+        with MUTEX:
+            request.owner.waits = None
+            first = self.lines.first(ticket)
+        if not first:
+            raise self.late(request, ticket, self.holders_here(request))
+
+    async def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
+        """Ask until it is granted. None: not free, and no time to wait."""
+        beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
+        bell, naps = asyncio.Event(), 0
+        began = clock()
+        cease: Callable[[], None] | None = None
+        try:
+            while True:
+                try:
+                    grant, busy = await self._attempt(request, ticket, claim)
+                except (UnreachableError, StandbyError) as error:
+                    await _rest(bell, self.outlast(request, ticket, error))
+                    bell.clear()
+                    continue
+                if grant is not None:
+                    return grant
+                self.found(request, ticket, claim, busy)
+                self.news(request, began, busy)
+                left = request.left
+                if left <= 0:
+                    self.too_late(request, busy)
+                    return None
+                if cease is None and self.tells:
+                    cease = beat.listen(claim.place, claim.stored, partial(on_loop, self.loop, bell.set))
+                await _rest(bell, self.nap(busy.remaining, left, naps=naps))
+                bell.clear()
+                naps += 1
+        finally:
+            if cease is not None:
+                cease()
+
+    async def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
+        """Ask once, and once more at once where transactions met."""
+        await self.verify(claim.place, request.budget)
+        for _ in range(RETRIES):
+            lease_id = uuid.uuid4()
+            session = await self._session(request)
+            ticket.session = session
+            started = clock()
+            told: Outcome | None = None
+            grant: Grant | None = None
+            refused = False
+            try:
+                told = await self._drive(session, request, claim, str(lease_id))
+                if isinstance(told, Granted):
+                    grant = self.granted(claim, ticket, lease_id, started, told)
+            except (Refused, TextError):
+                refused = True
+                raise
+            except BaseException as error:
+                refused = spoke(session, error)
+                if refused and (again(error) or row_locked(error)):
+                    if row_locked(error):
+                        return None, Busy(0.0)
+                    continue
+                if not refused and grant is None and not isinstance(error, LockLostError):
+                    self.forget(claim, lease_id)
+                if isinstance(error, Exception):
+                    raise self.misfortune(error, claim, server_spoke=refused) from error
+                raise
+            finally:
+                ticket.session = None
+                (self.keeper.park if told is not None or refused else self.keeper.discard)(session)
+            return grant, told if isinstance(told, Busy) else Busy(0.0)
+        return None, Busy(0.0)
+
+    async def _drive(self, session: AsyncSession, request: Request, claim: Claim, lease_id: str) -> Outcome:
+        steps = claim.attempt(self.style, lease_id)
+        row: Any = None
+        while True:
+            try:
+                text, args = steps.send(row)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                return outcome
+            row = await session.row(self.engine, text, args, limit=request.budget)
+
+    async def _session(self, request: Request | None = None) -> AsyncSession:
+        session = await self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
+        if session is None:
+            raise self.no_session(request)
+        return session
+
+    async def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+        """Run one statement on a session that holds nothing, and return its row."""
+        session = await self._session()
+        kept = False
+        try:
+            row = await session.row(self.engine, text, args, limit=limit)
+            kept = True
+        except Exception as error:
+            kept = spoke(session, error)
+            if told := self.refusal(error, place, server_spoke=kept):
+                raise told from error
+            raise
+        finally:
+            (self.keeper.park if kept else self.keeper.discard)(session)
+        return row
+
+    async def insist(
+        self,
+        place: Place,
+        text: str,
+        args: Sequence[Any],
+        seconds: float,
+        again: Callable[[BaseException], bool] = ask_again,
+    ) -> Any:
+        """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
+
+        Args:
+            place: of the tables.
+            text: the statement.
+            args: its parameters.
+            seconds: after which no other try is made.
+            again: says after which errors one is made.
+
+        Raises:
+            UnreachableError: it has not answered: nobody knows whether it was done.
+            Exception: what the server said.
+        """
+        until, failures = clock() + seconds, 0
+        while True:
+            try:
+                return await self._ask(place, text, args, limit=RELEASE_BUDGET)
+            except Exception as error:
+                failures += 1
+                if clock() > until or not again(error):
+                    raise
+            await asyncio.sleep(terms.retry_after(failures, 10.0))
+
+    async def verify(self, place: Place, limit: float = RELEASE_BUDGET) -> None:
+        """Look once whether the tables are as they should be.
+
+        Raises:
+            SchemaError: they are not.
+        """
+        if place in self._checked:
+            return
+        try:
+            row = await self._ask(place, self.checking(place), (), limit=limit)
+        except SchemaError as error:
+            if error.sqlstate == NO_RIGHT:
+                raise
+            where = await self._ask(place, WHERE, (), limit=limit)
+            raise missing(place, self.needed, error.sqlstate, where) from error.__cause__
+        if refusal := judged(row, place, self.needed):
+            raise refusal
+        self._checked.add(place)
+
+    # ------------------------------------------------------------ afterwards
+
+    async def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
+        """Give the lease back; if the server does not answer, or this task is cancelled, it is repeated in the background.
+
+        Args:
+            grant: what is given back.
+            leaving: a block ends.
+            failing: it ends by an exception.
+
+        Raises:
+            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: it was lost before.
+        """
+        self.take_leave(grant)
+        try:
+            if self.over(grant):
+                raise grant.lost_error()
+            text, args = self.ending(grant)
+            try:
+                answer = (await self._ask(grant.place, text, args, limit=RELEASE_BUDGET))[0]
+            except BaseException as error:
+                self.unanswered(grant, error)
+                if not isinstance(error, Exception):
+                    raise
+                return
+            self.answered(grant, answer)
+        finally:
+            self.step_out(grant.ticket)
+
+    async def renew(self, grant: Grant, ttl: float | None) -> None:
+        """Renew now, in turn with the heartbeat.
+
+        Raises:
+            LockLostError: it is lost.
+            LockNotHeldError: it was released.
+            UnreachableError: there was no answer; it stands until its deadline.
+        """
+        grant.check()
+        done = Bell()
+        errors: list[Exception] = []
+
+        def tell(error: Exception | None) -> None:
+            if error is not None:
+                errors.append(error)
+            done.ring()
+
+        self.beat.renew(grant, ttl, tell)
+        await done.wait(math.inf)
+        if errors:
+            raise errors[0]
+
+    async def hand_over(self, grant: Grant) -> dict[str, Any]:
+        """Renew once, and let another process adopt it."""
+        await self.renew(grant, None)
+        return self.reference(grant)
+
+    async def adopt(
+        self, claim: Claim, reference: dict[str, Any], make: Callable[[AsyncLeases, Grant], HandleT]
+    ) -> HandleT:
+        """Take over a lease by its reference.
+
+        Raises:
+            LockLostError: it cannot be had by this reference any more.
+            UnreachableError: there was no answer.
+        """
+        beat = self.beat
+        await self.verify(claim.place)
+        new, token = uuid.uuid4(), reference["token"]
+        ticket = Ticket(claim.places, contender(), Lines(), alone=True)
+        text, args = adoption(self.style, claim, reference, str(new))
+        until = clock() + RELEASE_BUDGET
+        while True:
+            started = clock()
+            try:
+                row = await self._ask(claim.place, text, args, limit=RELEASE_BUDGET)
+                break
+            except BaseException as error:
+                if isinstance(error, TextError):
+                    raise
+                if clock() > until or not ask_again(error):
+                    beat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
+                    raise
+            await asyncio.sleep(0.1)
+        try:
+            return make(self, self.adopted(claim, ticket, new, started, token, row))
+        except LockLostError:
+            raise
+        except BaseException:
+            self.give_up(ticket)
+            raise
+
+    def abandon(self, hold: Any) -> None:
+        """Free a lease whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
+        WATCHER.post(lambda: self.give_back_later(hold))
+
+    # ------------------------------------------------------------ looking
+
+    async def look(self, place: Place, stored: str) -> Any:
+        """Return the row of whoever holds it, or None."""
+        await self.verify(place)
+        return await self._ask(place, lease_sql(place, self.style).look, (stored,))
+
+
+async def _rest(bell: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await bell.wait()
+
+
+def _no_hold(_: Any) -> None:
+    """Sessions of leases hold nothing."""
+
+
+def leases_of(engine: AsyncEngine, config: Config, kind: type[LeasesT]) -> LeasesT:
+    """Return the domain of an engine on the running loop; a connection cannot leave its loop."""
+    home = Homes.of(engine.sync_engine)
+    loop = asyncio.get_running_loop()
+    domain = home.get((kind, id(loop)))
+    if isinstance(domain, kind) and domain.loop is loop and domain.pid == PROCESS.pid:
+        return domain
+    with MUTEX:
+        for place, other in list(home.items()):
+            if isinstance(other, AsyncLeases) and other.loop.is_closed():
+                del home[place]
+    domain = home[kind, id(loop)] = kind(engine, config)
+    return domain

@@ -1,0 +1,221 @@
+"""What is asked of the server for a lease, and what its answers mean. No I/O: a generator yields statements and gets rows.
+
+So the sync and the async shell drive the very same steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pgfence._holds.hold import named
+from pgfence._leases import terms
+from pgfence._sql.activity import lease_holder
+from pgfence._sql.lease import lease_sql
+from pgfence.keys import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+    from datetime import datetime
+
+    from pgfence._leases.grant import Heartbeat
+    from pgfence._leases.terms import Terms
+    from pgfence._sql.advisory import Style
+    from pgfence._sql.storage import Place
+    from pgfence.keys import LockKey
+    from pgfence.types import Holder
+
+log = logging.getLogger("pgfence.lease")
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The server has granted it."""
+
+    token: int
+    expires_at: datetime
+    remaining: float
+    hold_remaining: float | None
+    checkpoint: Any
+    slot: datetime | None = None
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Somebody has it, or had it: free in so many seconds at the earliest, as far as the server knows now."""
+
+    remaining: float
+    holder: Holder | None = None
+
+
+class Refused(Exception):
+    """It will not be granted, however long one waits."""
+
+
+Outcome: TypeAlias = Granted | Busy
+Steps: TypeAlias = Generator[tuple[str, "Sequence[Any]"], Any, Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is, as far as operators want to know."""
+
+    owner: str | None = None
+    purpose: str = ""
+    metadata: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(ABC):
+    """One name that is asked for.
+
+    Attributes:
+        stored: as it stands in the table.
+        place: of the tables.
+        terms: what it is asked for, in seconds.
+        identity: who asks.
+        heartbeat: who renews it.
+    """
+
+    stored: str
+    place: Place
+    terms: Terms
+    identity: Identity = field(default_factory=Identity)
+    heartbeat: Heartbeat = "auto"
+
+    kind = "lease"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return (shown(self.stored),)
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return ()
+
+    @cached_property
+    def places(self) -> tuple[Hashable, ...]:
+        """Where its contenders of this process queue."""
+        return ((self.place, self.stored),)
+
+    @abstractmethod
+    def attempt(self, style: Style, lease_id: str) -> Steps:
+        """Yield the statements of one attempt, get the row of each, and return what came of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseClaim(Claim):
+    """A lease."""
+
+    def attempt(self, style: Style, lease_id: str) -> Steps:
+        terms, identity = self.terms, self.identity
+        row = yield (
+            lease_sql(self.place, style).acquire,
+            (
+                self.stored,
+                lease_id,
+                terms.ttl,
+                terms.min_hold,
+                terms.lock_delay,
+                terms.max_hold,
+                owner_of(identity),
+                host(),
+                os.getpid(),
+                identity.purpose,
+                identity.metadata,
+                self.kind,
+            ),
+        )
+        granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back = row
+        warn_of_clock(self, set_back)
+        if granted:
+            return Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
+        *who, since = holder
+        return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
+
+
+def holder_of(claim: Claim, row: Sequence[Any]) -> Holder:
+    """Return the holder that a row of `look` describes."""
+    return lease_holder(claim.names[0], row)
+
+
+def warn_of_clock(claim: Claim, set_back: float | None) -> None:
+    """Log that the server's clock was set back while the name was blocked, and what that means."""
+    if set_back is not None and set_back >= terms.NOTABLE_STEP:
+        log.warning(
+            "the clock of the database server was set back by %.0f s or more while the %s %s was held: its times were moved"
+            " back too, so that it is free at the latest one TTL from now if its holder is dead. Check the time service of that"
+            " server",
+            set_back,
+            claim.kind,
+            named(claim.names),
+        )
+
+
+def decoded(text: str | None) -> Any:
+    return None if text is None else json.loads(text)
+
+
+@cache
+def host() -> str:
+    return socket.gethostname()
+
+
+def owner_of(identity: Identity) -> str:
+    """Return what operators read of the holder: what it calls itself, or its process."""
+    return identity.owner or f"{host()}:{os.getpid()}"
+
+
+def adoption(style: Style, claim: Claim, reference: dict[str, Any], new: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the statement that takes a lease over, and its arguments."""
+    owner = claim.identity.owner
+    args = (claim.stored, reference["lease_id"], reference["token"], new, owner, host(), os.getpid())
+    return lease_sql(claim.place, style).adopt, args
+
+
+def adopted(claim: Claim, token: int, row: Sequence[Any]) -> tuple[Claim, Granted] | str:
+    """Return what was adopted, with the terms it has in the table; or why it was not."""
+    outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
+    warn_of_clock(claim, set_back)
+    if outcome != "ok":
+        return str(outcome)
+    found = replace(
+        claim,
+        terms=replace(claim.terms, ttl=ttl),
+        identity=replace(claim.identity, purpose=purpose or ""),
+    )
+    return found, Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
+
+
+def json_text(value: Any, what: str) -> str | None:
+    """Return a value as JSON that PostgreSQL takes.
+
+    Raises:
+        TypeError: it is no JSON.
+        ValueError: it holds NaN, infinity or NUL.
+    """
+    if value is None:
+        return None
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except TypeError as error:
+        raise TypeError(f"{what} must be JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{what} must be JSON: {error}") from None
+    if "\\u0000" in text:
+        raise ValueError(f"{what} must not contain NUL: PostgreSQL's jsonb cannot hold it")
+    if "\\ud" in text:
+        try:
+            json.dumps(json.loads(text), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            found = error.object[max(0, error.start - 20) : error.end + 20]
+            raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {found!r}") from None
+    return text

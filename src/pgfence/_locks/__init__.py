@@ -1,0 +1,1 @@
+"""Acquire and release of session locks."""

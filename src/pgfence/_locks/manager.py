@@ -1,0 +1,399 @@
+"""What one process shares for one engine (async: for one engine and loop): lines, connections, judgement. No I/O.
+
+The life of a hold, in both worlds:
+
+    line up ── first in line ── connection ── try ──────────────── hold ── release: hand over, or unlock
+                    │                          └─ busy: wait in slices ─┘
+                    └─ handed over by the one before: hold at once
+
+Every step has one owner, the contender's own thread or task. Whatever ends it there (timeout, cancel, Ctrl-C, an error) gives
+up the connection it was at and leaves the line; a loss does the same from the watcher's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic
+
+from pgfence._connections.connect import lost_connection
+from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, GoneError, Session
+from pgfence._connections.pool import S
+from pgfence._holds.hold import Hold, emit, here, log, named
+from pgfence._holds.queue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
+from pgfence._locks.outages import Patience, gone_error
+from pgfence._locks.own_holds import is_held_by, self_deadlock
+from pgfence._process import threads
+from pgfence._process.clock import NESTED_LIMIT, Deadline, clock, seconds
+from pgfence._process.lifecycle import PROCESS
+from pgfence._sql import server
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
+from pgfence._sql.token import TokenSql
+from pgfence.errors import (
+    CapacityError,
+    DeadlockError,
+    LockTimeoutError,
+    SelfDeadlockError,
+    TransactionStateError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._holds.cancellation import CancelEvent
+    from pgfence._locks.outages import Away
+    from pgfence._process.clock import Seconds
+    from pgfence._sql.advisory import LockSql, Style
+    from pgfence.config import Config
+    from pgfence.keys import LockKey
+    from pgfence.types import Holder
+
+RETRY_AFTER = 1.0
+"""A session that ended sooner than this after it was taken for a wait counts as a failure; only the first is replaced at once."""
+
+
+_NOW = Deadline(0.0, 0.0)
+
+
+@dataclass(slots=True)
+class Request:
+    """One call: who wants what until when."""
+
+    names: tuple[str, ...]
+    sql: LockSql
+    owner: Contender
+    deadline: Deadline
+    patient: bool = False
+    """Whether it waits for a server that is away from its first question on."""
+    told: bool = False
+    """Whether the log has been told of a long wait."""
+    cancel: CancelEvent | None = None
+    """Ends the wait of a thread."""
+    known_patience: Patience | None = None
+
+    @property
+    def patience(self) -> Patience:
+        """What it does while the server is away. Made at its first use, because a lock that is free needs none."""
+        if self.known_patience is None:
+            self.known_patience = Patience(self.patient)
+        return self.known_patience
+
+    @property
+    def keys(self) -> tuple[LockKey, ...]:
+        return self.sql.keys
+
+    @property
+    def left(self) -> float:
+        return self.deadline.left(clock())
+
+    @property
+    def waits(self) -> bool:
+        return self.deadline.timeout > 0
+
+    @property
+    def budget(self) -> float:
+        """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
+        left = self.deadline.at - clock()
+        if left >= STATEMENT_BUDGET - RELEASE_BUDGET:
+            return STATEMENT_BUDGET
+        return RELEASE_BUDGET + left if left > 0.0 else RELEASE_BUDGET
+
+
+class Domain(ABC, Generic[S]):
+    """Lines and connections of one engine in this process."""
+
+    once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
+
+    def __init__(self, engine: Engine, config: Config) -> None:
+        threads.refuse_without_threads()
+        self.engine = engine
+        self.config = config
+        self.style: Style = server.style_of(engine.dialect)
+        self.pid = PROCESS.pid
+        self.lines = Lines(engine.dialect)
+
+    # ------------------------------------------------------------ lines
+
+    def timeout(self, timeout: Seconds | None, owner: Contender) -> float:
+        """Return how long a call may wait; the default is cut for whoever holds a session lock already."""
+        if timeout is not None:
+            return seconds(timeout)
+        return min(self.config.default_timeout, NESTED_LIMIT) if owner.holds else self.config.default_timeout
+
+    def request(
+        self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float, *, patient: bool = False
+    ) -> Request:
+        """Return a call; `patient`: it waits for a server that is away from its first question on."""
+        deadline = Deadline(clock() + timeout, timeout) if timeout else _NOW
+        return Request(names, sql, owner, deadline, patient and timeout > 0)
+
+    def line_up(self, request: Request, ticket: Ticket) -> bool | None:
+        """Enter the lines, under the mutex, and return whether it stands first in all of them.
+
+        None: another contender is ahead, or this one holds it, and the call does not wait.
+
+        Raises:
+            SelfDeadlockError: the wait would never end inside this process.
+        """
+        owner, names = request.owner, request.names
+        if self.lines.held_by(owner, request.sql.places) or (
+            owner.holds and is_held_by(owner, self.lines, request.sql)
+        ):
+            if not request.waits:  # a try cannot deadlock
+                return None
+            raise SelfDeadlockError(
+                f"this {owner.kind} holds {named(names)} already: {self.once_only}",
+                names=names,
+            )
+        if self.lines.arrive(ticket):
+            return True
+        circle = request.waits and closes_circle(ticket)
+        if request.waits and not circle:
+            owner.waits = ticket
+            return False
+        self.lines.leave(ticket)
+        if circle:
+            raise SelfDeadlockError(
+                f"waiting for {named(names)} would never end: its holder in this process waits for"
+                f" {named(_held_here(owner))}, held here. Take both at once: one lock with many names",
+                names=names,
+            )
+        return None
+
+    def step_out(self, ticket: Ticket) -> None:
+        """Leave the lines; a second time does nothing."""
+        with MUTEX:
+            self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket.owner.waits is ticket:
+            ticket.owner.waits = None
+        ticket.lines.leave(ticket)
+
+    def expect_others(
+        self, session: Session, request: Request, own: Sequence[Hold[Any]], found: Sequence[Holder]
+    ) -> None:
+        """Before a wait in the server: raise if the holder is this contender itself, through another engine.
+
+        Raises:
+            SelfDeadlockError: it is.
+        """
+        if error := self_deadlock(request.owner, request.names, own, found, session.facts.started):
+            raise error
+
+    # ------------------------------------------------------------ holds
+
+    def torn(self, ticket: Ticket) -> None:
+        """Forget what a grant left behind that was interrupted before its handle was there."""
+        with MUTEX:
+            ticket.owner.holds[:] = [hold for hold in ticket.owner.holds if hold.ticket is not ticket]
+            self._leave(ticket)
+
+    def held(self, request: Request, ticket: Ticket, session: S) -> Hold[S]:
+        """Record a grant."""
+        hold = Hold(request.names, request.sql, ticket, session)
+        if isinstance(request.sql, TokenSql):
+            hold.token, hold.stored, hold.place = session.token, request.sql.name, request.sql.place
+        with MUTEX:
+            ticket.owner.waits = ticket.away = None
+            ticket.owner.holds.append(hold)
+            session.hold = ticket.hold = hold
+        if session.dead is not None:  # it died between the answer and this line
+            session.died(session.dead)
+        if self.config.on_event is not None:
+            emit(self.config, "acquired", request.names, hold.token)
+        return hold
+
+    def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
+        """Begin a release, under no lock: (it is ours to release, the lock went on to the next in line without a trip).
+
+        The next in line gets the server's lock as it is, at most 16 times in a row or for 20 ms, so that another process
+        that waits in the server is not starved by a crowd in this one.
+        """
+        with MUTEX:
+            if not hold.begin_release():
+                return False, False
+            if hold in hold.owner.holds:
+                hold.owner.holds.remove(hold)
+            session = hold.session
+            session.hold = None
+            if hold.reason is not None or session.dead or session.lent or not session.ours:
+                return True, False
+            heir = self.lines.next_for(hold.ticket)
+            if heir is None or session.burst >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
+                return True, False
+            session.burst += 1
+            heir.gift = session
+            self._leave(hold.ticket)
+            return True, True
+
+    def session_died(self, hold: Hold[Any] | None) -> None:
+        """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
+        if hold is not None:
+            self.step_out(hold.ticket)
+            emit(self.config, "lost", hold.names, hold.token)
+            log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
+        self.tidy()
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Close the connections that died."""
+
+    def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
+        """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there.
+
+        Raises:
+            LockNotHeldError: this is a forked child; nothing of its parent's is looked at.
+        """
+        if hold.pid != PROCESS.pid:
+            raise hold.not_held_error()
+        if not hold.session.spoiled or hold.state == "released":
+            return False
+        if not leaving:
+            raise in_transaction(hold.names)
+        return True
+
+    def released(self, hold: Hold[S], *, spoiled: bool) -> None:
+        """Tell of a release, or of what it found."""
+        if hold.reason is not None:
+            raise hold.lost_error()
+        if self.config.on_event is not None:
+            emit(self.config, "released", hold.names, hold.token)
+        if spoiled:
+            raise in_transaction(hold.names, closed=True)
+
+    # ------------------------------------------------------------ telling
+
+    def timed_out(self, request: Request, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
+        owner, held_here = request.owner, _held_here(request.owner)
+        by = f"; held by {', '.join(map(str, holders))}" if holders else ""
+        emit(self.config, "timeout", request.names)
+        if is_held_by(owner, self.lines, request.sql):
+            nested = f"; this {owner.kind} holds it already, and {self.once_only}"
+        else:
+            nested = f". This {owner.kind} also holds {named(held_here)}" if held_here else ""
+        return LockTimeoutError(
+            f"could not acquire {named(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
+            names=request.names,
+            keys=request.keys,
+            timeout=request.deadline.timeout,
+            holders=holders,
+            held_here=held_here,
+        )
+
+    def late(self, request: Request, ticket: Ticket, holders: Sequence[Holder]) -> Exception:
+        """Return what a contender raises that was not first in line in time: it is held, or the first one found no server."""
+        with MUTEX:
+            fronts = [next(iter(self.lines.line(place)), ticket) for place in ticket.places]
+        away = [front.away for front in fronts if front.away is not None]
+        if not away:
+            return self.timed_out(request, holders)
+        request.patience.failures += 1  # so that it gets an error of its own, and not that of another contender
+        return self.ended(request, away[0])
+
+    def ended(self, request: Request, error: Away) -> Away:
+        """Return the error that a call ends with that finds no server."""
+        return request.patience.ended(request.names, error, request.deadline.timeout)
+
+    def saw_line(self, request: Request, ticket: Ticket) -> None:
+        """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
+        # A loop, because an interrupt that comes while a generator is dropped partway is swallowed there.
+        for place in ticket.places:
+            front = next(iter(self.lines.line(place)), ticket)
+            if front.hold is not None or front.told_held:
+                request.patience.held()
+                return
+
+    def saw_held(self, request: Request, ticket: Ticket, holders: Sequence[Holder] = ()) -> None:
+        """Note that the server has responded, and that it is held."""
+        request.patience.held(holders)
+        ticket.told_held, ticket.away = True, None
+
+    def outlast(self, request: Request, ticket: Ticket, error: Away) -> float:
+        """Return how many seconds to pause before a server that is away is asked again.
+
+        Raises:
+            UnreachableError, StandbyError: the call does not wait for it, or no longer.
+        """
+        pause = request.patience.pause(request.names, error, request.left)
+        if pause is not None:
+            ticket.away = error
+            return pause
+        ended = self.ended(request, error)
+        if ended is error:
+            raise error
+        raise ended from error
+
+    def holders_here(self, request: Request) -> list[Holder]:
+        """Return the holders in this process that a contender stands in line behind."""
+        with MUTEX:
+            first = [
+                (key, next(iter(self.lines.line(place)), None))
+                for key, place in zip(request.keys, request.sql.places, strict=True)
+            ]
+        return [here(key, ticket.hold) for key, ticket in first if ticket is not None and ticket.hold is not None]
+
+    def gone(self, request: Request, ticket: Ticket, gone: GoneError, failures: int) -> float:
+        """Return how many seconds to pause after a session that ended while it asked; the first of them is replaced at once.
+
+        Raises:
+            UnreachableError: one too many ended, and the call does not wait for the server.
+        """
+        if failures == 1 and (request.left or not request.waits):
+            return 0.0
+        error = gone_error(request, gone)
+        error.__cause__ = gone.__cause__
+        return self.outlast(request, ticket, error)
+
+    def narrate(self, request: Request, news: tuple[int, float], holders: Sequence[Holder]) -> None:
+        """Say in the log who is waited for."""
+        keys = ", ".join(str(key.value) for key in request.keys)
+        by = ", ".join(map(str, holders)) or "nobody by now"
+        if not log.isEnabledFor(news[0]):
+            return
+        log.log(news[0], "waiting for the lock %s (%s) for %.1f s, held by %s", named(request.names), keys, news[1], by)
+
+
+NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
+
+
+def _held_here(owner: Contender) -> tuple[str, ...]:
+    return tuple(name for hold in owner.holds for name in hold.names)
+
+
+def translated(session: Session, error: Exception, sql: LockSql) -> Exception:
+    """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
+    state = sqlstate(error)
+    if told := sql.meaning(error):
+        return told
+    if state == DEADLOCK_DETECTED:
+        return DeadlockError("PostgreSQL ended this wait as the victim of a deadlock: try again", sqlstate=state)
+    if state == OUT_OF_MEMORY:
+        facts = session.facts
+        return CapacityError(
+            "the server's lock table is full: hold fewer locks at a time or raise max_locks_per_transaction",
+            used=facts.locks_used,
+            limit=facts.lock_limit,
+            sqlstate=state,
+        )
+    if lost_connection(session, error):
+        gone = GoneError()
+        gone.__cause__ = error
+        return gone
+    return error
+
+
+def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
+    """The caller's connection is in a transaction while its lock is to be given back."""
+    if closed:
+        return TransactionStateError(
+            f"the block of {named(names)} ended inside a transaction: whoever takes the lock next would not see its writes."
+            " The connection was closed and the transaction is rolled back. Commit inside the block"
+        )
+    return TransactionStateError(
+        f"{named(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
+        " Commit or roll back first, then release; the lock is still held"
+    )

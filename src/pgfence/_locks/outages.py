@@ -1,0 +1,76 @@
+"""Waits that last through an outage of the server: when to retry, and the error at the end of the timeout. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pgfence._connections.connect import UNKNOWN
+from pgfence._holds.hold import log, named
+from pgfence._process.clock import between, clock
+from pgfence.errors import StandbyError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pgfence._connections.connection import GoneError
+    from pgfence._locks.manager import Request
+    from pgfence.types import Holder
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+
+Away = UnreachableError | StandbyError
+"""What an outage looks like. A standby may be a former primary while a cluster switches over."""
+
+
+@dataclass(slots=True)
+class Patience:
+    """Whether one call outlasts an outage, and what the server last responded to it."""
+
+    lasts: bool
+    """Whether it does: its caller passed a timeout, or the server has responded that the lock is held."""
+    failures: int = 0
+    """How many attempts in a row got no response."""
+    heard_at: float | None = None
+    """When the server last responded that the lock is held, on the clock of this process."""
+    holders: Sequence[Holder] = ()
+    """Who held it then, as far as the response said."""
+
+    def held(self, holders: Sequence[Holder] = ()) -> None:
+        """Note the response that it is held. From now on the wait lasts until its timeout."""
+        self.lasts = True
+        self.failures = 0
+        self.heard_at = clock()
+        self.holders = holders or self.holders
+
+    def pause(self, names: tuple[str, ...], error: Away, left: float) -> float | None:
+        """Return how many seconds to pause before the server is asked again, or None: the call ends here."""
+        if not self.lasts or left <= 0 or not error.retryable:
+            return None
+        self.failures += 1
+        if self.failures == 1:
+            log.warning("no server while waiting for %s, asking again until the timeout: %s", named(names), error)
+        longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures, 20))
+        return min(left, longest * between(0.5, 1.0))
+
+    def ended(self, names: tuple[str, ...], error: Away, timeout: float) -> Away:
+        """Return the error that ends a wait: the server cannot be reached, and what it last responded."""
+        if self.heard_at is None and not self.failures:
+            return error
+        reason = str(error).removesuffix(UNKNOWN).rstrip(" .")
+        message = f"{reason}. Waited {timeout:g} s for {named(names)}: "
+        if self.heard_at is None:
+            message += f"the server could not be reached. {UNKNOWN}"
+        else:
+            by = f" by {', '.join(map(str, self.holders))}" if self.holders else ""
+            message += f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then the server cannot be reached"
+        if isinstance(error, StandbyError):
+            return StandbyError(message, sqlstate=error.sqlstate)
+        return UnreachableError(message, sqlstate=error.sqlstate, retryable=error.retryable)
+
+
+def gone_error(request: Request, gone: GoneError) -> UnreachableError:
+    """The session ended under the question, and so did its successor."""
+    return UnreachableError(
+        f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held; try again"
+    )

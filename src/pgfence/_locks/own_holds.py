@@ -1,0 +1,105 @@
+"""Waits for what the caller itself holds: in this process, and on another connection.
+
+The lines of `localqueue` show the latter only where both locks are taken through one engine. The server shows all of them: a
+session that holds the key, and is one of the contender's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pgfence._holds.hold import Hold, named
+from pgfence._leases.grant import Grant
+from pgfence._leases.request import Claim
+from pgfence._sql import activity, server
+from pgfence._sql.token import TokenSql
+from pgfence.errors import SelfDeadlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection
+
+    from pgfence._holds.queue import Contender, Lines
+    from pgfence._sql.storage import Place
+    from pgfence.keys import LockKey
+    from pgfence.types import Holder
+
+
+def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
+    """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
+
+    A lease and a session lock with a token wait in different lines, and exclude each other by their row.
+    """
+    if not owner.holds:
+        return False
+    places, row = set(sql.places), _row_of(sql)
+    for hold in tuple(owner.holds):
+        theirs = hold.ticket.lines
+        same_place = theirs is lines and not places.isdisjoint(hold.ticket.places)
+        same_row = row is not None and theirs.home is lines.home is not None and _row_of(hold) == row
+        if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
+            return True
+    return False
+
+
+def _row_of(asked: Any) -> tuple[Place, str] | None:
+    """Return the row of the lease table that a claim, a grant or a session lock uses; None if it uses none."""
+    sql = asked.sql if isinstance(asked, Hold) else asked
+    if isinstance(sql, TokenSql):
+        return sql.place, sql.name
+    if isinstance(sql, Grant):
+        return (sql.place, sql.stored) if sql.family == "lease" else None
+    return (sql.place, sql.stored) if isinstance(sql, Claim) and sql.kind != "effect" else None
+
+
+def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
+    """Return the session locks of a contender on any of these keys, in whatever database."""
+    wanted = set(keys)
+    return [
+        hold
+        for hold in tuple(owner.holds)
+        if isinstance(hold, Hold) and not wanted.isdisjoint(hold.keys) and not hold.dropped and hold.state == "held"
+    ]
+
+
+def self_deadlock(
+    owner: Contender, names: tuple[str, ...], holds: Sequence[Hold[Any]], found: Sequence[Holder], started: str
+) -> SelfDeadlockError | None:
+    """Return the error of a wait for a lock that the contender holds itself; None: others hold it.
+
+    Args:
+        owner: who is about to wait.
+        names: what it waits for.
+        holds: its own session locks on those keys.
+        found: the holders of those keys in the database where it waits.
+        started: when that server was started. A process id alone proves nothing: another server may use the same one.
+    """
+    there = {(holder.key, holder.backend_pid) for holder in found}
+    own = tuple(
+        name
+        for hold in holds
+        if hold.session.facts.started == started and any((key, hold.session.pid) in there for key in hold.keys)
+        for name in hold.names
+    )
+    if not own:
+        return None
+    return SelfDeadlockError(
+        f"waiting for {named(names)} would never end: this {owner.kind} holds {named(own)} itself, as an AdvisoryLock on another"
+        " connection. Pass the handle on, or work on the lock's own connection (AdvisoryLock.connect())",
+        names=names,
+    )
+
+
+def on_another_connection(
+    owner: Contender, connection: Connection, names: tuple[str, ...], keys: Sequence[LockKey]
+) -> SelfDeadlockError | None:
+    """Return the error of a wait on this connection for a lock that the contender holds itself on another one.
+
+    No round trip unless it holds a session lock on one of the keys, then two.
+    """
+    here = connection.connection.dbapi_connection
+    holds = [hold for hold in on_these_keys(owner, keys) if hold.session.dbapi_connection is not here]
+    if not holds:
+        return None
+    return self_deadlock(owner, names, holds, activity.holders(connection, keys), server.started(connection))

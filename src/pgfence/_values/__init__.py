@@ -1,0 +1,1 @@
+"""What an idempotency key stores, and how it is compared."""

@@ -1,7 +1,0 @@
-"""The scenes, played after the acts. A new one is a file with a SCENE, and its place in this list."""
-
-from __future__ import annotations
-
-from pgfence.demo.scenes import contention, paused, retries, slots
-
-SCENES = (paused.SCENE, slots.SCENE, contention.SCENE, retries.SCENE)

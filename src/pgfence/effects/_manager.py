@@ -1,0 +1,69 @@
+"""Effects on the runtime of leases: the rules that differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pgfence._leases.manager import LONGEST_SLEEP, LeaseDomain
+from pgfence._leases.manager_async import AsyncLeases
+from pgfence._leases.manager_sync import SyncLeases
+from pgfence._process.clock import between
+from pgfence._process.monitor import WATCHER
+from pgfence.effects._claim import EffectClaim
+from pgfence.effects._ends import in_progress
+from pgfence.errors import LockNotHeldError, UnreachableError
+
+if TYPE_CHECKING:
+    from pgfence._leases.grant import Grant
+    from pgfence._leases.heartbeat.tasks import Family
+    from pgfence._leases.request import Busy
+    from pgfence._locks.manager import Request
+    from pgfence.errors import PgfenceError
+
+FIRST_NAP = 0.02
+
+
+class _Effects(LeaseDomain[Any]):
+    """Where a claim of an effect differs from a lease.
+
+    Nobody is told (NOTIFY) of its end. The end is a commit that has to be on disk, and commits that tell of something wait
+    for each other in the whole database. A waiter asks again, at first after milliseconds, later once a second.
+    """
+
+    family: ClassVar[Family] = "effect"
+    noun = "the claim of"
+    needed = 2
+    warm = 5
+    tells = False
+
+    def too_late(self, request: Request, busy: Busy) -> None:
+        claim: Any = request.sql
+        assert isinstance(claim, EffectClaim)
+        raise in_progress(claim.wanted, busy, request.deadline.timeout if request.waits else 0)
+
+    def no_session(self, request: Request | None) -> PgfenceError:
+        return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
+
+    def nap(self, remaining: float, left: float, *, naps: int) -> float:
+        longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(naps, 20)) * between(0.5, 1.0)
+        # A claim that is not renewed ends by itself.
+        return min(left, longest, remaining + between(0.005, 0.05)) if remaining else min(left, longest)
+
+    def abandon(self, hold: Grant) -> None:
+        """Stop renewing the claim of an attempt that was dropped before its end; called by a finaliser."""
+
+        def lapse() -> None:
+            try:
+                self.let_lapse(hold)
+            except LockNotHeldError:
+                return
+
+        WATCHER.post(lapse)
+
+
+class SyncEffects(_Effects, SyncLeases):
+    """The attempts of the threads of this process through one engine."""
+
+
+class AsyncEffects(_Effects, AsyncLeases):
+    """The attempts of the tasks of one loop through one engine."""

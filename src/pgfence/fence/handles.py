@@ -1,0 +1,257 @@
+"""Handles of what brings a fencing token, sync and async: advisory locks with a token, and leases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+from pgfence._api.handles import AsyncHeld, Held
+from pgfence._leases.request import json_text
+from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
+from pgfence.keys import SEPARATOR, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+    from datetime import datetime
+    from typing import TypeAlias
+    from uuid import UUID
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import (
+        AsyncConnection,
+        AsyncEngine,
+        AsyncSession,
+        async_scoped_session,
+        async_sessionmaker,
+    )
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+    from typing_extensions import TypeVar
+
+    from pgfence._leases.grant import Grant
+    from pgfence._process.clock import Seconds
+    from pgfence.lease._request import Json, LeaseRef
+
+    S = TypeVar("S", bound=Session)
+    AS = TypeVar("AS", bound=AsyncSession)
+    SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
+    AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
+
+
+def _tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
+    """Return the gates to enter, as they stand in the table: those named, else the handle's own."""
+    handle.check()
+    own = handle._hold.stored
+    if not resources:
+        return {own: handle.token}
+    namespace, separator, _ = own.partition(SEPARATOR)
+    return {stored(each, namespace if separator else "", "a resource"): handle.token for each in resources}
+
+
+def _inside(work: AsyncWork) -> Any:
+    """Return the async session that an async_scoped_session stands for, else what was given."""
+    return getattr(work, "registry", lambda: work)()
+
+
+class _Tokened:
+    """What both twins know of a token without asking anybody."""
+
+    __slots__ = ()
+
+    _hold: Any
+
+    @property
+    def token(self) -> int:
+        """The fencing token of this grant. No I/O."""
+        token: int = self._hold.token
+        return token
+
+
+class _Leased(_Tokened):
+    """What both twins know of a lease without asking anybody."""
+
+    __slots__ = ()
+
+    _domain: Any
+
+    @property
+    def _grant(self) -> Grant:
+        grant: Grant = self._hold
+        return grant
+
+    @property
+    def lease_id(self) -> UUID:
+        """Which grant this is. No I/O."""
+        return self._grant.lease_id
+
+    @property
+    def expires_at(self) -> datetime:
+        """Until when it is held by the server's clock, as of the last renewal. No I/O."""
+        return self._grant.expires_at
+
+    @property
+    def last_checkpoint(self) -> Json:
+        """What the holder before had committed last when this one was granted. No I/O."""
+        found: Json = self._grant.checkpoint
+        return found
+
+    def remaining(self) -> float:
+        """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
+        return self._grant.remaining()
+
+    def progress(self) -> None:
+        """Say that the work goes on: `heartbeat="progress"` renews only then. No I/O."""
+        self._grant.progress()
+
+    def abandon(self) -> None:
+        """Stop renewing and give nothing back: it expires with its TTL. No I/O.
+
+        Raises:
+            LockNotHeldError: it was released before.
+        """
+        self._domain.let_lapse(self._grant)
+
+
+class FencedHeld(_Tokened, Held):
+    """Something held whose grant brought a fencing token: a number that only grows for its name.
+
+    Not promised: that the token stops anybody by itself. Only a transaction that entered a gate with it is refused once it is
+    stale: `begin`, or `fence` as its first statement.
+    """
+
+    __slots__ = ()
+
+    def fence(self, session: SyncWork, *resources: str) -> None:
+        """Enter the gate with a transaction that you began, as its first statement; it stays locked until that ends.
+
+        Args:
+            session: a Session or Connection.
+            resources: whose gates; none: the one of its own name.
+
+        Raises:
+            StaleFencingTokenError: another token counts by now; nothing of the transaction can be committed.
+            LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or
+                the session's own `lock_timeout`. This transaction is aborted: roll back.
+            TransactionStateError: it is in autocommit, or something was read before.
+            LockLostError, LockNotHeldError: it is not held any more, as far as this process knows.
+            SchemaError: the tables are missing, or not open to this role.
+            ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
+        """
+        enter(session, _tokens(self, resources), issued=self._hold.place)
+
+    @overload
+    def begin(self, factory: sessionmaker[S], *resources: str) -> AbstractContextManager[S, None]: ...
+    @overload
+    def begin(self, factory: Engine, *resources: str) -> AbstractContextManager[Connection, None]: ...
+    def begin(self, factory: Any, *resources: str) -> AbstractContextManager[Any, None]:
+        """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
+
+        Promised: once a newer token has entered the gate, or was granted, this transaction cannot commit. Not promised:
+        anything about what was read before the block.
+
+        Args:
+            factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.
+            resources: whose gates; none: the one of its own name.
+
+        Raises:
+            PgfenceError: on entering, as `fence`; inside, when a statement meets a fence.
+        """
+        return begin_fenced(factory, _tokens(self, resources), self._hold.place)
+
+
+class HeldLease(_Leased, FencedHeld):
+    """A lease that is held. Release it, or use it as a context manager.
+
+    `state`, `lost` and `check()` look at the clock of this process: after a pause they say "lost" before anything was asked.
+    """
+
+    __slots__ = ()
+
+    def renew(self, ttl: Seconds | None = None) -> None:
+        """Renew it now, with another TTL from now on if one is given. Needed with `heartbeat="manual"`, else seldom.
+
+        Raises:
+            LockLostError: it is lost.
+            LockNotHeldError: it was released.
+            UnreachableError: no answer; it stands until its deadline, and the heartbeat goes on trying.
+            ValueError, TypeError: as the `ttl` of a lease.
+        """
+        self._domain.renew(self._hold, ttl_of(ttl))
+
+    def checkpoint(self, session: SyncWork, data: Json) -> None:
+        """Save what the next holder can go on from, in the caller's transaction, behind the gate of this lease.
+
+        Args:
+            session: a Session or Connection, best the one from `begin()`.
+            data: JSON; it takes the place of what was saved before.
+
+        Raises:
+            StaleFencingTokenError: another token counts by now.
+            LockLostError, LockNotHeldError: it is not held any more.
+            TypeError: it is not JSON.
+            ValueError: it is not JSON; or the session is configured for another schema or prefix.
+        """
+        self.check()
+        save_checkpoint(session, self._hold.stored, self.token, json_text(data, "a checkpoint"), self._hold.place)
+
+    def hand_over(self) -> LeaseRef:
+        """Renew once, and return what another process needs to adopt it. This handle is released; the row waits for a TTL.
+
+        Raises:
+            LockLostError, LockNotHeldError, UnreachableError: as `renew`; it is handed over to nobody then.
+        """
+        found: LeaseRef = self._domain.hand_over(self._hold)
+        return found
+
+
+def ttl_of(ttl: Seconds | None) -> float | None:
+    """Return a new TTL in seconds."""
+    from pgfence._leases import terms
+
+    return None if ttl is None else terms.ttl_of(ttl)
+
+
+class AsyncFencedHeld(_Tokened, AsyncHeld):
+    """Something held whose grant brought a fencing token; see `FencedHeld`."""
+
+    __slots__ = ()
+
+    async def fence(self, session: AsyncWork, *resources: str) -> None:
+        """Enter the gate with a transaction that you began, as its first statement; it stays locked until that ends.
+
+        Arguments and errors are those of the sync twin.
+        """
+        tokens, issued = _tokens(self, resources), self._hold.place
+        await _inside(session).run_sync(lambda work: enter(work, tokens, issued=issued))
+
+    @overload
+    def begin(self, factory: async_sessionmaker[AS], *resources: str) -> AbstractAsyncContextManager[AS, None]: ...
+    @overload
+    def begin(self, factory: AsyncEngine, *resources: str) -> AbstractAsyncContextManager[AsyncConnection, None]: ...
+    def begin(self, factory: Any, *resources: str) -> AbstractAsyncContextManager[Any, None]:
+        """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
+
+        Promises, arguments and errors are those of the sync twin.
+        """
+        return begin_fenced_async(factory, _tokens(self, resources), self._hold.place)
+
+
+class AsyncHeldLease(_Leased, AsyncFencedHeld):
+    """A lease that is held; see `HeldLease`."""
+
+    __slots__ = ()
+
+    async def renew(self, ttl: Seconds | None = None) -> None:
+        """Renew it now; arguments and errors are those of the sync twin."""
+        await self._domain.renew(self._hold, ttl_of(ttl))
+
+    async def checkpoint(self, session: AsyncWork, data: Json) -> None:
+        """Save what the next holder can go on from; arguments and errors are those of the sync twin."""
+        self.check()
+        name, token, text = self._hold.stored, self.token, json_text(data, "a checkpoint")
+        issued = self._grant.place
+        await _inside(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
+
+    async def hand_over(self) -> LeaseRef:
+        """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""
+        found: LeaseRef = await self._domain.hand_over(self._hold)
+        return found

@@ -1,0 +1,30 @@
+"""The operations behind the directives of `op`, for `process_revision_directives` and Alembic's `Rewriter`.
+
+Importing this module loads what Alembic needs to do these operations and to write them down.
+"""
+
+from __future__ import annotations
+
+from pgfence._alembic.operations import (
+    AddFence,
+    AddVersionTrigger,
+    CreateIndexSafely,
+    CreatePgfence,
+    DropFence,
+    DropIndexSafely,
+    DropPgfence,
+    DropVersionTrigger,
+    UpgradePgfence,
+)
+
+__all__ = [
+    "AddFence",
+    "AddVersionTrigger",
+    "CreateIndexSafely",
+    "CreatePgfence",
+    "DropFence",
+    "DropIndexSafely",
+    "DropPgfence",
+    "DropVersionTrigger",
+    "UpgradePgfence",
+]
