@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
+from uuid import UUID
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -71,3 +73,14 @@ class Event:
     lease_id: UUID | None
     token: int | None
     at: datetime
+
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+
+class LeaseRef(TypedDict):
+    """A lease that was handed over, as plain JSON for a queue. Whoever has it may adopt the lease."""
+
+    name: str
+    lease_id: str
+    token: int

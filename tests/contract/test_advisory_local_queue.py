@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
+from pgfence._holds import wait_plan
 from pgfence._locks import manager as domains
 from pgfence._locks import manager_async, manager_sync
-from pgfence._process import clock
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
 from support.locking import (
@@ -191,7 +191,7 @@ async def test_a_long_wait_in_the_server_warns_once(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rule 19: with name, holder and age."""
-    monkeypatch.setattr(clock, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(wait_plan, "WARN_AFTER", 0.2)
     with elsewhere(dsn, name, label="other-deploy") as holder:
         with caplog.at_level(logging.WARNING, "pgfence"), pytest.raises(LockTimeoutError):
             await world.call(lock(world, world.engine(), name).acquire, timeout=1.6)
@@ -350,7 +350,7 @@ async def test_a_nested_wait_is_cut_and_names_both_locks(
             with pytest.raises(LockTimeoutError) as caught:
                 await world.call(inner.acquire, timeout=0.4)
             assert caught.value.timeout == 0.4
-    assert clock.NESTED_LIMIT == 60
+    assert wait_plan.NESTED_LIMIT == 60
 
 
 async def test_a_nested_wait_through_another_engine_is_cut_too(

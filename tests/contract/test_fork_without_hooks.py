@@ -64,7 +64,7 @@ def in_child(work):
 
 BODY = """
 import pgfence
-from pgfence._holds.queue import MUTEX
+from pgfence._process.lifecycle import MUTEX
 from pgfence._process.lifecycle import PROCESS, PidMark
 
 if sys.argv[4] == "pid":

@@ -18,7 +18,7 @@ from pgfence.keys import LockKey, resolve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
 
 STYLES: tuple[Style, ...] = ("format", "numeric")
 SETS = {

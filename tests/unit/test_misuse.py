@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import pgfence
+from pgfence._api.misuse import HANDLE_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -256,3 +257,8 @@ def test_right_uses_are_none_of_these() -> None:
         assert lock.hold(timeout=5) is not None
         assert callable(lock.wrap(timeout=5))
         assert type(copy(lock)) is type(lock)
+
+
+def test_the_names_of_the_handle_are_all_of_them() -> None:
+    """What the lock says of a name that belongs to its handle is said of each."""
+    assert set(HANDLE_NAMES) == {name for name in dir(pgfence.HeldLease) if not name.startswith("_")}

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from pgfence._holds.hold import Hold, emit, named
-from pgfence._holds.queue import MUTEX, Contender, Lines, Ticket
+from pgfence._holds.events import emit, named
+from pgfence._holds.hold import Hold
+from pgfence._holds.queue import Contender, Lines, Ticket
+from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.advisory import LockSql
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pgfence._holds.wait_plan import first_slice, milliseconds, pause, slice_for
 from pgfence._leases.terms import retry_after
-from pgfence._process.clock import Deadline, clock, first_slice, milliseconds, pause, seconds, slice_for
+from pgfence._process.clock import Deadline, clock, seconds
 from pgfence.retrying._rules import pause_after
 
 moments = st.floats(0, 1e9)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._sql.server import DRIVERS, Facts, capacity, style_of, verdict
+from pgfence._sql.params import DRIVERS, style_of
+from pgfence._sql.server import Facts, capacity, verdict
 from pgfence.errors import CapacityError, PoolerError, StandbyError, UnsupportedServerError
 
 GOOD = Facts(

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence._connections.connect import unreachable
 from pgfence._sql import fences
 from pgfence._sql import tables as texts
-from pgfence._sql.server import style_of
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import SWITCHING, sqlstate
 from pgfence._sql.storage import VERSION, Place, place_of, primary, translated
 from pgfence._sql.transaction import driver_state

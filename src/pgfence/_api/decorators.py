@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, Protocol, Type
 
 from typing_extensions import deprecated
 
-from pgfence._holds.hold import log
+from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
 from pgfence.errors import LockTimeoutError, UnreachableError
 

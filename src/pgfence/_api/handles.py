@@ -17,11 +17,12 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from pgfence._api.contexts import attach
-from pgfence._holds.hold import log, named, tell
+from pgfence._holds.events import named
 from pgfence._locks import manager_async, manager_sync
+from pgfence._process.callbacks import log, tell
 from pgfence._process.clock import seconds
 from pgfence._process.monitor import WATCHER
 from pgfence.errors import LockLostError, LockNotHeldError
@@ -281,7 +282,8 @@ def current(kind: type[AnyHeld], /) -> AnyHeld:
         LockNotHeldError: there is none.
     """
     here: Contender | None = manager_async.contender_here() if issubclass(kind, AsyncHeld) else manager_sync.contender()
-    for hold in reversed(here.holds if here is not None else []):
+    holds = cast("list[BaseHold]", here.holds if here is not None else [])
+    for hold in reversed(holds):
         handle = hold.handle()
         if isinstance(handle, kind) and hold.ours:
             return handle

@@ -16,10 +16,9 @@ from typing_extensions import TypeVar
 
 from pgfence._api.decorators import Policy, called, choice, no_generator, templates, wanted, wanted_async
 from pgfence._api.handles import AsyncHeld, Held
-from pgfence._api.misuse import Guided
+from pgfence._api.misuse import HANDLE_NAMES, Guided
 from pgfence._locks import manager_async, manager_sync
 from pgfence.errors import LockTimeoutError, UnreachableError
-from pgfence.fence.handles import HeldLease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,8 +36,7 @@ AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
 def _elsewhere(handle: str) -> dict[str, str]:
     """Return what other libraries' locks have, and where it is here."""
-    on_handle = [name for name in dir(HeldLease) if not name.startswith("_")]
-    return {**dict.fromkeys(on_handle, f"it belongs to the handle, {handle}"), "locked": "use is_held()"}
+    return {**dict.fromkeys(HANDLE_NAMES, f"it belongs to the handle, {handle}"), "locked": "use is_held()"}
 
 
 class Verbs(Guided, ABC, Generic[H]):

@@ -23,6 +23,32 @@ _FORMS = {
 }
 
 
+HANDLE_NAMES = (
+    "abandon",
+    "begin",
+    "check",
+    "checkpoint",
+    "expires_at",
+    "fence",
+    "hand_over",
+    "keys",
+    "last_checkpoint",
+    "lease_id",
+    "loss_reason",
+    "lost",
+    "names",
+    "on_lost",
+    "progress",
+    "release",
+    "remaining",
+    "renew",
+    "state",
+    "token",
+    "wait_lost",
+)
+"""The public names of `HeldLease`, which other libraries have on the lock itself."""
+
+
 class Guided:
     """Base of the nouns whose wrong uses raise with the right form in the message."""
 

@@ -7,7 +7,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from pgfence._holds.hold import log
+from pgfence._process.callbacks import log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

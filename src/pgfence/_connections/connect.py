@@ -19,6 +19,7 @@ from sqlalchemy.pool import StaticPool
 from pgfence._connections.addresses import place, warn_of_slow_hosts
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.errors import PgfenceError, PoolerError, UnreachableError
 
@@ -54,7 +55,7 @@ def open_connection(
         UnreachableError: the server did not answer or did not let us in.
         PoolerError, StandbyError, UnsupportedServerError: it did, and it is not safe there.
     """
-    server.style_of(engine.dialect)
+    style_of(engine.dialect)
     warn_of_slow_hosts(engine)
     fairy = _fresh(engine)
     try:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
 
-from pgfence._process.clock import slice_for
+from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import HAS_HANGUP, WATCHER, SocketId, socket_id
 from pgfence.errors import TransactionStateError
@@ -61,7 +61,7 @@ WARM_FOR = 30.0
 
 
 class GoneError(Exception):
-    """The connection ended under a statement that cannot have left a lock behind. Never leaves `_runtime`."""
+    """The connection ended under a statement that cannot have left a lock behind. Never reaches a caller."""
 
 
 class Session(ABC):

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pgfence._connections.addresses import place
 from pgfence._connections.connect import UNKNOWN
 from pgfence._connections.connection import Borrowed, Session
-from pgfence._holds.hold import log
-from pgfence._holds.queue import MUTEX
 from pgfence._process import threads
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.callbacks import log
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.monitor import WATCHER
 from pgfence._process.references import when_disposed
 from pgfence._sql import server

@@ -12,8 +12,7 @@ from pgfence._connections.connect import in_greenlet, judge, open_connection, un
 from pgfence._connections.connection_async import AsyncSession, BorrowedAsyncSession, keep, on_loop
 from pgfence._connections.drivers import ASYNC_WIRES, wire_for
 from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn, close_all
-from pgfence._holds.queue import MUTEX
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import CapacityError
 
 if TYPE_CHECKING:

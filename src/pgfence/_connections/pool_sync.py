@@ -11,9 +11,8 @@ from pgfence._connections.connection_sync import BorrowedSyncSession, SyncSessio
 from pgfence._connections.drivers import SYNC_WIRES, wire_for
 from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
 from pgfence._holds.cancellation import wait
-from pgfence._holds.queue import MUTEX
 from pgfence._process import threads
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import CapacityError, UnreachableError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pgfence._demo.worker import Desk
+    from pgfence._demo.context import Desk
 
 
 class Blow(StrEnum):

@@ -6,7 +6,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from pgfence._process.clock import SLICE, clock
+from pgfence._holds.wait_plan import SLICE
+from pgfence._process.clock import clock
 from pgfence.errors import WaitCancelledError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class CancelEvent(Protocol):
 
 
 class Cancelled(BaseException):
-    """The wait was cancelled; `acquire` says so by a WaitCancelledError. Never leaves `_runtime`."""
+    """The wait was cancelled; `acquire` says so by a WaitCancelledError. Never reaches a caller."""
 
 
 class _Here(threading.local):

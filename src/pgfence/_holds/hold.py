@@ -8,28 +8,24 @@ never taken for possession.
 
 from __future__ import annotations
 
-import logging
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pgfence._holds.queue import MUTEX
-from pgfence._process.lifecycle import PROCESS
+from pgfence._holds.events import named
+from pgfence._process.callbacks import tell
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
-from pgfence.types import Event, Holder
+from pgfence.types import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from uuid import UUID
 
     from pgfence._holds.queue import Contender, Ticket
     from pgfence._sql.advisory import LockSql
     from pgfence._sql.storage import Place
-    from pgfence.config import Config
     from pgfence.errors import LossReason
     from pgfence.keys import LockKey
     from pgfence.types import State
 
-log = logging.getLogger("pgfence.advisory")
 
 SessionT = TypeVar("SessionT")
 
@@ -82,6 +78,11 @@ class BaseHold:
     def keys(self) -> tuple[LockKey, ...]:
         """The advisory keys it stands on: none, unless it is an advisory lock."""
         return ()
+
+    @property
+    def row(self) -> tuple[Place, str] | None:
+        """The row of the lease table that it stands in, if it uses one."""
+        return None
 
     @property
     def loss_reason(self) -> LossReason | None:
@@ -194,6 +195,10 @@ class Hold(BaseHold, Generic[SessionT]):
     def keys(self) -> tuple[LockKey, ...]:
         return self.sql.keys
 
+    @property
+    def row(self) -> tuple[Place, str] | None:
+        return self.sql.row
+
 
 _TOLD: dict[LossReason, str] = {
     "killed": "its server session ended",
@@ -208,34 +213,6 @@ _TOLD: dict[LossReason, str] = {
 
 def _nothing() -> None:
     """There is no handle (yet)."""
-
-
-def tell(listener: Callable[[], object]) -> None:
-    """Call a listener; its exception is logged, for it must not break the lock or the other listeners."""
-    try:
-        listener()
-    except Exception:
-        log.exception("a callback of a lock failed")
-
-
-def named(names: tuple[str, ...]) -> str:
-    return ", ".join(repr(name) for name in names)
-
-
-def emit(
-    config: Config,
-    event: str,
-    names: tuple[str, ...],
-    token: int | None = None,
-    *,
-    owner: str | None = None,
-    lease_id: UUID | None = None,
-) -> None:
-    """Tell `configure(on_event=...)` of an event; its exception is logged."""
-    hook: Callable[[Event], Any] | None = config.on_event
-    if hook is not None:
-        what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
-        tell(lambda: hook(what))
 
 
 def here(key: LockKey, hold: Hold[Any]) -> Holder:

@@ -13,23 +13,43 @@ The caller serialises every call with `MUTEX`, one for the whole process, becaus
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from pgfence._holds.hold import BaseHold
+    from pgfence._sql.storage import Place
+    from pgfence.keys import LockKey
+    from pgfence.types import State
 
-MUTEX = threading.Lock()
-# A fork while another thread is in here leaves the child a locked mutex. What it protected belongs to the parent.
-PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
 
 BURST = 16
 BURST_TIME = 0.02
+
+
+class Holding(Protocol):
+    """What a contender holds. `hold.BaseHold` is what it really is."""
+
+    names: tuple[str, ...]
+    ticket: Ticket
+    stored: str
+    place: Place
+    dropped: bool
+
+    @property
+    def token(self) -> int | None: ...
+    @property
+    def keys(self) -> tuple[LockKey, ...]: ...
+    @property
+    def row(self) -> tuple[Place, str] | None: ...
+    @property
+    def ours(self) -> bool: ...
+    @property
+    def state(self) -> State: ...
+    def check(self) -> None: ...
 
 
 class Contender:
@@ -41,7 +61,7 @@ class Contender:
         self.kind = kind
         self.pid = PROCESS.known_pid
         """In a forked child the contender is another one: these holds belong to the parent."""
-        self.holds: list[BaseHold] = []
+        self.holds: list[Holding] = []
         self.waits: Ticket | None = None
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import math
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
-from pgfence._holds.hold import BaseHold, emit, named
+from pgfence._holds.events import emit, named
+from pgfence._holds.hold import BaseHold
 from pgfence._leases import terms
 from pgfence._process.clock import clock
 
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from pgfence._holds.queue import Ticket
-    from pgfence._leases.heartbeat.tasks import Family
     from pgfence._leases.request import Claim, Granted
+    from pgfence._leases.terms import Family, Heartbeat
+    from pgfence._sql.storage import Place
     from pgfence.config import Config
-    from pgfence.errors import LossReason
+    from pgfence.errors import LossReason, PgfenceError
 
 log = logging.getLogger("pgfence.lease")
 
@@ -37,8 +39,6 @@ _BY_CLOCK = {
     "overdue": "has ended, because its max_hold is over,",
     "superseded": "has granted to another holder",
 }
-
-Heartbeat: TypeAlias = Literal["auto", "progress", "manual"]
 
 
 class Grant(BaseHold):
@@ -136,6 +136,10 @@ class Grant(BaseHold):
             self._cap()
 
     @property
+    def row(self) -> tuple[Place, str] | None:
+        return (self.place, self.stored) if self.family == "lease" else None
+
+    @property
     def loss_reason(self) -> LossReason | None:
         if self.reason is not None or self.released or clock() < self.deadline:
             return self.reason
@@ -230,3 +234,7 @@ class Grant(BaseHold):
         """Note that max_hold ends it: no renewal can move its deadline any more."""
         self.capped = True
         self.next_beat = math.inf
+
+
+def ended_error(grant: Grant) -> PgfenceError:
+    return grant.lost_error() if grant.state == "lost" else grant.not_held_error()

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pgfence._connections.addresses import place as place_in_words
 from pgfence._connections.connect import from_driver, lost_connection, unreachable
 from pgfence._connections.pool import S
-from pgfence._holds.hold import emit, log, named
-from pgfence._holds.queue import MUTEX
+from pgfence._holds.events import emit, named
+from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._leases.grant import Grant
 from pgfence._leases.heartbeat.service import beat_of
 from pgfence._leases.request import adopted
 from pgfence._locks.manager import NO_CONNECTION, Domain
-from pgfence._process.clock import WARN_AFTER, between, clock
+from pgfence._process.callbacks import log
+from pgfence._process.clock import between, clock
+from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import (
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
 
     from pgfence._holds.queue import Contender, Ticket
     from pgfence._leases.heartbeat.service import Beat
-    from pgfence._leases.heartbeat.tasks import Family
     from pgfence._leases.request import Busy, Claim, Granted
+    from pgfence._leases.terms import Family
     from pgfence._locks.manager import Request
     from pgfence._locks.outages import Away
     from pgfence._sql.storage import Place

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.connection_async import AsyncSession, on_loop
 from pgfence._connections.pool_async import AsyncKeeper, Bell
-from pgfence._holds.queue import MUTEX, Lines, Ticket
+from pgfence._holds.queue import Lines, Ticket
 from pgfence._leases import terms
 from pgfence._leases.manager import (
     RETRIES,
@@ -29,7 +29,7 @@ from pgfence._leases.manager import (
 from pgfence._leases.request import Busy, Granted, Refused, adoption
 from pgfence._locks.manager_async import contender
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.monitor import WATCHER
 from pgfence._process.registry import Homes
 from pgfence._sql.encoding import TextError

@@ -11,7 +11,7 @@ from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.connection_sync import SyncSession
 from pgfence._connections.pool_sync import Gate, SyncKeeper
 from pgfence._holds.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, wait
-from pgfence._holds.queue import MUTEX, Lines, Ticket
+from pgfence._holds.queue import Lines, Ticket
 from pgfence._leases import terms
 from pgfence._leases.manager import (
     RETRIES,
@@ -24,7 +24,7 @@ from pgfence._leases.manager import (
 from pgfence._leases.request import Busy, Granted, Refused, adoption
 from pgfence._locks.manager_sync import contender, for_certain
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.monitor import WATCHER
 from pgfence._process.registry import Homes
 from pgfence._sql.encoding import TextError

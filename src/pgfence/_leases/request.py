@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pgfence._holds.hold import named
+from pgfence._holds.events import named
 from pgfence._leases import terms
 from pgfence._sql.activity import lease_holder
 from pgfence._sql.lease import lease_sql
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
     from datetime import datetime
 
-    from pgfence._leases.grant import Heartbeat
-    from pgfence._leases.terms import Terms
-    from pgfence._sql.advisory import Style
+    from pgfence._leases.terms import Heartbeat, Terms
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
     from pgfence.keys import LockKey
     from pgfence.types import Holder
@@ -92,6 +91,11 @@ class Claim(ABC):
     heartbeat: Heartbeat = "auto"
 
     kind = "lease"
+
+    @property
+    def row(self) -> tuple[Place, str] | None:
+        """The row of the lease table that it asks for; None for an attempt at an effect, which has a row of its own."""
+        return None if self.kind == "effect" else (self.place, self.stored)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._process.clock import between, seconds
 
 if TYPE_CHECKING:
     from pgfence._process.clock import Seconds
+
 
 SHORTEST_TTL = 0.3
 """Three heartbeats of 0.1 s."""
@@ -131,3 +132,10 @@ def _finite(value: float, what: str) -> float:
     if value > LONGEST:
         raise ValueError(f"{what} must be finite and below a hundred years, not {value:g} s")
     return value
+
+
+Family: TypeAlias = Literal["lease", "effect"]
+"""Whose statements renew and end a grant."""
+
+
+Heartbeat: TypeAlias = Literal["auto", "progress", "manual"]

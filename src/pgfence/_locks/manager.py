@@ -17,25 +17,24 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
-from pgfence._connections.connect import lost_connection
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, GoneError, Session
 from pgfence._connections.pool import S
-from pgfence._holds.hold import Hold, emit, here, log, named
-from pgfence._holds.queue import BURST, BURST_TIME, MUTEX, Contender, Lines, Ticket, closes_circle
+from pgfence._holds.events import emit, named
+from pgfence._holds.hold import Hold, here
+from pgfence._holds.queue import BURST, BURST_TIME, Contender, Lines, Ticket, closes_circle
+from pgfence._holds.wait_plan import NESTED_LIMIT
+from pgfence._locks.errors import in_transaction
 from pgfence._locks.outages import Patience, gone_error
 from pgfence._locks.own_holds import is_held_by, self_deadlock
 from pgfence._process import threads
-from pgfence._process.clock import NESTED_LIMIT, Deadline, clock, seconds
-from pgfence._process.lifecycle import PROCESS
-from pgfence._sql import server
-from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
+from pgfence._process.callbacks import log
+from pgfence._process.clock import Deadline, clock, seconds
+from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._sql.params import style_of
 from pgfence._sql.token import TokenSql
 from pgfence.errors import (
-    CapacityError,
-    DeadlockError,
     LockTimeoutError,
     SelfDeadlockError,
-    TransactionStateError,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +45,8 @@ if TYPE_CHECKING:
     from pgfence._holds.cancellation import CancelEvent
     from pgfence._locks.outages import Away
     from pgfence._process.clock import Seconds
-    from pgfence._sql.advisory import LockSql, Style
+    from pgfence._sql.advisory import LockSql
+    from pgfence._sql.params import Style
     from pgfence.config import Config
     from pgfence.keys import LockKey
     from pgfence.types import Holder
@@ -111,7 +111,7 @@ class Domain(ABC, Generic[S]):
         threads.refuse_without_threads()
         self.engine = engine
         self.config = config
-        self.style: Style = server.style_of(engine.dialect)
+        self.style: Style = style_of(engine.dialect)
         self.pid = PROCESS.pid
         self.lines = Lines(engine.dialect)
 
@@ -344,7 +344,7 @@ class Domain(ABC, Generic[S]):
         """
         if failures == 1 and (request.left or not request.waits):
             return 0.0
-        error = gone_error(request, gone)
+        error = gone_error(request.names, gone)
         error.__cause__ = gone.__cause__
         return self.outlast(request, ticket, error)
 
@@ -362,38 +362,3 @@ NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
 
 def _held_here(owner: Contender) -> tuple[str, ...]:
     return tuple(name for hold in owner.holds for name in hold.names)
-
-
-def translated(session: Session, error: Exception, sql: LockSql) -> Exception:
-    """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
-    state = sqlstate(error)
-    if told := sql.meaning(error):
-        return told
-    if state == DEADLOCK_DETECTED:
-        return DeadlockError("PostgreSQL ended this wait as the victim of a deadlock: try again", sqlstate=state)
-    if state == OUT_OF_MEMORY:
-        facts = session.facts
-        return CapacityError(
-            "the server's lock table is full: hold fewer locks at a time or raise max_locks_per_transaction",
-            used=facts.locks_used,
-            limit=facts.lock_limit,
-            sqlstate=state,
-        )
-    if lost_connection(session, error):
-        gone = GoneError()
-        gone.__cause__ = error
-        return gone
-    return error
-
-
-def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
-    """The caller's connection is in a transaction while its lock is to be given back."""
-    if closed:
-        return TransactionStateError(
-            f"the block of {named(names)} ended inside a transaction: whoever takes the lock next would not see its writes."
-            " The connection was closed and the transaction is rolled back. Commit inside the block"
-        )
-    return TransactionStateError(
-        f"{named(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
-        " Commit or roll back first, then release; the lock is still held"
-    )

@@ -17,13 +17,15 @@ from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE, GoneEr
 from pgfence._connections.connection_async import AsyncSession, keep, on_loop
 from pgfence._connections.pool import MANY_KEYS
 from pgfence._connections.pool_async import AsyncKeeper, Bell
-from pgfence._holds.hold import log
-from pgfence._holds.queue import MUTEX, Contender, Ticket
-from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, Domain, translated
+from pgfence._holds.queue import Contender, Ticket
+from pgfence._holds.wait_plan import WARN_AFTER, WaitPlan
+from pgfence._locks.errors import translated
+from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, Domain
 from pgfence._locks.outages import gone_error
 from pgfence._locks.own_holds import on_these_keys
-from pgfence._process.clock import WARN_AFTER, WaitPlan, clock
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.callbacks import log
+from pgfence._process.clock import clock
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.references import weak_method
 from pgfence._process.registry import Homes
 from pgfence._sql import server
@@ -187,7 +189,7 @@ class AsyncDomain(Domain[AsyncSession]):
                 self.keeper.discard(session)
                 ticket.session = None
                 if on is not None:
-                    raise gone_error(request, gone) from gone.__cause__
+                    raise gone_error(request.names, gone) from gone.__cause__
                 failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
                 await asyncio.sleep(self.gone(request, ticket, gone, failures))
                 continue

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connect import UNKNOWN
-from pgfence._holds.hold import log, named
+from pgfence._holds.events import named
+from pgfence._process.callbacks import log
 from pgfence._process.clock import between, clock
 from pgfence.errors import StandbyError, UnreachableError
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pgfence._connections.connection import GoneError
-    from pgfence._locks.manager import Request
     from pgfence.types import Holder
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
@@ -69,8 +69,8 @@ class Patience:
         return UnreachableError(message, sqlstate=error.sqlstate, retryable=error.retryable)
 
 
-def gone_error(request: Request, gone: GoneError) -> UnreachableError:
+def gone_error(names: tuple[str, ...], gone: GoneError) -> UnreachableError:
     """The session ended under the question, and so did its successor."""
     return UnreachableError(
-        f"the session ended while it asked for {named(request.names)}: {gone.__cause__}. Nothing is held; try again"
+        f"the session ended while it asked for {named(names)}: {gone.__cause__}. Nothing is held; try again"
     )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pgfence._holds.hold import Hold, named
-from pgfence._leases.grant import Grant
-from pgfence._leases.request import Claim
+from pgfence._holds.events import named
+from pgfence._holds.hold import Hold
 from pgfence._sql import activity, server
-from pgfence._sql.token import TokenSql
 from pgfence.errors import SelfDeadlockError
 
 if TYPE_CHECKING:
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from pgfence._holds.queue import Contender, Lines
-    from pgfence._sql.storage import Place
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
@@ -33,24 +30,14 @@ def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
     """
     if not owner.holds:
         return False
-    places, row = set(sql.places), _row_of(sql)
+    places, row = set(sql.places), sql.row
     for hold in tuple(owner.holds):
         theirs = hold.ticket.lines
         same_place = theirs is lines and not places.isdisjoint(hold.ticket.places)
-        same_row = row is not None and theirs.home is lines.home is not None and _row_of(hold) == row
+        same_row = row is not None and theirs.home is lines.home is not None and hold.row == row
         if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True
     return False
-
-
-def _row_of(asked: Any) -> tuple[Place, str] | None:
-    """Return the row of the lease table that a claim, a grant or a session lock uses; None if it uses none."""
-    sql = asked.sql if isinstance(asked, Hold) else asked
-    if isinstance(sql, TokenSql):
-        return sql.place, sql.name
-    if isinstance(sql, Grant):
-        return (sql.place, sql.stored) if sql.family == "lease" else None
-    return (sql.place, sql.stored) if isinstance(sql, Claim) and sql.kind != "effect" else None
 
 
 def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:

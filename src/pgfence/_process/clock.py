@@ -6,7 +6,6 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, TypeAlias
 
@@ -60,92 +59,3 @@ class Deadline(NamedTuple):
     def left(self, now: float) -> float:
         """Return the seconds that are left, never below 0."""
         return max(0.0, self.at - now)
-
-
-SLICE = 0.5
-SHORTEST_SERVER_WAIT = 0.1
-LONGEST_LOCK_TIMEOUT = 2**31 - 1
-
-
-def slice_for(deadlock_timeout: float) -> float:
-    """Return how long one wait in the server may last, in seconds; 0 means: do not wait there, poll.
-
-    Half of `deadlock_timeout`, so that a waiter never outlives the server's look for deadlocks: it would be the victim
-    whenever the holder builds an index CONCURRENTLY. Below 100 ms the server's log and processor would pay for polling.
-    """
-    length = min(SLICE, deadlock_timeout / 2)
-    return length if length >= SHORTEST_SERVER_WAIT else 0.0
-
-
-def first_slice(length: float, left: float) -> float:
-    """Return the length of the first wait: at most half of what is left, so that a short wait can still name the holder.
-
-    Where half would be under 100 ms it may use up what is left.
-    """
-    return min(length, max(left / 2, min(left, SHORTEST_SERVER_WAIT)))
-
-
-def milliseconds(length: float, keys: int = 1) -> int:
-    """Return `lock_timeout` for a wait of `length` seconds over `keys` keys: it counts per lock, and 0 would mean no limit.
-
-    Never more than the server takes, 24.8 days: a caller that waits for ever looks at its own deadline again.
-    """
-    return max(1, int(min(length * 1000 / keys, LONGEST_LOCK_TIMEOUT)))
-
-
-def pause(left: float) -> float:
-    """Return the jittered seconds between two polls, never past what is left."""
-    return min(left, between(0.02, 0.06))
-
-
-WARN_AFTER = 30.0
-NESTED_LIMIT = 60.0
-"""What a wait may last by default while its task or thread holds another session lock: nobody sees a circle between processes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """One step of a wait: a slice in the server, or a pause after which to try again."""
-
-    seconds: float
-    milliseconds: int
-    polls: bool
-    quiet: bool
-    """Whether an earlier slice has written its one line into the server's log already."""
-
-
-class WaitPlan:
-    """How one contender waits at the server: slices or polls until its deadline, and when it has something to tell."""
-
-    __slots__ = ("_began", "_deadline", "_keys", "_slice", "_told", "_waits")
-
-    def __init__(self, deadline: Deadline, length: float, keys: int, now: float) -> None:
-        self._deadline = deadline
-        self._slice = length
-        self._keys = keys
-        self._began = now
-        self._waits = 0
-        self._told = 0
-
-    def next(self, now: float) -> Wait | None:
-        """Return the next step, or None when the time is over."""
-        left = self._deadline.left(now)
-        if left <= 0:
-            return None
-        if not self._slice:
-            return Wait(pause(left), 0, polls=True, quiet=True)
-        self._waits += 1
-        quiet = self._waits > 1
-        length = min(self._slice, left) if quiet else first_slice(self._slice, left)
-        return Wait(length, milliseconds(length, self._keys), polls=False, quiet=quiet)
-
-    def news(self, now: float) -> tuple[int, float] | None:
-        """Return a logging level and the age of the wait, once after the first step and once after 30 s."""
-        age = now - self._began
-        if not self._told:
-            self._told = 1
-            return 20, age
-        if self._told == 1 and age >= WARN_AFTER:
-            self._told = 2
-            return 30, age
-        return None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 _WIPE_ON_FORK = 18
 """MADV_WIPEONFORK, for which Python has no name."""
 
@@ -137,3 +138,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=PROCESS.count_fork, after_in_parent=PROCESS.count_fork, after_in_child=PROCESS.notice_fork
     )
+
+MUTEX = threading.Lock()
+"""The one mutex of pgfence, for what all threads of the process share."""
+# A fork while another thread is in here leaves the child a locked mutex. What it protected belongs to the parent.
+PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ import weakref
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pgfence._holds.hold import tell
+from pgfence._process.callbacks import tell
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pgfence._sql.moments import moment, number
-from pgfence._sql.server import style_of
+from pgfence._sql.params import style_of
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence.keys import LockKey
 
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"

@@ -1,4 +1,4 @@
-"""The statements of a session-level advisory lock: try, wait, unlock. Texts only; `_runtime` sends them.
+"""The statements of a session-level advisory lock: try, wait, unlock. Texts only.
 
 How a wait works: the *wait* belongs to a transaction, the *hold* to the session. One statement in autocommit takes the
 transaction-level locks first, bounded by `lock_timeout`, and the session-level locks last; those cannot wait any more, for
@@ -17,7 +17,7 @@ on a backend that is not ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pgfence._sql import activity
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from pgfence._sql.params import Style
+    from pgfence._sql.storage import Place
     from pgfence.errors import PgfenceError
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
-Style: TypeAlias = Literal["format", "numeric"]
-"""How a driver marks parameters: %s, or $1, $2, ..."""
 
 _TRY_ONE = (
     "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
@@ -130,6 +130,11 @@ class LockSql:
         """Takes the backend's pid and the keys; answers true (all held), false (none held) or null (another server process
         answered, none held)."""
         self.unlock_args: tuple[Any, ...] = self._values
+
+    @property
+    def row(self) -> tuple[Place, str] | None:
+        """The row of the lease table that they use: none."""
+        return None
 
     def meaning(self, error: BaseException) -> PgfenceError | None:
         """Return what an error of these statements says of tables of ours: they need none."""

@@ -1,4 +1,4 @@
-"""The statements of attempts at effects: each calls one function of the server. Texts only; `_runtime` sends them."""
+"""The statements of attempts at effects: each calls one function of the server. Texts only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.params import call, mark, name_of
-from pgfence._sql.server import style_of
+from pgfence._sql.params import call, mark, name_of, style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import detail_of
 from pgfence._sql.transaction import send_quick
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
 
 LATE_ATTEMPT = "PF005"

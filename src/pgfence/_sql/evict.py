@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence._sql import activity
 from pgfence._sql.encoding import sending
 from pgfence._sql.moments import moment, number
-from pgfence._sql.server import style_of
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import (
     LOCK_NOT_AVAILABLE,
     NO_RIGHT,

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event
 
-from pgfence._sql.params import call
+from pgfence._sql.params import call, style_of
 from pgfence._sql.savepoints import Record
-from pgfence._sql.server import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import GATE_TIMEOUT, NO_TOKEN, STALE_TOKEN, Place, translated
 from pgfence._sql.transaction import begin_anew, send_quick
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine import ExceptionContext
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
 
 _STALE = "_pgfence_stale"
 _TRANSLATING = "_pgfence_translating"

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import event
 
-from pgfence._sql.params import call, mark, name_of
-from pgfence._sql.server import style_of
+from pgfence._sql.params import call, mark, name_of, style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import KEYS, primary
 from pgfence._sql.transaction import send, send_quick
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.exc import DBAPIError
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
 
 NEEDED = KEYS

@@ -1,4 +1,4 @@
-"""The statements of leases: each calls one function of the server, or looks. Texts only; `_runtime` sends them.
+"""The statements of leases: each calls one function of the server, or looks. Texts only.
 
 Behind a pooler nothing may be prepared, and asyncpg, which prepares always, needs a transaction around it: else the pooler may send the two halves of
 the statement to two servers.
@@ -17,7 +17,7 @@ from pgfence._sql.params import call, mark, name_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
     from pgfence.errors import LossReason
 

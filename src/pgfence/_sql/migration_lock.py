@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.server import style_of
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate
 
 if TYPE_CHECKING:

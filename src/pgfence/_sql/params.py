@@ -5,12 +5,15 @@ Every argument is cast, so that each driver's idea of a number, a list or nothin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from pgfence.errors import UnsupportedServerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence._sql.advisory import Style
+    from sqlalchemy.engine.interfaces import Dialect
+
     from pgfence._sql.storage import Place
 
 
@@ -29,3 +32,29 @@ def call(place: Place, style: Style, function: str, kinds: Sequence[str], start:
     """Return a call with as many parameters as kinds, the first of them the `start`-th of the statement."""
     arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds, start))
     return f"{name_of(place, function, style)}({arguments})"
+
+
+Style: TypeAlias = Literal["format", "numeric"]
+"""How a driver marks parameters: %s, or $1, $2, ..."""
+
+
+DRIVERS: dict[str, Style] = {
+    "psycopg": "format",
+    "psycopg_async": "format",
+    "psycopg2": "format",
+    "asyncpg": "numeric",
+}
+
+
+def style_of(dialect: Dialect) -> Style:
+    """Return how the dialect's driver marks parameters.
+
+    Raises:
+        UnsupportedServerError: the dialect is not PostgreSQL's, or its driver is none that pgfence knows.
+    """
+    if dialect.name != "postgresql":
+        raise UnsupportedServerError(f"pgfence needs PostgreSQL; this engine speaks to {dialect.name}")
+    if dialect.driver not in DRIVERS:
+        known = ", ".join(sorted(DRIVERS))
+        raise UnsupportedServerError(f"pgfence does not know the driver {dialect.driver}; use one of {known}")
+    return DRIVERS[dialect.driver]

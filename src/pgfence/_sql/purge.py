@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._sql.idempotency import NEEDED
-from pgfence._sql.params import mark, name_of
-from pgfence._sql.server import style_of
+from pgfence._sql.params import mark, name_of, style_of
 from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import translated
 from pgfence.errors import PgfenceError, StandbyError

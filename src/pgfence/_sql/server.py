@@ -14,6 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import SWITCHING
 from pgfence.errors import (
     CapacityError,
@@ -27,17 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Connection
-    from sqlalchemy.engine.interfaces import Dialect
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence.config import PoolerSetting
 
-DRIVERS: dict[str, Style] = {
-    "psycopg": "format",
-    "psycopg_async": "format",
-    "psycopg2": "format",
-    "asyncpg": "numeric",
-}
 OLDEST = 140000
 
 _OURS = {
@@ -183,20 +177,6 @@ def started(connection: Connection) -> str:
     """Return when the server was started, as in `Facts`."""
     moment: str = connection.exec_driver_sql(STARTED).scalar_one()
     return moment
-
-
-def style_of(dialect: Dialect) -> Style:
-    """Return how the dialect's driver marks parameters.
-
-    Raises:
-        UnsupportedServerError: the dialect is not PostgreSQL's, or its driver is none that pgfence knows.
-    """
-    if dialect.name != "postgresql":
-        raise UnsupportedServerError(f"pgfence needs PostgreSQL; this engine speaks to {dialect.name}")
-    if dialect.driver not in DRIVERS:
-        known = ", ".join(sorted(DRIVERS))
-        raise UnsupportedServerError(f"pgfence does not know the driver {dialect.driver}; use one of {known}")
-    return DRIVERS[dialect.driver]
 
 
 def verdict(facts: Facts, driver_pid: int, pooler: PoolerSetting, other_pid: int | None) -> PgfenceError | None:

@@ -1,4 +1,4 @@
-"""The statements of slots. Texts only; `_runtime` sends them. The end of a slot is among the statements of leases."""
+"""The statements of slots. Texts only. The end of a slot is among the statements of leases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.tables import literal
 
 if TYPE_CHECKING:
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
 
 _ACQUIRE = (

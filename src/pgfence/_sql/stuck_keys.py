@@ -14,8 +14,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence._sql.encoding import sending
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.moments import moment, number
-from pgfence._sql.params import mark, name_of
-from pgfence._sql.server import style_of
+from pgfence._sql.params import mark, name_of, style_of
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, SWITCHING, sqlstate
 from pgfence._sql.storage import primary, translated
 from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError

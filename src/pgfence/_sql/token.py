@@ -27,7 +27,7 @@ from pgfence.keys import shown
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
     from pgfence.errors import PgfenceError
     from pgfence.keys import LockKey
@@ -53,6 +53,11 @@ class TokenSql(LockSql):
         self.place = place
         asked = call(place, style, "lock_with_token_v2", ("integer", "bigint", "text", "integer", "text", "integer"))
         self.lock_text = f"SELECT {asked}"
+
+    @property
+    def row(self) -> tuple[Place, str]:
+        """The row of the lease table that they use."""
+        return self.place, self.name
 
     def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[Any, ...]:
         """Return the parameters of `lock_text`; 0 milliseconds do not wait."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy.util import immutabledict
 
 from pgfence._sql.encoding import sending
-from pgfence._sql.server import style_of
+from pgfence._sql.params import style_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, CursorResult
     from sqlalchemy.engine import RootTransaction
 
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence.keys import LockKey
 
 _PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False, "yield_per": None})

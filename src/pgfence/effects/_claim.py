@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from pgfence._leases.request import Steps
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
 
 

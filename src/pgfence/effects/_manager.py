@@ -15,8 +15,8 @@ from pgfence.errors import LockNotHeldError, UnreachableError
 
 if TYPE_CHECKING:
     from pgfence._leases.grant import Grant
-    from pgfence._leases.heartbeat.tasks import Family
     from pgfence._leases.request import Busy
+    from pgfence._leases.terms import Family
     from pgfence._locks.manager import Request
     from pgfence.errors import PgfenceError
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.hold import emit
+from pgfence._holds.events import emit
 from pgfence._leases.heartbeat.tasks import Ending, row_until
 from pgfence._leases.manager import ask_again
 from pgfence._process.clock import clock

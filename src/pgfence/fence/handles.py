@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from pgfence._leases.grant import Grant
     from pgfence._process.clock import Seconds
-    from pgfence.lease._request import Json, LeaseRef
+    from pgfence.types import Json, LeaseRef
 
     S = TypeVar("S", bound=Session)
     AS = TypeVar("AS", bound=AsyncSession)

@@ -11,10 +11,11 @@ from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionErro
 
 from pgfence._api.contexts import attach
 from pgfence._api.transactions import connected
-from pgfence._holds.hold import emit
-from pgfence._process.clock import WARN_AFTER, clock
+from pgfence._holds.events import emit
+from pgfence._holds.wait_plan import WARN_AFTER
+from pgfence._process.clock import clock
 from pgfence._sql import idempotency as sql
-from pgfence._sql import server
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import (
     DEADLOCK_DETECTED,
     OUT_OF_MEMORY,
@@ -187,7 +188,7 @@ def connection_of(session: Session) -> Connection:
     except UnboundExecutionError as error:
         error.add_note("An idempotency key has no mapped class: its engine is the one that the Session has by bind=")
         raise
-    server.style_of(connection.dialect)
+    style_of(connection.dialect)
     sql.translate(connection)
     state = driver_state(connection)
     if state.autocommit or state.pipeline:

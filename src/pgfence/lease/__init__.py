@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pgfence._leases.grant import Heartbeat
+from pgfence._leases.terms import Heartbeat
 from pgfence.lease._aio import AsyncLease
-from pgfence.lease._request import Json, LeaseRef
 from pgfence.lease._sync import Lease
+from pgfence.types import Json, LeaseRef
 
 __all__ = ["AsyncLease", "Heartbeat", "Json", "Lease", "LeaseRef"]

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._leases.grant import Heartbeat
     from pgfence._leases.request import Claim
+    from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence.keys import Name
-    from pgfence.lease._request import Json, LeaseRef
-    from pgfence.types import Holder
+    from pgfence.types import Holder, Json, LeaseRef
 
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
 

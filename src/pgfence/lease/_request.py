@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from pgfence._api.decorators import choice
@@ -12,22 +12,12 @@ from pgfence.config import config_of
 from pgfence.keys import shown, stored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from pgfence._leases.grant import Heartbeat
     from pgfence._leases.request import Claim
+    from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence._sql.storage import Place
-
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-
-
-class LeaseRef(TypedDict):
-    """A lease that was handed over, as plain JSON for a queue. Whoever has it may adopt the lease."""
-
-    name: str
-    lease_id: str
-    token: int
 
 
 class Leased:

@@ -19,12 +19,11 @@ from pgfence.fence.handles import HeldLease
 from pgfence.lease._request import Leased, claim_of
 
 if TYPE_CHECKING:
-    from pgfence._leases.grant import Heartbeat
     from pgfence._leases.request import Claim
+    from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence.keys import Name
-    from pgfence.lease._request import Json, LeaseRef
-    from pgfence.types import Holder
+    from pgfence.types import Holder, Json, LeaseRef
 
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
 LeasesT = TypeVar("LeasesT", bound=SyncLeases)

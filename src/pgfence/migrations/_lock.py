@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 
 from pgfence._api.contexts import Block
 from pgfence._process.clock import seconds
-from pgfence._sql import server
+from pgfence._sql.params import style_of
 from pgfence.config import config_of
 from pgfence.errors import TransactionStateError
 from pgfence.keys import LockKey
@@ -107,7 +107,7 @@ def _locked(connection: Connection, limit: float | None, key: LockKey | None, un
         log.info("no migration lock: %s has no session locks that pgfence knows", connection.dialect.name)
         yield
         return
-    server.style_of(connection.dialect)
+    style_of(connection.dialect)
     if _command.only_looks():
         yield
         return

@@ -22,6 +22,7 @@ from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import WATCHER, socket_id
 from pgfence._sql import activity, migration_lock, server
 from pgfence._sql.advisory import LockSql
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
 from pgfence.config import config_of
 from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError, UnreachableError
@@ -91,7 +92,7 @@ class SessionLock:
         self._key = key
         self._limit = limit
         self._deadline = clock() + limit
-        self._sql = LockSql((key,), server.style_of(connection.dialect))
+        self._sql = LockSql((key,), style_of(connection.dialect))
         self._dbapi_connection: Any = connection.connection.dbapi_connection
         self._driver: Any = connection.connection.driver_connection
         self._facts: server.Facts

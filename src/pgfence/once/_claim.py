@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from pgfence._holds.hold import named
+from pgfence._holds.events import named
 from pgfence._leases.grant import log
 from pgfence._leases.request import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of, warn_of_clock
 from pgfence._sql.slot import repair, slot_sql
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from pgfence._leases.request import Steps
-    from pgfence._sql.advisory import Style
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
     from pgfence.once._slots import CatchUp, Schedule
 

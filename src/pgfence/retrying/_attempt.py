@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
 from pgfence._api.transactions import NOT_COMMITTED, commit_doubt, unanswered
 from pgfence._connections.connect import connecting_error, from_driver
 from pgfence._process.clock import clock
-from pgfence._sql.server import style_of
+from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate
 from pgfence._sql.storage import Place, translated
 from pgfence._sql.transaction import driver_state

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgfence._api.contexts import AsyncBlock, Block
-from pgfence._holds.hold import tell
 from pgfence._locks import manager_async, manager_sync
+from pgfence._process.callbacks import tell
 from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import Attempt, bind_of

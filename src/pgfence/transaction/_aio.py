@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence._api.contexts import AsyncHold, kinds
 from pgfence._api.transactions import AsyncBegun
-from pgfence._holds.hold import named
+from pgfence._holds.events import named
 from pgfence._locks import manager_async
 from pgfence.keys import resolve
 from pgfence.transaction._request import Request

@@ -12,11 +12,13 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._api.misuse import Guided
 from pgfence._api.transactions import connected
-from pgfence._holds.hold import emit, named
+from pgfence._holds.events import emit, named
+from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, milliseconds
 from pgfence._locks.own_holds import on_another_connection
-from pgfence._process.clock import NESTED_LIMIT, WARN_AFTER, Deadline, clock, milliseconds, seconds
+from pgfence._process.clock import Deadline, clock, seconds
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
+from pgfence._sql.params import style_of
 from pgfence._sql.savepoints import Record
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, IN_FAILED_TRANSACTION, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
 from pgfence.config import Config, config_of
@@ -107,7 +109,7 @@ class Request(Guided):
             except UnboundExecutionError as error:
                 error.add_note("A lock has no mapped class: name one, as in bind_arguments={'mapper': Account}")
                 raise
-        server.style_of(connection.dialect)
+        style_of(connection.dialect)
         version = connection.dialect.server_version_info
         if version is not None and version < OLDEST:
             raise UnsupportedServerError(

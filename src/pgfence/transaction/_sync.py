@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Engine
 
 from pgfence._api.contexts import Hold, kinds
 from pgfence._api.transactions import Begun
-from pgfence._holds.hold import named
+from pgfence._holds.events import named
 from pgfence._locks import manager_sync
 from pgfence.keys import resolve
 from pgfence.transaction._request import Request

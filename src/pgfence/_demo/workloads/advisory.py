@@ -14,7 +14,7 @@ from pgfence._demo.workload import Act
 from pgfence.advisory import AdvisoryLock
 
 if TYPE_CHECKING:
-    from pgfence._demo.worker import Desk
+    from pgfence._demo.context import Desk
 
 TRANSFERS_OF_A_JOB = 10
 

@@ -9,7 +9,7 @@ from pgfence._demo.workload import Act
 from pgfence.transaction import TransactionLock
 
 if TYPE_CHECKING:
-    from pgfence._demo.worker import Desk
+    from pgfence._demo.context import Desk
 
 
 def work(desk: Desk) -> None:

@@ -8,7 +8,7 @@ from pgfence._demo.bank import move
 from pgfence._demo.workload import Act, loses_money
 
 if TYPE_CHECKING:
-    from pgfence._demo.worker import Desk
+    from pgfence._demo.context import Desk
 
 
 def work(desk: Desk) -> None:

@@ -19,7 +19,8 @@ from pgfence._sql.lease import BATCH
 if TYPE_CHECKING:
     from pgfence._leases.grant import Grant
     from pgfence._leases.heartbeat.listeners import Wake
-    from pgfence._leases.heartbeat.tasks import Chore, Done, Family
+    from pgfence._leases.heartbeat.tasks import Chore, Done
+    from pgfence._leases.terms import Family
     from pgfence._sql.lease import Answer
     from pgfence._sql.storage import Place
 

@@ -17,21 +17,20 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections import addresses
-from pgfence._holds.hold import tell
-from pgfence._holds.queue import MUTEX
 from pgfence._leases import terms
-from pgfence._leases.grant import log
+from pgfence._leases.grant import ended_error, log
 from pgfence._leases.heartbeat.connection import link_for
 from pgfence._leases.heartbeat.listeners import LINGER, Listening
 from pgfence._leases.heartbeat.queue import Agenda
 from pgfence._leases.heartbeat.tasks import Check, Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
 from pgfence._leases.pauses import Pauses
 from pgfence._process import threads
+from pgfence._process.callbacks import tell
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.references import when_disposed
 from pgfence._process.registry import Homes
-from pgfence._sql import server
+from pgfence._sql.params import style_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -41,12 +40,13 @@ if TYPE_CHECKING:
 
     from pgfence._leases.grant import Grant
     from pgfence._leases.heartbeat.connection import Link
-    from pgfence._leases.heartbeat.tasks import Done, Family
-    from pgfence._sql.advisory import Style
+    from pgfence._leases.heartbeat.tasks import Done
+    from pgfence._leases.terms import Family
     from pgfence._sql.lease import Answer
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
     from pgfence.config import Config
-    from pgfence.errors import LossReason, PgfenceError
+    from pgfence.errors import LossReason
 
 TICK = 1.0
 """Seconds that we sleep at most: no sleep takes notice of a suspend."""
@@ -64,7 +64,7 @@ class Beat:
         self.config = config
         self.pid = PROCESS.pid
         threads.refuse_without_threads()
-        self._style: Style = server.style_of(engine.dialect)
+        self._style: Style = style_of(engine.dialect)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._wakes_at = 0.0
@@ -101,7 +101,7 @@ class Beat:
         with self._lock:
             wish = self._agenda.drop(grant)
         if wish is not None:
-            wish.granted(_ended(grant))
+            wish.granted(ended_error(grant))
 
     def evicted(self, place: Place, name: str, token: int) -> None:
         """End the leases of a name up to a token: this process has evicted their holder."""
@@ -127,7 +127,7 @@ class Beat:
                 self._work()
         if not known:
             grant.expire()
-            done(_ended(grant))
+            done(ended_error(grant))
 
     def release_later(self, grant: Grant) -> None:
         """Have a release whose answer was lost repeated in the background, until its TTL is over."""
@@ -215,7 +215,7 @@ class Beat:
             for grant, wish in over:
                 grant.expire()
                 if wish is not None:
-                    wish.granted(_ended(grant))
+                    wish.granted(ended_error(grant))
             if hung is not None:
                 hung.cut()
             if stuck is not None:
@@ -342,7 +342,7 @@ class Beat:
             self._look()
         grant.expire()
         if wish is not None:
-            wish.granted(None if grant.state == "held" else _ended(grant))
+            wish.granted(None if grant.state == "held" else ended_error(grant))
 
     def _failed(self, chore: Chore, error: Exception) -> None:
         """Note a chore without an answer: nothing is known, and it is tried again."""
@@ -383,10 +383,6 @@ class Beat:
         if link is not None and self._thread is not None:
             link.wake()
             self._thread.join(seconds)
-
-
-def _ended(grant: Grant) -> PgfenceError:
-    return grant.lost_error() if grant.state == "lost" else grant.not_held_error()
 
 
 def beat_of(engine: Engine, config: Config) -> Beat:

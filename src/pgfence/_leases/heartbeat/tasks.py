@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._leases import terms
 from pgfence._process.clock import clock
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
 
     from pgfence._leases.grant import Grant
     from pgfence._leases.heartbeat.connection import Link
-    from pgfence._sql.advisory import Style
+    from pgfence._leases.terms import Family
     from pgfence._sql.lease import Answer
+    from pgfence._sql.params import Style
     from pgfence._sql.storage import Place
     from pgfence.errors import LossReason
 
     Done = Callable[[Exception | None], object]
 
-Family: TypeAlias = Literal["lease", "effect"]
-"""Whose statements renew and end a grant."""
 
 Texts: TypeAlias = LeaseSql | EffectSql
 
