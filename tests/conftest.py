@@ -187,13 +187,13 @@ def lend_server() -> Iterator[Callable[..., OwnServer]]:
     lent: dict[tuple[tuple[str, str], ...], OwnServer] = {}
     with ExitStack() as stack:
 
-        def lend(**settings: str) -> OwnServer:
+        def as_user_connection(**settings: str) -> OwnServer:
             kind = tuple(sorted(settings.items()))
             if kind not in lent:
                 lent[kind] = stack.enter_context(servers.own(fsync=False, settings=settings))
             return lent[kind]
 
-        yield lend
+        yield as_user_connection
 
 
 @pytest.fixture

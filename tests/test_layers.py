@@ -73,6 +73,9 @@ SQL_ROOMS = ("_sql", "_demo")
 # To ask whether somebody is there; it is also what asyncpg reports of a statement that gave one row.
 PING = "SELECT 1"
 
+# `asgi` and `wsgi` are imported by users, who say which one they mean by the module.
+SHARED_NAMES = ("IdempotencyMiddleware",)
+
 LINES_OF_A_FILE = 400
 LINES_OF_A_FUNCTION = 60
 MOST_FUNCTIONS = 20
@@ -256,6 +259,16 @@ def test_files_and_functions_stay_short() -> None:
     }
     assert not offenders(f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LINES_OF_A_FUNCTION)
     assert sorted(lengths.values())[len(lengths) * 9 // 10] <= MOST_FUNCTIONS
+
+
+def test_a_class_name_is_defined_once() -> None:
+    """The name of a class says which class it is, wherever it is read."""
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
+                places.setdefault(node.name, []).append(name_of(path))
+    assert not offenders(f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1)
 
 
 def test_annotations_are_never_evaluated_at_import() -> None:

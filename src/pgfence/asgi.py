@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._http import answers
-from pgfence._http.answers import Refusal
+from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE
-from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, length_of
-from pgfence.effects._attempts import Reply, Stored, claim_async
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, length_of
+from pgfence.effects._attempts import Reply, StoredResult, claim_async
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
@@ -121,25 +121,27 @@ class IdempotencyMiddleware:
         if request is None or not self._rules.concern(request):
             await self._app(scope, receive, send)
             return
-        found: _Exchange | Reply | None
+        found: _AsgiExchange | Reply | None
         try:
             found = await self._begin(request, scope, receive, send)
-        except Refusal as refusal:
+        except ProblemResponse as refusal:
             found = refusal.reply
         except PgfenceError as error:
             found = answers.refused(error, str(request))
-        if isinstance(found, _Exchange):
+        if isinstance(found, _AsgiExchange):
             await found.run(self._app, scope)
         elif found is not None:
             await _send(found, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _begin(self, request: Request, scope: Scope, receive: Receive, send: Send) -> _Exchange | Reply | None:
+    async def _begin(
+        self, request: HttpRequest, scope: Scope, receive: Receive, send: Send
+    ) -> _AsgiExchange | Reply | None:
         """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
         rules = self._rules
         key, owner = rules.key(request), rules.owner(request, scope)
-        if Mark.on(scope, request):
+        if RequestMarker.on(scope, request):
             return None
         body = await _body(receive, rules)
         wanted = rules.wanted(request, owner, key, body)
@@ -149,16 +151,16 @@ class IdempotencyMiddleware:
             if refusal := answers.unclaimed(error, str(request)):
                 raise refusal from error
             raise
-        if isinstance(found, Stored):
+        if isinstance(found, StoredResult):
             return answers.replay(found)
-        return _Exchange(found, rules, request, body, receive, send)
+        return _AsgiExchange(found, rules, request, body, receive, send)
 
 
-class _Exchange:
+class _AsgiExchange:
     """One request that is handled, between the server and the application."""
 
     def __init__(
-        self, running: AsyncRunning, rules: Rules, request: Request, body: bytes, receive: Receive, send: Send
+        self, running: AsyncRunning, rules: Rules, request: HttpRequest, body: bytes, receive: Receive, send: Send
     ) -> None:
         self._running, self._rules, self._request = running, rules, request
         self._body: bytes | None = body
@@ -168,7 +170,7 @@ class _Exchange:
         self._size = 0
         self._open = asyncio.Event()
         self._gone = False
-        self._mark = Mark(request)
+        self._mark = RequestMarker(request)
 
     async def run(self, app: App, scope: Scope) -> None:
         self._mark.put(scope)
@@ -293,7 +295,7 @@ class _Exchange:
             answers.log.exception("%s: the key is not free", self._request)
 
 
-def _request(scope: Scope) -> Request:
+def _request(scope: Scope) -> HttpRequest:
     root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
     # Some servers put the root into the path as well.
     if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
@@ -316,7 +318,7 @@ def _request(scope: Scope) -> Request:
     if cookies:
         credentials.append(b"cookie:" + b"; ".join(cookies))
     query = scope.get("query_string", b"")
-    return Request(scope["method"], root, path, query, content_type, tuple(keys), tuple(credentials), length)
+    return HttpRequest(scope["method"], root, path, query, content_type, tuple(keys), tuple(credentials), length)
 
 
 async def _body(receive: Receive, rules: Rules) -> bytes:
@@ -330,7 +332,7 @@ async def _body(receive: Receive, rules: Rules) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             # Nobody hears it, but middlewares outside, Starlette's for one, take no answer for an error.
-            raise Refusal(BODY_INCOMPLETE)
+            raise ProblemResponse(BODY_INCOMPLETE)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         rules.fits(size)

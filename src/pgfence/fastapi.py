@@ -17,7 +17,7 @@ from urllib.parse import quote
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket, routing
 from fastapi.exceptions import RequestValidationError
 
-from pgfence._api.contexts import kinds
+from pgfence._api.contexts import loaded_classes
 from pgfence._http import openapi
 from pgfence._http.dependants import checked_root, declared, signature
 from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, scope_of
@@ -31,7 +31,7 @@ from pgfence._http.problems import (
     problem_of,
     retry_headers,
 )
-from pgfence._http.rules import Mark
+from pgfence._http.rules import RequestMarker
 from pgfence._values.codec import Codec
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
@@ -93,7 +93,7 @@ async def _answer(asked: Request | WebSocket, error: PgfenceError) -> Response:
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
     log.log(level, "%s %s: %s", asked.method, quote(asked.scope["path"], errors="replace"), error, exc_info=trace)
     if (problem := problem_of(error)) is OUTCOME_UNKNOWN:
-        Mark.pass_on(asked.scope)
+        RequestMarker.pass_on(asked.scope)
     return _response(problem.reply(None, *retry_headers(error).items()))
 
 
@@ -168,7 +168,7 @@ class Locked:
         """Take the lock; FastAPI calls this."""
         root = checked_root(request.scope, self._session)
         values = {field: _value(root, field, request.path_params) for field in self._fields}
-        is_async = isinstance(session, kinds("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session"))
+        is_async = isinstance(session, loaded_classes("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session"))
         kind: Any = AsyncTransactionLock if is_async else TransactionLock
         try:
             lock = kind(session, *(name.format(**values) for name in self._names))

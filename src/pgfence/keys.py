@@ -231,7 +231,7 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
 LONGEST_STORED = 255
 
 
-def stored(name: object, namespace: str, what: str = "a name") -> str:
+def qualified_name(name: object, namespace: str, what: str = "a name") -> str:
     """Return the text under which a name stands in a table: the name itself, or namespace + U+001F + name.
 
     Raises:
@@ -248,6 +248,6 @@ def stored(name: object, namespace: str, what: str = "a name") -> str:
     return whole
 
 
-def shown(text: str) -> str:
+def display_name(text: str) -> str:
     """Return what messages call a stored name."""
     return text.replace(SEPARATOR, ":")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._process.clock import Seconds
-    from pgfence._sql.evict import Found, Order
-    from pgfence._sql.stuck_keys import Row
+    from pgfence._sql.evict import EvictionRequest, Found
+    from pgfence._sql.stuck_keys import StuckKeyRow
     from pgfence.types import Holder
 
 __all__ = ["StuckKey", "evict", "free_key", "purge", "stuck_keys"]
@@ -74,7 +74,7 @@ def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_
     return tell_holders_here(engine, order, perform(engine, work, order)).holders
 
 
-async def _evicted(engine: AsyncEngine, order: Order, evicted: Awaitable[Found]) -> Sequence[Holder]:
+async def _evicted(engine: AsyncEngine, order: EvictionRequest, evicted: Awaitable[Found]) -> Sequence[Holder]:
     return tell_holders_here(engine, order, await evicted).holders
 
 
@@ -112,7 +112,7 @@ def stuck_keys(engine: Any, *, older_than: Seconds = 0, prefix: str = "") -> Any
     return list(map(stuck.stuck_key, perform(engine, keys.look, wanted)))
 
 
-async def _stuck_keys(found: Awaitable[Sequence[Row]]) -> Sequence[StuckKey]:
+async def _stuck_keys(found: Awaitable[Sequence[StuckKeyRow]]) -> Sequence[StuckKey]:
     return list(map(stuck.stuck_key, await found))
 
 
@@ -159,7 +159,7 @@ def free_key(engine: Any, scope: str, key: str, *, reason: str, actor: str | Non
     return None if found is None else stuck.stuck_key(found)
 
 
-async def _freed(found: Awaitable[Row | None]) -> StuckKey | None:
+async def _freed(found: Awaitable[StuckKeyRow | None]) -> StuckKey | None:
     row = await found
     return None if row is None else stuck.stuck_key(row)
 

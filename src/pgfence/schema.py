@@ -13,7 +13,7 @@ from sqlalchemy import Table, inspect
 from pgfence._admin.ddl import drop_unless_fenced, perform
 from pgfence._sql import columns, fences, versions
 from pgfence._sql import tables as texts
-from pgfence._sql.storage import Place, translated_schema
+from pgfence._sql.storage import TableNames, translated_schema
 from pgfence.config import config_of, expect_place
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
         ValueError: the schema is empty or the prefix too long.
     """
     expect_place(schema, prefix)
-    return columns.define(metadata, Place(schema, prefix))
+    return columns.define(metadata, TableNames(schema, prefix))
 
 
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
@@ -66,7 +66,7 @@ def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
         ValueError: the schema is empty or the prefix too long.
     """
     expect_place(schema, prefix)
-    return texts.script(Place(schema, prefix))
+    return texts.script(TableNames(schema, prefix))
 
 
 @overload

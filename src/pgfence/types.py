@@ -84,3 +84,8 @@ class LeaseRef(TypedDict):
     name: str
     lease_id: str
     token: int
+
+
+# A pickled error keeps its holders, and must be read by a release in which this module has another name.
+for _public in (Holder, Event, LeaseRef):
+    _public.__module__ = "pgfence"

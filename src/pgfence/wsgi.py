@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
 from pgfence._http import answers
-from pgfence._http.answers import Refusal
+from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
-from pgfence._http.rules import MEBIBYTE, WHY, Mark, Request, Rules, announced, length_of
-from pgfence.effects._attempts import Reply, Stored, claim
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, announced, length_of
+from pgfence.effects._attempts import Reply, StoredResult, claim
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
@@ -86,24 +86,24 @@ class IdempotencyMiddleware:
         request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
         if request is None or not self._rules.concern(request):
             return self._app(environ, start_response)
-        found: _Exchange | Reply | None
+        found: _WsgiExchange | Reply | None
         try:
             found = self._begin(request, environ, start_response)
-        except Refusal as refusal:
+        except ProblemResponse as refusal:
             found = refusal.reply
         except PgfenceError as error:
             found = answers.refused(error, str(request))
-        if isinstance(found, _Exchange):
+        if isinstance(found, _WsgiExchange):
             return found.run(self._app, environ)
         return self._app(environ, start_response) if found is None else _send(found, start_response)
 
     def _begin(
-        self, request: Request, environ: WSGIEnvironment, start_response: StartResponse
-    ) -> _Exchange | Reply | None:
+        self, request: HttpRequest, environ: WSGIEnvironment, start_response: StartResponse
+    ) -> _WsgiExchange | Reply | None:
         """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
         rules = self._rules
         key, owner = rules.key(request), rules.owner(request, environ)
-        if Mark.on(environ, request):
+        if RequestMarker.on(environ, request):
             return None
         body = _body(environ, request, rules)
         wanted = rules.wanted(request, owner, key, body)
@@ -113,16 +113,16 @@ class IdempotencyMiddleware:
             if refusal := answers.unclaimed(error, str(request)):
                 raise refusal from error
             raise
-        if isinstance(found, Stored):
+        if isinstance(found, StoredResult):
             return answers.replay(found)
         environ["wsgi.input"] = BytesIO(body)
-        return _Exchange(found, rules, request, start_response)
+        return _WsgiExchange(found, rules, request, start_response)
 
 
-class _Exchange:
+class _WsgiExchange:
     """One request that is handled, between the server and the application."""
 
-    def __init__(self, running: Running, rules: Rules, request: Request, start_response: StartResponse) -> None:
+    def __init__(self, running: Running, rules: Rules, request: HttpRequest, start_response: StartResponse) -> None:
         self._running, self._rules, self._request = running, rules, request
         self._server = start_response
         self._started: tuple[str, Headers] | None = None
@@ -132,7 +132,7 @@ class _Exchange:
         self._streams = False
         self._length: int | None = None
         self._gone = False
-        self._mark = Mark(request)
+        self._mark = RequestMarker(request)
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
         parts: Iterable[bytes] = ()
@@ -286,7 +286,7 @@ class _Exchange:
 class _Answer:
     """What the server sends, and then closes."""
 
-    def __init__(self, exchange: _Exchange, chunks: Iterator[bytes], parts: Iterable[bytes]) -> None:
+    def __init__(self, exchange: _WsgiExchange, chunks: Iterator[bytes], parts: Iterable[bytes]) -> None:
         self._exchange = exchange
         self._chunks = chunks
         self._parts = parts
@@ -306,14 +306,14 @@ def _close(parts: object) -> None:
         close()
 
 
-def _request(environ: WSGIEnvironment) -> Request:
+def _request(environ: WSGIEnvironment) -> HttpRequest:
     key = environ.get("HTTP_IDEMPOTENCY_KEY")
     credentials = [
         f"{name.lower()}:{value}".encode("latin-1")
         for name in ("AUTHORIZATION", "COOKIE")
         if (value := environ.get(f"HTTP_{name}"))
     ]
-    return Request(
+    return HttpRequest(
         environ["REQUEST_METHOD"],
         _text(environ.get("SCRIPT_NAME", "")),
         _text(environ.get("PATH_INFO", "")),
@@ -330,7 +330,7 @@ def _text(raw: str) -> str:
     return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
-def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
+def _body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -340,7 +340,7 @@ def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
     if left is None:
         if not environ.get("wsgi.input_terminated"):
             if environ.get("CONTENT_LENGTH") or environ.get("HTTP_TRANSFER_ENCODING"):
-                raise Refusal(LENGTH_REQUIRED)
+                raise ProblemResponse(LENGTH_REQUIRED)
             return b""
         left = rules.max_body + 1
     chunks = []
@@ -350,7 +350,7 @@ def _body(environ: WSGIEnvironment, request: Request, rules: Rules) -> bytes:
     body = b"".join(chunks)
     rules.fits(len(body))
     if request.length is not None and left:
-        raise Refusal(BODY_INCOMPLETE)
+        raise ProblemResponse(BODY_INCOMPLETE)
     return body
 
 

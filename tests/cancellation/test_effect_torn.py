@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence._leases.heartbeat.service import beat_of
+from pgfence._leases.heartbeat.service import heartbeat_of
 from pgfence.config import config_of
 from pgfence.effects import IdempotentEffect
 from support.effects import Shop
@@ -45,7 +45,7 @@ async def world(request: pytest.FixtureRequest, dsn: str) -> AsyncIterator[World
 
 def renewed(engine: Any) -> int:
     """Return how many claims the heartbeat of an engine renews."""
-    return len(beat_of(engine, config_of(engine))._agenda.schedule)
+    return len(heartbeat_of(engine, config_of(engine))._agenda.schedule)
 
 
 async def test_a_run_cancelled_at_every_await(world: World, admin: psycopg.Connection[Any]) -> None:

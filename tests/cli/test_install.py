@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from pgfence import schema
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence.cli import main
 from pgfence.cli.codes import Code
 
@@ -32,20 +32,20 @@ def only_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """A schema that is not there yet."""
-    here = Place(f"install_{name[-12:]}", "x_")
+    here = TableNames(f"install_{name[-12:]}", "x_")
     yield here
     admin.execute(f"DROP SCHEMA IF EXISTS {here.schema} CASCADE".encode())
 
 
-def tables(admin: psycopg.Connection[Any], place: Place) -> int:
+def tables(admin: psycopg.Connection[Any], place: TableNames) -> int:
     row = admin.execute("SELECT count(*) FROM pg_tables WHERE schemaname = %s AND tablename ~ '^x_'", [place.schema])
     return row.fetchone()[0]  # type: ignore[index]
 
 
 def test_it_makes_everything_and_may_run_twice(
-    dsn: str, place: Place, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """With schema and prefix from the options; one line says so, none with --quiet."""
     words = ["install", "--dsn", dsn, "--schema", str(place.schema), "--prefix", place.prefix]
@@ -63,7 +63,7 @@ def _metadata() -> Any:
 
 
 def test_the_server_may_come_from_the_environment(
-    dsn: str, place: Place, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DATABASE_URL, as for the other commands."""
     monkeypatch.setenv("DATABASE_URL", dsn)
@@ -72,7 +72,7 @@ def test_the_server_may_come_from_the_environment(
 
 
 def test_the_script_is_printed_without_a_server_and_works_in_psql(
-    place: Place, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
+    place: TableNames, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """--sql prints what `schema.sql` returns, and a plain connection runs it."""
     assert main(["install", "--sql", "--schema", str(place.schema), "--prefix", "x_"]) == Code.OK
@@ -83,7 +83,7 @@ def test_the_script_is_printed_without_a_server_and_works_in_psql(
 
 
 def test_the_settings_of_the_applications_engine_count(
-    dsn: str, place: Place, admin: psycopg.Connection[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """--engine brings schema and prefix along; options that say otherwise are refused."""
     module = tmp_path / f"app_{place.schema}.py"
@@ -127,7 +127,9 @@ def test_no_server_is_69(capfd: pytest.CaptureFixture[str]) -> None:
     assert "hunter2" not in said
 
 
-def test_a_role_that_may_not_is_78(place: Place, role: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_role_that_may_not_is_78(
+    place: TableNames, role: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
     """The line holds the server's reason and the command for somebody who may."""
     least = role()
     assert main(["install", "--dsn", least, "--schema", str(place.schema)]) == Code.REFUSED
@@ -137,7 +139,7 @@ def test_a_role_that_may_not_is_78(place: Place, role: Callable[..., str], capfd
 
 
 def test_a_server_that_takes_no_writes_is_78(
-    place: Place, role: Callable[..., str], capfd: pytest.CaptureFixture[str]
+    place: TableNames, role: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A standby, or a role that only reads."""
     least = role({"default_transaction_read_only": "on"})

@@ -90,7 +90,7 @@ async def test_a_thousand_tasks_wait_on_one_connection(
     await world.close()
 
 
-async def line_up(world: World, engine: Any, name: str, count: int, served: list[int], **kwargs: Any) -> list[Any]:
+async def enqueue(world: World, engine: Any, name: str, count: int, served: list[int], **kwargs: Any) -> list[Any]:
     """Have contenders come one after the other; each notes its number when it is served."""
 
     async def contend(number: int) -> None:
@@ -109,7 +109,7 @@ async def test_first_come_first_served(world: World, name: str) -> None:
     """Contenders of one process are served in the order in which they came."""
     engine, served = world.engine(), []
     held = await world.call(lock(world, engine, name).acquire)
-    tasks = await line_up(world, engine, name, 8, served, timeout=20)
+    tasks = await enqueue(world, engine, name, 8, served, timeout=20)
     await world.call(held.release)
     await asyncio.gather(*tasks)
     assert served == list(range(8))
@@ -119,7 +119,7 @@ async def test_a_try_does_not_jump_the_line(world: World, name: str) -> None:
     """While others of the process wait, a try is refused at once, even in the gap between two holders."""
     engine, served, tries = world.engine(), [], []
     held = await world.call(lock(world, engine, name).acquire)
-    tasks = await line_up(world, engine, name, 3, served, timeout=20)
+    tasks = await enqueue(world, engine, name, 3, served, timeout=20)
     for _ in range(3):
         tries.append(await world.other().call(lock(world, engine, name).try_acquire))
     await world.call(held.release)
@@ -145,7 +145,7 @@ async def test_the_line_moves_on_past_those_who_give_up(
     """A timeout in the middle of the line is its own affair; those behind are served."""
     engine, served = world.engine(), []
     held = await world.call(lock(world, engine, name).acquire)
-    (first,) = await line_up(world, engine, name, 1, served, timeout=20)
+    (first,) = await enqueue(world, engine, name, 1, served, timeout=20)
     quitter = asyncio.create_task(world.other().call(lock(world, engine, name).acquire, timeout=0.2))
     await eventually(lambda: standing(engine) == 2)
     last = asyncio.create_task(world.other().call(lock(world, engine, name).is_held))
@@ -266,7 +266,7 @@ async def test_hand_overs_in_a_row_are_counted(world: World, name: str, monkeypa
     engine, served, unlocks = world.engine(), [], []
     count_unlocks(engine, unlocks, served)
     held = await world.call(lock(world, engine, name).acquire)
-    tasks = await line_up(world, engine, name, 20, served, timeout=30)
+    tasks = await enqueue(world, engine, name, 20, served, timeout=30)
     await world.call(held.release)
     await asyncio.gather(*tasks)
     assert served == list(range(20))

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, event, text
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncOnce, Once, monitoring, schema
-from pgfence._process.registry import Homes
+from pgfence._process.registry import ManagerRegistry
 from pgfence.config import configure
 from pgfence.errors import (
     LockLostError,
@@ -27,7 +27,7 @@ from pgfence.errors import (
 )
 from pgfence.fence import fence
 from pgfence.fence.handles import AsyncFencedHeld, FencedHeld
-from pgfence.keys import LockKey, stored
+from pgfence.keys import LockKey, qualified_name
 from support import leases
 from support.locking import background, elsewhere, is_free, lock, run, standing, terminate, waits
 from support.waiting import eventually
@@ -326,7 +326,7 @@ async def test_another_server_process_takes_neither_lock_nor_token(
     one = lock(world, engine, name, token=True)
     async with world.enter(one.hold()):
         pass
-    (domain,) = Homes.of(getattr(engine, "sync_engine", engine)).values()
+    (domain,) = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
     (idle,) = domain.keeper.roster.idle
     idle.pid += 1
     with pytest.raises(PoolerError):
@@ -390,14 +390,17 @@ async def test_namespace_prefix_and_schema_say_where_the_token_stands(
     for one in (engine, tenant):
         await world.call(schema.create_all, one)
         async with world.enter(lock(world, one, name, token=True).hold()) as held:
-            assert held._hold.stored == stored(name, "shop")
+            assert held._hold.stored == qualified_name(name, "shop")
             token = held.token
     async with world.enter(lock(world, engine, name, namespace="other", token=True).hold()):
         pass
     assert token == 1
     query = 'SELECT name FROM {}"tok%%en_lease" WHERE name LIKE %s ORDER BY name'
     found = [admin.execute(query.format(where), [f"%{name}"]).fetchall() for where in ("", "token_tenant.")]
-    assert found == [[(stored(name, "other"),), (stored(name, "shop"),)], [(stored(name, "shop"),)]]
+    assert found == [
+        [(qualified_name(name, "other"),), (qualified_name(name, "shop"),)],
+        [(qualified_name(name, "shop"),)],
+    ]
 
 
 async def test_in_a_decorator_each_call_has_its_name_and_token(world: World, name: str) -> None:

@@ -112,15 +112,15 @@ async def test_a_lock_that_is_handed_over_as_the_wait_is_cancelled_is_free(
     """The holder in this process releases it just before the waiter leaves the queue: it stays with none of the two."""
     one = AdvisoryLock(engine, name)
     held = one.acquire()
-    leave = held._domain.torn
+    leave = held._manager.torn
 
-    def late(ticket: Any) -> None:
+    def late(entry: Any) -> None:
         if held.state == "held":
             held.release()
-        leave(ticket)
+        leave(entry)
 
     monkeypatch.setattr(manager, "BURST_TIME", math.inf)  # however long this takes, the lock is handed over
-    monkeypatch.setattr(held._domain, "torn", late)
+    monkeypatch.setattr(held._manager, "torn", late)
     await cancelled(other, lambda: one.acquire(timeout=math.inf), lambda: standing(engine) == 1, name)
     with one.hold(timeout=5):
         pass

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 
 from pgfence import schema
 from pgfence.config import configure
-from pgfence.effects._attempts import AsyncRunning, Reply, Running, Stored, Wanted, claim, claim_async
+from pgfence.effects._attempts import AsyncRunning, EffectKey, Reply, Running, StoredResult, claim, claim_async
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,
@@ -573,7 +573,7 @@ async def test_autocommit_is_refused(shop: Shop) -> None:
 
 async def taken(shop: Shop, **options: Any) -> Any:
     """Claim the key "k" as a middleware does."""
-    wanted = Wanted(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
+    wanted = EffectKey(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
     return await shop.world.call(shop.world.pick(claim, claim_async), shop.engine, wanted, 0)
 
 
@@ -583,7 +583,7 @@ async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
     running = await taken(shop)
     assert (running.number, running.steps, 25 < running.remaining() <= 30) == (1, {}, True)
     await shop.world.call(running.finish_reply, reply)
-    assert await taken(shop) == Stored("done", None, reply)
+    assert await taken(shop) == StoredResult("done", None, reply)
     with pytest.raises(IdempotencyMisuseError, match="was used over HTTP"):
         await shop.run("k")
     with pytest.raises(IdempotencyMisuseError, match="has ended already"):
@@ -594,13 +594,13 @@ async def test_an_empty_reply_and_a_text_come_back(shop: Shop) -> None:
     """A reply without headers and body is a reply; a text is none."""
     running = await taken(shop)
     await shop.world.call(running.finish_reply, Reply(204, (), b""))
-    assert await taken(shop) == Stored("done", None, Reply(204, (), b""))
+    assert await taken(shop) == StoredResult("done", None, Reply(204, (), b""))
     shop.expire("k")
     running = await taken(shop)
     await shop.world.call(running.save_step, "a", '{"b": 1}')
     assert running.steps == {"a": '{"b": 1}'}
     await shop.world.call(running.finish, "failed", "[1]")
-    assert await taken(shop) == Stored("failed", "[1]", None)
+    assert await taken(shop) == StoredResult("failed", "[1]", None)
 
 
 async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:

@@ -114,7 +114,7 @@ async def test_a_winner_that_fails_at_random_is_followed_until_one_succeeds(shop
             raise ConnectionRefusedError
         return await shop.charge(attempt)
 
-    async def insist(key: str) -> str:
+    async def execute_with_retry(key: str) -> str:
         who = shop.world.other()
         for _ in range(100):
             try:
@@ -125,7 +125,7 @@ async def test_a_winner_that_fails_at_random_is_followed_until_one_succeeds(shop
         raise AssertionError(key)
 
     for n in range(ROUNDS):
-        answers = await asyncio.gather(*(insist(f"k{n}") for _ in range(CALLERS)))
+        answers = await asyncio.gather(*(execute_with_retry(f"k{n}") for _ in range(CALLERS)))
         assert set(answers) == {f"receipt of k{n}:charge"}
         assert shop.provider.asked[f"k{n}:charge"] == 1
 

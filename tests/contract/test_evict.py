@@ -16,7 +16,7 @@ from pgfence._admin import requests
 from pgfence._sql import evict as statements
 from pgfence.config import configure
 from pgfence.errors import LockLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
-from pgfence.keys import LockKey, stored
+from pgfence.keys import LockKey, qualified_name
 from pgfence.lease import AsyncLease, Lease
 from support.dates import strange
 from support.locking import elsewhere, freed, is_free, labelled, lock
@@ -409,7 +409,7 @@ async def test_namespace_and_prefix_are_the_configured_ones(
     engine = world.engine()
     configure(engine, namespace="shop", prefix="evict_t_")
     await world.call(schema.create_all, engine)
-    whole = stored(name, "shop")
+    whole = qualified_name(name, "shop")
     bare = lease(admin, name)
     admin.execute(_ACQUIRE.replace("pgfence_", "evict_t_"), [whole, LEASE, 60])
     with elsewhere(world.dsn, LockKey.of(name, namespace="shop")), elsewhere(world.dsn, name) as untouched:

@@ -23,7 +23,7 @@ from pgfence.errors import (
     TransactionStateError,
 )
 from pgfence.fence import fence, fenced
-from pgfence.fence._entering import begin_fenced, begin_fenced_async, entered, poison, save_checkpoint
+from pgfence.fence._entering import begin_fenced, begin_fenced_async, block_commit, entered, save_checkpoint
 from support.fences import forged
 from support.transactions import connection, factory, run, scoped, session, statements, value
 
@@ -518,7 +518,7 @@ async def test_others_can_poison_a_transaction(world: World, name: str, ledger: 
     error = StaleFencingTokenError("found by a row", resource=name, token=1, newest=2)
     async with session(world, world.engine()) as work:
         await add(world, work, ledger, 1)
-        await on_sync(world, work, poison, error)
+        await on_sync(world, work, block_commit, error)
         with pytest.raises(StaleFencingTokenError, match="found by a row"):
             await world.call(work.commit)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence._sql.tables import creation, removal
 from support.fences import forged
 from support.lease_functions import Caller
@@ -308,8 +308,8 @@ def test_another_server_process_than_the_one_named_takes_no_lock(one: Caller) ->
     assert one.row is None
 
 
-@pytest.mark.parametrize("place", [Place('o\'x "y"', "it's_"), Place("100 %s $1", "a\\b_")])
-def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: Place) -> None:
+@pytest.mark.parametrize("place", [TableNames('o\'x "y"', "it's_"), TableNames("100 %s $1", "a\\b_")])
+def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: TableNames) -> None:
     """Quotes, signs of parameters and backslashes in both: the functions work, and the hint can be copied."""
     for statement in creation(place):
         one.connection.execute(statement.encode())

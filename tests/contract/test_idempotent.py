@@ -552,14 +552,14 @@ async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Des
 async def test_autocommit_and_missing_tables_are_refused(desk: Desk, admin: psycopg.Connection[Any]) -> None:
     """No transaction, no tables, tables of version 1: each is said before anything is done, with the way out."""
     from pgfence._sql import tables
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
     autocommit = Desk(desk.world, admin, isolation_level="AUTOCOMMIT")
     with pytest.raises(TransactionStateError, match="autocommit"):
         await autocommit.pay("k")
     autocommit.close()
     schema = f"old_{desk.table.name}"
-    for statements in ((), tables.creation(Place(schema), 1)):
+    for statements in ((), tables.creation(TableNames(schema), 1)):
         for statement in statements:
             admin.execute(statement.encode())
         old = Desk(desk.world, admin)

@@ -9,13 +9,13 @@ from uuid import UUID, uuid4
 import psycopg
 import pytest
 
-from pgfence._holds.queue import Contender, Lines, Ticket
+from pgfence._holds.queue import Contender, LocalQueue, QueueEntry
 from pgfence._leases.grant import Grant
-from pgfence._leases.heartbeat.service import Beat, beat_of
-from pgfence._leases.request import Granted, LeaseClaim
-from pgfence._leases.terms import Terms
+from pgfence._leases.heartbeat.service import HeartbeatService, heartbeat_of
+from pgfence._leases.request import Granted, LeaseRequest
+from pgfence._leases.terms import LeaseTerms
 from pgfence._process.clock import clock
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence.config import Config
 from pgfence.errors import LockLostError, LockNotHeldError, UnreachableError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("tables")
 
-PLACE = Place()
+PLACE = TableNames()
 
 one_of_each = pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 """For what does not depend on the driver: one sync, one async."""
@@ -35,7 +35,7 @@ one_of_each = pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=
 class Bench:
     """One heartbeat, and leases taken for it by plain SQL."""
 
-    def __init__(self, beat: Beat, admin: psycopg.Connection[Any]) -> None:
+    def __init__(self, beat: HeartbeatService, admin: psycopg.Connection[Any]) -> None:
         self.beat = beat
         self.admin = admin
         self.grants: list[Grant] = []
@@ -48,8 +48,8 @@ class Bench:
             (name, str(lease_id), ttl, max_hold),
         ).fetchone()
         assert row is not None and row[0]
-        claim = LeaseClaim(stored=name, place=PLACE, terms=Terms(ttl, max_hold=max_hold), heartbeat=heartbeat)
-        ticket = Ticket((name,), Contender("thread"), Lines())
+        claim = LeaseRequest(stored=name, place=PLACE, terms=LeaseTerms(ttl, max_hold=max_hold), heartbeat=heartbeat)
+        ticket = QueueEntry((name,), Contender("thread"), LocalQueue())
         told = Granted(row[1], row[2], row[3], row[4], None)
         grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.beat.config)
         self.grants.append(grant)
@@ -89,7 +89,7 @@ def bench(world: World, admin: psycopg.Connection[Any]) -> Iterator[Callable[...
 
     def make(dsn: str | None = None, **settings: Any) -> Bench:
         engine = world.engine(dsn=dsn)
-        benches.append(Bench(beat_of(getattr(engine, "sync_engine", engine), Config(**settings)), admin))
+        benches.append(Bench(heartbeat_of(getattr(engine, "sync_engine", engine), Config(**settings)), admin))
         return benches[-1]
 
     yield make

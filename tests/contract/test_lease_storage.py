@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgfence import schema
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, SchemaError
 from pgfence.lease import AsyncLease, Lease
@@ -26,9 +26,9 @@ REF = {"name": "a", "lease_id": "00000000-0000-0000-0000-000000000001", "token":
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """A schema that is not there yet."""
-    here = Place(f"at_{name[-12:]}")
+    here = TableNames(f"at_{name[-12:]}")
     yield here
     admin.execute(f"DROP SCHEMA IF EXISTS {here.schema} CASCADE".encode())
 
@@ -49,7 +49,7 @@ async def refused(world: World, engine: Any, name: str) -> list[SchemaError]:
     return errors
 
 
-async def test_without_tables_every_verb_names_the_command(world: World, name: str, place: Place) -> None:
+async def test_without_tables_every_verb_names_the_command(world: World, name: str, place: TableNames) -> None:
     """And after it was run, the same engine works."""
     engine = world.engine()
     configure(engine, schema=place.schema)
@@ -82,7 +82,7 @@ async def test_without_a_schema_the_error_names_the_search_path(world: World, na
     ],
 )
 async def test_tables_that_are_not_as_they_were_made_are_not_used(
-    world: World, name: str, place: Place, admin: psycopg.Connection[Any], harm: str, message: str
+    world: World, name: str, place: TableNames, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
     """C073: a naive timestamp, a missing column, another version: seen before the first lease, and named."""
     engine = world.engine()
@@ -94,7 +94,7 @@ async def test_tables_that_are_not_as_they_were_made_are_not_used(
 
 
 async def test_functions_that_are_missing_are_named_too(
-    world: World, name: str, place: Place, admin: psycopg.Connection[Any]
+    world: World, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Tables alone, as a plain `metadata.create_all()` leaves them."""
     engine = world.engine()
@@ -110,7 +110,7 @@ RIGHTS = {"lease": "SELECT, INSERT, UPDATE", "gate": "SELECT", "checkpoint": "SE
 
 
 async def test_a_role_needs_the_documented_rights_and_no_more(
-    world: World, name: str, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any]
+    world: World, name: str, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
     """Without one of them the error holds a GRANT; with them a lease is taken, renewed, handed over, adopted, released."""
     owner = world.engine()
@@ -133,11 +133,11 @@ async def test_a_role_needs_the_documented_rights_and_no_more(
     await world.call(adopted.release)
 
 
-async def test_each_tenant_has_leases_of_its_own(world: World, name: str, place: Place) -> None:
+async def test_each_tenant_has_leases_of_its_own(world: World, name: str, place: TableNames) -> None:
     """One engine, a `schema_translate_map` for each: the same name is held in both, and waits inside one."""
     engine = world.engine()
     configure(engine, schema="tenant")
-    other = Place(f"{place.schema}_b")
+    other = TableNames(f"{place.schema}_b")
     tenants = [engine.execution_options(schema_translate_map={"tenant": one.schema}) for one in (place, other)]
     for tenant in tenants:
         await given(schema.create_all(tenant))

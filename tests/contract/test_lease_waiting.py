@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import event
 
 from pgfence._leases import manager
-from pgfence._process.registry import Homes
-from pgfence._sql.storage import Place
+from pgfence._process.registry import ManagerRegistry
+from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError
 from support.leases import lapse, lease, rival, row
@@ -242,14 +242,14 @@ async def test_a_notification_during_an_outage_causes_one_more_question(
     await world.call((await world.call(one.acquire)).release)
     assert rival(admin, name, 60)
     async with background(world.other().call(one.acquire, timeout=3)) as waiting:
-        beat = await eventually(lambda: Homes.of(sync_engine).get("beat"))
+        beat = await eventually(lambda: ManagerRegistry.of(sync_engine).get("heartbeat"))
         await eventually(lambda: beat._agenda.ears)
         asked: list[Any] = []
         event.listen(sync_engine, "do_connect", lambda *_: asked.append(1))
         proxy.refuse()
         proxy.cut()
         await eventually(lambda: "no server while waiting" in caplog.text)
-        beat._heard(Place().channel, name)
+        beat._heard(TableNames().channel, name)
         with pytest.raises(UnreachableError, match="it was held"):
             await waiting
     assert len(asked) < 40

@@ -8,7 +8,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from pgfence._sql.storage import Place, function_texts
+from pgfence._sql.storage import TableNames, function_texts
 from pgfence._sql.tables import creation, removal
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ SCANS = (
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """Tables that nobody else uses, with a fenced one."""
-    here = Place(prefix=f"plan_{name[-12:]}_")
+    here = TableNames(prefix=f"plan_{name[-12:]}_")
     for statement in (*creation(here), f"CREATE TABLE {here.prefix}fenced (id int)"):
         admin.execute(statement.encode())
     admin.execute(
@@ -76,7 +76,7 @@ def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
         admin.execute(statement.encode())
 
 
-def scanned(session: psycopg.Connection[Any], place: Place, name: str) -> list[Any]:
+def scanned(session: psycopg.Connection[Any], place: TableNames, name: str) -> list[Any]:
     """Call every function in one transaction; return which tables were read from end to end, and how many rows of them."""
     values = {"name": name, "id": str(uuid4()), "new": str(uuid4())}
     with session.transaction():
@@ -90,7 +90,7 @@ def scanned(session: psycopg.Connection[Any], place: Place, name: str) -> list[A
 
 
 def test_no_function_reads_a_table_from_end_to_end_though_it_is_tiny(
-    admin: psycopg.Connection[Any], dsn: str, place: Place
+    admin: psycopg.Connection[Any], dsn: str, place: TableNames
 ) -> None:
     """A scan of the one page is cheaper, but a session keeps that plan while the table grows, and each row costs each call."""
     for statement in FILL:
@@ -105,4 +105,4 @@ def test_every_function_is_called() -> None:
     gates = {"enter_gates", "refuse", "refuse_wait", "fence_row", "fence_table", "fence_truncate", "check_key"}
     leases = {"timeline", "next_token", "add_lease", "rebase_lease", "session_holds", "zone_offset"}
     others = {f"{name}_v1" for name in gates | leases}
-    assert set(function_texts(Place())) == others | {call.partition("(")[0] for call in CALLS}
+    assert set(function_texts(TableNames())) == others | {call.partition("(")[0] for call in CALLS}

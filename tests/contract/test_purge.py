@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 from pgfence import monitoring, schema
 from pgfence._sql import purge as statements
 from pgfence._sql import tables as our_tables
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
 from pgfence.errors import AttemptLostError, SchemaError, StandbyError, UnreachableError
@@ -226,7 +226,7 @@ def test_the_index_is_used_and_a_batch_begins_where_the_last_one_ended(
         with engine.connect() as connection:
             end = statements.BEGINNING
             for _ in range(40):
-                batch = statements.purge(connection, Place(), 100, end)
+                batch = statements.purge(connection, TableNames(), 100, end)
                 assert batch.number == 100
                 end = batch.end
         walked, jumped = (index_scan(admin, begin, 100) for begin in (statements.BEGINNING, end))
@@ -256,7 +256,7 @@ async def test_missing_and_older_tables_name_the_command(
 ) -> None:
     """With a prefix nobody installed, and with tables of version 1, the error names `pgfence install`."""
     prefix = f"old_{name[-12:]}_"
-    for texts in ((), our_tables.creation(Place(prefix=prefix), 1)):
+    for texts in ((), our_tables.creation(TableNames(prefix=prefix), 1)):
         for statement in texts:
             admin.execute(statement.encode())
         engine = world.engine()

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from pgfence import schema
 from pgfence._sql import tables
-from pgfence._sql.storage import Place, grants, place_of, translated
+from pgfence._sql.storage import TableNames, grants, table_names, translated
 from pgfence.config import configure
 from pgfence.errors import SchemaError, StandbyError, TransactionStateError, UnreachableError, UnsupportedServerError
 from support.transactions import connection
@@ -34,20 +34,20 @@ TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NU
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """A schema of its own that is not there yet, and a prefix that has to be quoted."""
-    here = Place(f"Tenant {name[-12:]}", 'p%"')
+    here = TableNames(f"Tenant {name[-12:]}", 'p%"')
     yield here
     admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(here.schema or "")))
 
 
-def engine_at(world: World, place: Place, **kwargs: Any) -> Any:
+def engine_at(world: World, place: TableNames, **kwargs: Any) -> Any:
     engine = world.engine(**kwargs)
     configure(engine, schema=place.schema, prefix=place.prefix)
     return engine
 
 
-def made(admin: psycopg.Connection[Any], place: Place) -> tuple[set[str], int]:
+def made(admin: psycopg.Connection[Any], place: TableNames) -> tuple[set[str], int]:
     """Return the tables of a place without their prefix, and how many functions it has."""
     found = admin.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", [place.schema]).fetchall()
     count = admin.execute(
@@ -56,7 +56,7 @@ def made(admin: psycopg.Connection[Any], place: Place) -> tuple[set[str], int]:
     return {name.removeprefix(place.prefix) for (name,) in found}, count[0] if count else 0
 
 
-def take(admin: psycopg.Connection[Any], place: Place, name: str) -> Any:
+def take(admin: psycopg.Connection[Any], place: TableNames, name: str) -> Any:
     """Acquire a lease with the plain function; return whether it was granted, and the token."""
     function = sql.SQL(place.name("acquire_lease_v2").replace("%", "%%"))  # type: ignore[arg-type]
     return admin.execute(sql.SQL(TAKE).format(function), [name]).fetchone()
@@ -67,7 +67,7 @@ async def given(answer: Any) -> Any:
 
 
 async def test_everything_is_made_and_a_second_call_changes_nothing(
-    world: World, place: Place, admin: psycopg.Connection[Any]
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Schema, tables and functions are there, work, and keep their rows when it is asked for again."""
     engine = engine_at(world, place)
@@ -79,7 +79,7 @@ async def test_everything_is_made_and_a_second_call_changes_nothing(
 
 
 async def test_everything_is_dropped_and_dropping_nothing_is_no_error(
-    world: World, place: Place, admin: psycopg.Connection[Any]
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """After `drop_all` neither a table nor a function is left, and the schema stays."""
     engine = engine_at(world, place)
@@ -90,7 +90,7 @@ async def test_everything_is_dropped_and_dropping_nothing_is_no_error(
 
 
 async def test_on_a_connection_it_is_part_of_the_callers_transaction(
-    world: World, place: Place, admin: psycopg.Connection[Any]
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Rolled back by the caller, nothing was made."""
     async with connection(world, engine_at(world, place)) as open_connection:
@@ -100,7 +100,7 @@ async def test_on_a_connection_it_is_part_of_the_callers_transaction(
 
 
 async def test_autocommit_is_refused_on_a_connection_and_overridden_on_an_engine(
-    world: World, place: Place, admin: psycopg.Connection[Any]
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """All or nothing needs a transaction: the caller's Connection has none, a Connection of our own gets one."""
     engine = engine_at(world, place, isolation_level="AUTOCOMMIT")
@@ -112,12 +112,12 @@ async def test_autocommit_is_refused_on_a_connection_and_overridden_on_an_engine
 
 
 async def test_a_schema_per_tenant_by_schema_translate_map(
-    world: World, place: Place, admin: psycopg.Connection[Any]
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """One engine, an `execution_options` copy for each tenant: each has tables of its own, and tokens of its own."""
     engine = world.engine()
     configure(engine, schema="tenant", prefix=place.prefix)
-    other = Place(f"{place.schema} 2", place.prefix)
+    other = TableNames(f"{place.schema} 2", place.prefix)
     try:
         for one in (place, other):
             await given(schema.create_all(engine.execution_options(schema_translate_map={"tenant": one.schema})))
@@ -127,16 +127,16 @@ async def test_a_schema_per_tenant_by_schema_translate_map(
         admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(other.schema or "")))
 
 
-async def test_a_connections_own_translate_map_counts(world: World, place: Place) -> None:
+async def test_a_connections_own_translate_map_counts(world: World, place: TableNames) -> None:
     """The map of one Connection names the tenant, on top of what its engine says."""
     async with connection(world, engine_at(world, place)) as open_connection:
         options = open_connection.execution_options(schema_translate_map={place.schema: "elsewhere"})
         await given(options)
-        assert place_of(open_connection) == Place("elsewhere", place.prefix)
+        assert table_names(open_connection) == TableNames("elsewhere", place.prefix)
 
 
 async def test_without_a_schema_the_search_path_decides_once(
-    world: World, place: Place, admin: psycopg.Connection[Any]
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Made in the first schema of the search path; from then on found, also by a path that begins elsewhere."""
     admin.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(place.schema or "")))
@@ -149,12 +149,14 @@ async def test_without_a_schema_the_search_path_decides_once(
             await given(schema.create_all(open_connection))
             await given(open_connection.commit())
     assert made(admin, place) == (TABLES, len(tables.functions(place)))
-    assert admin.execute("SELECT to_regclass(%s)", [Place("public", place.prefix).name("lease")]).fetchone() == (None,)
+    assert admin.execute("SELECT to_regclass(%s)", [TableNames("public", place.prefix).name("lease")]).fetchone() == (
+        None,
+    )
     # A writer whose search path knows nothing of it meets the same tables.
     assert take(admin, place, "a") == (True, 1)
 
 
-async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, place: Place) -> None:
+async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, place: TableNames) -> None:
     """No schema to make anything in: the error names `configure`."""
     async with connection(world, world.engine()) as open_connection:
         await given(open_connection.execute(text("SET LOCAL search_path = nowhere")))
@@ -164,7 +166,9 @@ async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, pl
             await given(schema.create_all(open_connection))
 
 
-def test_processes_that_start_together_make_it_once(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+def test_processes_that_start_together_make_it_once(
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
     """Eight processes call `create_all` at the same moment: all of them come back, and it was made once."""
     program = (
         "import sys; from sqlalchemy import create_engine; from pgfence import schema; from pgfence.config import configure\n"
@@ -207,7 +211,7 @@ def test_processes_that_start_together_make_it_once(dsn: str, place: Place, admi
     ],
 )
 def test_what_install_does_not_alter_is_named_with_the_statement_that_does(
-    dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str, message: str
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
     """A naive timestamp, a missing column, another type: the message has the ALTER TABLE, and what dropping would lose."""
     error = harmed(dsn, place, admin, harm)
@@ -234,7 +238,7 @@ def test_what_install_does_not_alter_is_named_with_the_statement_that_does(
     ],
 )
 def test_what_install_repairs_is_said_and_repaired(
-    dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str, message: str
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
     """A missing table, a column that an upgrade adds, no version: the message names the command and what is lost."""
     error = harmed(dsn, place, admin, harm)
@@ -248,7 +252,7 @@ def test_what_install_repairs_is_said_and_repaired(
     engine.dispose()
 
 
-def harmed(dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str) -> SchemaError:
+def harmed(dsn: str, place: TableNames, admin: psycopg.Connection[Any], harm: str) -> SchemaError:
     """Create everything, damage it, and return what the check says."""
     here = world_engine(dsn, place)
     schema.create_all(here)
@@ -263,13 +267,15 @@ def harmed(dsn: str, place: Place, admin: psycopg.Connection[Any], harm: str) ->
     return error
 
 
-def world_engine(dsn: str, place: Place, role: str | None = None) -> Any:
+def world_engine(dsn: str, place: TableNames, role: str | None = None) -> Any:
     engine = create_engine(f"postgresql+psycopg://{(role or dsn).split('://', 1)[1]}")
     configure(engine, schema=place.schema, prefix=place.prefix)
     return engine
 
 
-async def test_tables_that_differ_are_not_altered(world: World, place: Place, admin: psycopg.Connection[Any]) -> None:
+async def test_tables_that_differ_are_not_altered(
+    world: World, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
     """`create_all` over tables with a naive timestamp raises, and leaves them as they are."""
     engine = engine_at(world, place)
     await given(schema.create_all(engine))
@@ -283,7 +289,7 @@ async def test_tables_that_differ_are_not_altered(world: World, place: Place, ad
     "missing", ["DROP FUNCTION {release_lease_v1}", "DROP TABLE {audit}; DELETE FROM {schema_version}"]
 )
 async def test_what_is_missing_is_made_again(
-    world: World, place: Place, admin: psycopg.Connection[Any], missing: str
+    world: World, place: TableNames, admin: psycopg.Connection[Any], missing: str
 ) -> None:
     """A function or a table that is gone comes back, and the rest keeps its rows."""
     engine = engine_at(world, place)
@@ -296,7 +302,7 @@ async def test_what_is_missing_is_made_again(
     assert take(admin, place, "a") == (False, 1)
 
 
-def test_a_newer_version_is_good_enough(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+def test_a_newer_version_is_good_enough(dsn: str, place: TableNames, admin: psycopg.Connection[Any]) -> None:
     """Functions keep their names, so what a later release made serves this one too."""
     engine = world_engine(dsn, place)
     schema.create_all(engine)
@@ -307,7 +313,7 @@ def test_a_newer_version_is_good_enough(dsn: str, place: Place, admin: psycopg.C
     engine.dispose()
 
 
-async def test_nothing_there_is_an_error_that_names_the_command(world: World, place: Place) -> None:
+async def test_nothing_there_is_an_error_that_names_the_command(world: World, place: TableNames) -> None:
     """The check of a place without tables raises what `translated` explains."""
     async with connection(world, engine_at(world, place)) as open_connection:
         with pytest.raises(DBAPIError) as caught:
@@ -340,7 +346,7 @@ def test_other_servers_and_drivers_are_refused_by_name(dsn: str) -> None:
     """No PostgreSQL; an old one; and something that is no engine at all."""
     with pytest.raises(UnsupportedServerError, match="sqlite"):
         schema.create_all(create_engine("sqlite://"))
-    old = world_engine(dsn, Place("nowhere"))
+    old = world_engine(dsn, TableNames("nowhere"))
     old.connect().close()
     old.dialect.server_version_info = (13, 4)
     with pytest.raises(UnsupportedServerError, match=r"this server is 13\.4"):
@@ -354,7 +360,7 @@ def test_other_servers_and_drivers_are_refused_by_name(dsn: str) -> None:
 
 
 async def test_a_role_without_the_right_to_make_tables_is_told_who_may(
-    world: World, place: Place, role: Callable[..., str]
+    world: World, place: TableNames, role: Callable[..., str]
 ) -> None:
     """The error carries the server's reason and the command for somebody else."""
     engine = engine_at(world, place, dsn=role())
@@ -365,7 +371,7 @@ async def test_a_role_without_the_right_to_make_tables_is_told_who_may(
 
 
 async def test_a_role_with_the_listed_rights_only_can_use_everything(
-    world: World, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any]
+    world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
     """The GRANTs are enough for leases, gates, tokens, and for `create_all` where all is there; to evict needs one more."""
     await given(schema.create_all(engine_at(world, place)))
@@ -400,7 +406,7 @@ async def test_a_role_with_the_listed_rights_only_can_use_everything(
 
 @pytest.mark.parametrize("missing", range(3))
 async def test_each_listed_right_is_needed(
-    world: World, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any], missing: int
+    world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any], missing: int
 ) -> None:
     """Without any one of them something is refused, and the error is a SchemaError with a GRANT."""
     await given(schema.create_all(engine_at(world, place)))
@@ -441,9 +447,9 @@ def test_a_place_that_has_no_usable_names_is_refused(schema_name: str | None, pr
             call()
 
 
-def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: TableNames, admin: psycopg.Connection[Any]) -> None:
     """No name of ours is longer than the server keeps, and a fence with it is found again."""
-    here = Place(place.schema, "p" * 40)
+    here = TableNames(place.schema, "p" * 40)
     engine = world_engine(dsn, here)
     schema.create_all(engine)
     assert made(admin, here) == (TABLES, len(tables.functions(here)))
@@ -455,7 +461,7 @@ def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: Place, admin: psycop
     engine.dispose()
 
 
-def test_the_metadata_and_the_database_agree(dsn: str, place: Place) -> None:
+def test_the_metadata_and_the_database_agree(dsn: str, place: TableNames) -> None:
     """What the database has after `create_all` is what the Tables say, column by column."""
     engine = world_engine(dsn, place)
     schema.create_all(engine)
@@ -468,7 +474,9 @@ def test_the_metadata_and_the_database_agree(dsn: str, place: Place) -> None:
     engine.dispose()
 
 
-def test_rows_that_change_often_have_room_on_their_page(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+def test_rows_that_change_often_have_room_on_their_page(
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
     """Leases, gates and slots are updated without touching an index."""
     engine = world_engine(dsn, place)
     schema.create_all(engine)
@@ -484,7 +492,7 @@ def test_rows_that_change_often_have_room_on_their_page(dsn: str, place: Place, 
 @pytest.mark.parametrize("table", ["lease", "gate"])
 @pytest.mark.parametrize("token", [0, -1])
 def test_no_row_can_have_a_token_below_one(
-    dsn: str, place: Place, admin: psycopg.Connection[Any], table: str, token: int
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any], table: str, token: int
 ) -> None:
     """A CHECK refuses it, whoever writes."""
     engine = world_engine(dsn, place)
@@ -496,7 +504,9 @@ def test_no_row_can_have_a_token_below_one(
         admin.execute(f"UPDATE {place.name(table)} SET token = {token}".encode())
 
 
-def test_the_script_makes_the_same_and_may_run_twice(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+def test_the_script_makes_the_same_and_may_run_twice(
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
     """`sql()` through a plain connection: `create_all` finds nothing left to do."""
     script = schema.sql(schema=place.schema, prefix=place.prefix)
     for _ in range(2):
@@ -509,7 +519,7 @@ def test_the_script_makes_the_same_and_may_run_twice(dsn: str, place: Place, adm
 
 
 def test_the_script_waits_for_nobody_where_all_is_there_and_keeps_nobody_waiting(
-    dsn: str, place: Place, admin: psycopg.Connection[Any]
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Run again beside an open transaction with a key, and itself not yet committed, it lets others claim keys and take leases."""
     script = schema.sql(schema=place.schema, prefix=place.prefix)

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine
 from pgfence import schema
 from pgfence._sql import tables
 from pgfence._sql.purge import _PURGE
-from pgfence._sql.storage import Place, translated
+from pgfence._sql.storage import TableNames, translated
 from pgfence.config import configure
 from pgfence.errors import SchemaError
 
@@ -75,9 +75,9 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
 
 
 @pytest.fixture
-def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """Tables in a schema of their own, with a lease on "a" that the owner holds."""
-    here = Place(f"rights_{name[-12:]}", "r_")
+    here = TableNames(f"rights_{name[-12:]}", "r_")
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(engine, schema=here.schema, prefix=here.prefix)
     schema.create_all(engine)
@@ -87,7 +87,7 @@ def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Place
     admin.execute(f"DROP SCHEMA {here.schema} CASCADE".encode())
 
 
-def filled(call: str, place: Place) -> bytes:
+def filled(call: str, place: TableNames) -> bytes:
     """Return a call with the names of our functions, or of the table, in it."""
     names = {name.split('"')[-2].removeprefix(place.prefix): name for name in tables.functions(place)}
     names["idempotency_key"] = place.name("idempotency_key")
@@ -98,7 +98,7 @@ def rights(feature: str) -> list[tuple[str, str]]:
     return [(table, right) for table, given in FEATURES[feature][0].items() for right in given]
 
 
-def use(dsn: str, place: Place, feature: str) -> None:
+def use(dsn: str, place: TableNames, feature: str) -> None:
     """Do what the feature does, in one transaction that is rolled back."""
     with psycopg.connect(dsn) as user:
         for call in FEATURES[feature][1]:
@@ -110,7 +110,7 @@ def use(dsn: str, place: Place, feature: str) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_the_listed_rights_are_enough_and_each_is_needed(
-    feature: str, place: Place, role: Callable[..., str], admin: psycopg.Connection[Any]
+    feature: str, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
     """A role with them and nothing else can use the feature; without any one of them the error is a SchemaError."""
     least = role()
@@ -129,7 +129,7 @@ def test_the_listed_rights_are_enough_and_each_is_needed(
 
 
 def test_a_fenced_table_can_be_written_with_the_rights_of_a_writer(
-    place: Place, role: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
+    place: TableNames, role: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """The trigger runs with the writer's rights: those of the gate, and of the table itself."""
     least = role()

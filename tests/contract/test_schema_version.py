@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from pgfence import AdvisoryLock, IdempotentEffect, Once, idempotent, schema
 from pgfence._sql import tables
-from pgfence._sql.storage import LEASES, VERSION, Place
+from pgfence._sql.storage import LEASES, VERSION, TableNames
 from pgfence.config import configure
 from pgfence.errors import SchemaError
 from pgfence.lease import AsyncLease, Lease
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """A schema of its own."""
-    here = Place(f"version_{name[-12:]}")
+    here = TableNames(f"version_{name[-12:]}")
     yield here
     admin.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(here.schema or "")))
 
@@ -41,12 +41,12 @@ def make(admin: psycopg.Connection[Any], statements: tuple[str, ...]) -> None:
         admin.execute(statement.encode())
 
 
-def versions(admin: psycopg.Connection[Any], place: Place) -> list[int]:
+def versions(admin: psycopg.Connection[Any], place: TableNames) -> list[int]:
     rows = admin.execute(f"SELECT version FROM {place.name('schema_version')} ORDER BY 1".encode()).fetchall()
     return [version for (version,) in rows]
 
 
-def there(admin: psycopg.Connection[Any], place: Place) -> bool:
+def there(admin: psycopg.Connection[Any], place: TableNames) -> bool:
     row = admin.execute("SELECT to_regclass(%s) IS NOT NULL", [place.name("idempotency_key")]).fetchone()
     return bool(row and row[0])
 
@@ -57,7 +57,7 @@ async def given(answer: Any) -> Any:
 
 @pytest.mark.parametrize("version", range(1, VERSION))
 async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
-    world: World, name: str, place: Place, admin: psycopg.Connection[Any], version: int
+    world: World, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """The tables go back to an older version and forth again while the lease is held: it is renewed and goes on."""
     make(admin, tables.creation(place))
@@ -76,7 +76,7 @@ async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
 
 @pytest.mark.parametrize("version", range(1, VERSION))
 def test_a_lease_of_an_older_release_is_respected(
-    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any], version: int
+    dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """What a process of an older release holds is held after the upgrade too, and the next token is above it."""
     make(admin, tables.creation(place, version))
@@ -100,7 +100,7 @@ def test_a_lease_of_an_older_release_is_respected(
 
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
 def test_a_version_is_made_twice_without_harm_and_lowered_again(
-    place: Place, admin: psycopg.Connection[Any], version: int
+    place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """Every version can be made, made again, brought to the newest, and brought back, and knows what it is."""
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_version_is_made_twice_without_harm_and_lowered_again(
 
 
 def test_tables_of_a_newer_release_serve_this_one(
-    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any]
+    dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Another column, another function and a higher version are no error; `create_all` of this release changes nothing."""
     make(admin, tables.creation(place))
@@ -141,7 +141,7 @@ def test_tables_of_a_newer_release_serve_this_one(
     engine.dispose()
 
 
-def made(admin: psycopg.Connection[Any], place: Place) -> set[Any]:
+def made(admin: psycopg.Connection[Any], place: TableNames) -> set[Any]:
     """Return the functions of a place with their bodies, and its columns."""
     query = (
         "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = to_regnamespace(%(s)s) UNION ALL"
@@ -153,7 +153,7 @@ def made(admin: psycopg.Connection[Any], place: Place) -> set[Any]:
 
 @pytest.mark.parametrize("version", range(1, VERSION))
 def test_a_downgrade_leaves_what_the_older_version_made(
-    place: Place, admin: psycopg.Connection[Any], version: int
+    place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """New columns and functions are dropped, replaced functions have their old bodies; an old script changes no new one."""
     make(admin, tables.creation(place, version))
@@ -168,7 +168,7 @@ def test_a_downgrade_leaves_what_the_older_version_made(
 
 @pytest.mark.parametrize("read", ["lease", "slot", "idempotency_key"])
 def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
-    dsn: str, name: str, place: Place, admin: psycopg.Connection[Any], read: str
+    dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any], read: str
 ) -> None:
     """A transaction that has read one of the tables keeps the upgrade waiting, and held leases are renewed meanwhile."""
     make(admin, tables.creation(place, 2))
@@ -196,7 +196,9 @@ def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
     assert versions(admin, place)[-1] == VERSION
 
 
-def test_an_older_version_is_not_taken_for_the_newest(dsn: str, place: Place, admin: psycopg.Connection[Any]) -> None:
+def test_an_older_version_is_not_taken_for_the_newest(
+    dsn: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
     """What fences need is there; what leases and this release need is not, and the error names the version."""
     make(admin, tables.creation(place, 1))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")

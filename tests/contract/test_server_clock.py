@@ -10,7 +10,7 @@ from psycopg import sql
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, IdempotencyInProgressError, IdempotentEffect, Lease, LockLostError
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence._sql.tables import creation
 from pgfence.config import configure
 from support.lease_functions import Caller
@@ -28,7 +28,7 @@ TTL = 30.0
 class Clock:
     """The clock of an installation of its own, which a test may set."""
 
-    def __init__(self, admin: psycopg.Connection[Any], place: Place) -> None:
+    def __init__(self, admin: psycopg.Connection[Any], place: TableNames) -> None:
         assert place.schema is not None
         self._admin = admin
         self._table = sql.Identifier(place.schema, "ahead")
@@ -39,9 +39,9 @@ class Clock:
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
+def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """Tables and functions in a schema of their own, which ask a clock of their own."""
-    here = Place(f"clock_{name[-12:]}")
+    here = TableNames(f"clock_{name[-12:]}")
     schema = f'"{here.schema}"'
     admin.execute(f"CREATE SCHEMA {schema}".encode())
     admin.execute(f"CREATE TABLE {schema}.ahead AS SELECT 0::float8 AS seconds".encode())
@@ -57,20 +57,20 @@ def place(admin: psycopg.Connection[Any], name: str) -> Iterator[Place]:
 
 
 @pytest.fixture
-def clock(admin: psycopg.Connection[Any], place: Place) -> Clock:
+def clock(admin: psycopg.Connection[Any], place: TableNames) -> Clock:
     """The clock of that installation."""
     return Clock(admin, place)
 
 
 @pytest.fixture
-def rival(dsn: str, name: str, place: Place) -> Iterator[Caller]:
+def rival(dsn: str, name: str, place: TableNames) -> Iterator[Caller]:
     """Another process that wants the lease of this test, by the server functions alone."""
     with Caller(dsn, name, f'"{place.schema}".pgfence_') as caller:
         yield caller
 
 
 @pytest.fixture
-def engine(dsn: str, place: Place) -> Iterator[Engine]:
+def engine(dsn: str, place: TableNames) -> Iterator[Engine]:
     """An engine on that installation."""
     made = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(made, schema=place.schema)

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import schema
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence._sql.tables import creation
 from support.waiting import eventually
 
@@ -204,7 +204,7 @@ def clocked(dsn: str, name: str) -> Iterator[Clocked]:
     """Tables and functions that read the clock from a setting."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         clock = "pg_catalog.current_setting('slots.clock')::timestamptz"
-        for text in creation(Place("slots_by_a_set_clock")):
+        for text in creation(TableNames("slots_by_a_set_clock")):
             connection.execute(
                 (text.replace("pg_catalog.clock_timestamp()", clock) if "FUNCTION" in text else text).encode()
             )

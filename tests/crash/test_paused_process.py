@@ -101,7 +101,7 @@ async def test_the_question_after_a_pause_disturbs_no_statement_of_the_holder(
     one = lock(world, world.engine(), name)
     for turn in range(100):
         held = await world.call(one.acquire)
-        monitor.WATCHER._tick(time.monotonic(), paused=True)
+        monitor.MONITOR._tick(time.monotonic(), paused=True)
         for _ in range(turn % 4):
             await asyncio.sleep(0)
         await world.call(held.release)
@@ -116,7 +116,7 @@ async def test_a_question_that_finds_no_server_is_a_loss(
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     (session,) = sessions(admin, name)
     terminate(admin, session.pid)
-    monitor.WATCHER._tick(time.monotonic(), paused=True)
+    monitor.MONITOR._tick(time.monotonic(), paused=True)
     await eventually(lambda: held.state == "lost")
     with pytest.raises(LockLostError):
         await world.call(held.release)
@@ -128,7 +128,7 @@ async def test_a_pause_says_nothing_about_what_is_not_held(world: World, name: s
     held = await world.call(lock(world, engine, name).acquire)
     await world.call(held.release)
     async with world.enter(lock(world, engine, name).connect()):
-        monitor.WATCHER._tick(time.monotonic(), paused=True)
+        monitor.MONITOR._tick(time.monotonic(), paused=True)
     assert held.state == "released"
     async with world.enter(lock(world, engine, name).hold(timeout=5)) as again:
         assert again.state == "held"

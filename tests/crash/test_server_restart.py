@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AsyncLease, AsyncOnce, Lease, Once, schema
-from pgfence._leases.manager import LeaseDomain
-from pgfence._process.registry import Homes
+from pgfence._leases.manager import LeaseManager
+from pgfence._process.registry import ManagerRegistry
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.commandline import Cli, first_line
 from support.locking import background, is_free, labelled, lock, run, waits
@@ -181,7 +181,7 @@ def contended(world: World, kind: str, engine: Any, name: str, ttl: float = 60) 
 def contended_for(one: Any) -> bool:
     """Say whether the server has responded to a waiter of this process that its lease is held."""
     engine = getattr(one._engine, "sync_engine", one._engine)
-    domains = [each for each in Homes.of(engine).values() if isinstance(each, LeaseDomain)]
+    domains = [each for each in ManagerRegistry.of(engine).values() if isinstance(each, LeaseManager)]
     return any(each._held_until for each in domains)
 
 

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock
-from pgfence._process.monitor import HAS_HANGUP, WATCHER
+from pgfence._process.monitor import HAS_HANGUP, MONITOR
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,14 +30,14 @@ def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
     dead, living = AdvisoryLock(engine, f"{name}:1").acquire(), AdvisoryLock(engine, f"{name}:2").acquire()
     one, two = dead._hold.session, living._hold.session
     number = one.dup
-    with WATCHER._lock:  # stands for a watcher that is not scheduled between its event and its lock
+    with MONITOR._lock:  # stands for a watcher that is not scheduled between its event and its lock
         admin.execute("SELECT pg_terminate_backend(%s, 2000)", [one.pid])
         deadline = time.monotonic() + 5
-        while WATCHER._epoll is not None and not WATCHER._epoll.poll(0) and time.monotonic() < deadline:
+        while MONITOR._epoll is not None and not MONITOR._epoll.poll(0) and time.monotonic() < deadline:
             pass  # until the kernel has told it
-        WATCHER.unwatch(one)
-        WATCHER.unwatch(two)
-        WATCHER.watch(two, two.wire.fileno())
+        MONITOR.unwatch(one)
+        MONITOR.unwatch(two)
+        MONITOR.watch(two, two.wire.fileno())
         assert two.dup == number
     assert not living.wait_lost(timeout=0.5)
     assert living.state == "held"
@@ -59,12 +59,12 @@ def test_the_event_of_a_session_that_was_torn_from_it_does_not_keep_the_watcher_
     near, far = socket.socketpair()
 
     def watched() -> str:
-        with WATCHER._lock:
-            return Path(f"/proc/self/fdinfo/{WATCHER._epoll.fileno()}").read_text()
+        with MONITOR._lock:
+            return Path(f"/proc/self/fdinfo/{MONITOR._epoll.fileno()}").read_text()
 
-    with WATCHER._lock:
+    with MONITOR._lock:
         torn = os.dup(near.fileno())
-        WATCHER._epoll.register(torn, select.EPOLLRDHUP)
+        MONITOR._epoll.register(torn, select.EPOLLRDHUP)
         os.close(torn)
     far.close()
     eventually(lambda: f"tfd: {torn:8d} " not in watched())

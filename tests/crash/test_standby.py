@@ -10,7 +10,7 @@ import pytest
 
 from pgfence import configure, monitoring
 from pgfence._sql import server, tables
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence.errors import LockLostError, StandbyError, UnreachableError
 from support import standby as standbys
 from support import transactions
@@ -74,7 +74,7 @@ async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_stan
     """
     primary, copy = pair
     with psycopg.connect(primary.dsn, autocommit=True) as admin:
-        for statement in tables.creation(Place()):
+        for statement in tables.creation(TableNames()):
             admin.execute(statement.encode())
         assert rival(admin, name) == 1
     with psycopg.connect(copy.dsn, autocommit=True) as reader:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pgfence._demo.bank import Accounts
-from pgfence._demo.faults import Blows
-from pgfence._demo.workload import Blow, Figures, TakeOver, Verdict, keeps_every_cent, loses_money
+from pgfence._demo.faults import Faults
+from pgfence._demo.workload import Fault, Figures, TakeOver, Verdict, keeps_every_cent, loses_money
 from pgfence._demo.workloads import ACTS
 from pgfence._process.clock import clock
 
@@ -37,8 +37,8 @@ def test_without_waits_there_is_no_percentile() -> None:
         (FINE, Verdict.OK),
         (Figures(act="a", title="A", transfers=0), Verdict.GUARD_FAILED),
         (Figures(act="a", title="A", transfers=1, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED),
-        (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Blow.KILL, "x", 0.1),)), Verdict.OK),
-        (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Blow.KILL, "x", None),)), Verdict.GUARD_FAILED),
+        (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Fault.KILL, "x", 0.1),)), Verdict.OK),
+        (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Fault.KILL, "x", None),)), Verdict.GUARD_FAILED),
     ],
 )
 def test_a_guarded_act_may_lose_nothing_and_nobody(figures: Figures, verdict: Verdict) -> None:
@@ -81,17 +81,17 @@ class Crew:
 
 
 @pytest.fixture
-def blows() -> Blows:
+def blows() -> Faults:
     """One SIGKILL, due at once."""
-    return Blows([Blow.KILL], Crew(), None, start=clock() - 2, seconds=1)  # type: ignore[arg-type]
+    return Faults([Fault.KILL], Crew(), None, start=clock() - 2, seconds=1)  # type: ignore[arg-type]
 
 
-def killed(blows: Blows) -> list[Any]:
+def killed(blows: Faults) -> list[Any]:
     crew: Any = blows._crew
     return crew.killed
 
 
-def test_a_holder_is_struck_when_another_process_waits(blows: Blows) -> None:
+def test_a_holder_is_struck_when_another_process_waits(blows: Faults) -> None:
     """Without a waiter there would be nobody to take over."""
     blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     blows.hear("two", {"asks": "y"})  # type: ignore[arg-type]
@@ -101,10 +101,10 @@ def test_a_holder_is_struck_when_another_process_waits(blows: Blows) -> None:
     blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     assert killed(blows) == ["one"]
     assert not blows.done
-    assert blows.takeovers == ((Blow.KILL, "x", None),)
+    assert blows.takeovers == ((Fault.KILL, "x", None),)
 
 
-def test_a_take_over_is_the_next_grant_to_another_process(blows: Blows) -> None:
+def test_a_take_over_is_the_next_grant_to_another_process(blows: Faults) -> None:
     """Grants of other locks, and of the struck process itself, are none."""
     began = clock()
     blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
@@ -118,14 +118,14 @@ def test_a_take_over_is_the_next_grant_to_another_process(blows: Blows) -> None:
     assert takeover.seconds is not None and 150 < takeover.seconds <= 200
 
 
-def test_a_blow_that_came_too_late_is_dealt_again(blows: Blows) -> None:
+def test_a_blow_that_came_too_late_is_dealt_again(blows: Faults) -> None:
     """If somebody else had the lock before the blow fell, no holder was struck."""
     blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
     granted = clock()
     blows.hear("one", {"granted": "x", "at": granted - 1})  # type: ignore[arg-type]
     blows.hear("two", {"granted": "x", "at": granted - 0.5})  # type: ignore[arg-type]
     assert not blows.done
-    assert blows.takeovers == ((Blow.KILL, "", None),)
+    assert blows.takeovers == ((Fault.KILL, "", None),)
     blows.hear("three", {"asks": "x"})  # type: ignore[arg-type]
     blows.hear("two", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     assert killed(blows) == ["one", "two"]

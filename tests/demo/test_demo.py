@@ -17,7 +17,7 @@ import pgfence.cli.demo
 from pgfence._demo import measurement, runner
 from pgfence._demo.bank import NAMESPACE, SCHEMA
 from pgfence._demo.errors import DemoError
-from pgfence._demo.workload import Blow, keeps_every_cent, loses_money
+from pgfence._demo.workload import Fault, keeps_every_cent, loses_money
 from pgfence._demo.workloads import ACTS, advisory, transaction, unguarded
 from pgfence.advisory import AdvisoryLock
 from pgfence.cli import main
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy import Engine
 
-    from pgfence._demo.workload import Act
+    from pgfence._demo.workload import Workload
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -70,7 +70,7 @@ def engine(dsn: str) -> Iterator[Engine]:
 def acts(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A function that puts other acts on the programme of the command."""
 
-    def put(*those: Act) -> None:
+    def put(*those: Workload) -> None:
         monkeypatch.setattr(pgfence.cli.demo, "play", partial(runner.play, acts=those, scenes=()))
 
     return put
@@ -154,7 +154,7 @@ def test_the_control_loses_money_and_no_guarded_act_does(
         assert (act["cents_lost"], act["accounts_off"]) == (0, 0)
         assert 0 < act["wait_p50"] <= act["wait_p99"] <= act["wait_longest"]
     blows = shown["acts"][-1]["takeovers"]
-    assert [each["blow"] for each in blows] == [Blow.KILL, Blow.TERMINATE]
+    assert [each["blow"] for each in blows] == [Fault.KILL, Fault.TERMINATE]
     assert all(0 < each["seconds"] < 30 for each in blows)
     assert sum(shown["acts"][-1]["retries"].values()) >= 1, "nobody was told that its session was ended"
 
@@ -195,7 +195,7 @@ def test_a_lock_that_nobody_takes_over_is_exit_code_1(
     monkeypatch.setattr(measurement, "_TIMES_LONGER", 1.0)
     monkeypatch.setattr(measurement, "_SECONDS_LONGER", 0.0)
     # These locks are over too soon to tell of them, so nobody is known to hold one.
-    acts(replace(transaction.ACT, blows=(Blow.KILL,)))
+    acts(replace(transaction.ACT, blows=(Fault.KILL,)))
     assert demo(dsn, seconds="0.5", processes="3") == 1
     assert "SIGKILL of a holder: nobody had its lock afterwards" in capfd.readouterr().out
 

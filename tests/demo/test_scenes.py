@@ -73,10 +73,10 @@ def test_the_slots_are_judged_by_their_runs(ran: int, runs: int, verdict: Verdic
 
 def test_a_balance_that_differs_from_its_journal_is_found(stage: Engine) -> None:
     """What is judged is read from the tables: one that somebody else has changed is off, one as it was booked is not."""
-    contention.Base.metadata.create_all(stage)
+    contention.ContentionBase.metadata.create_all(stage)
     with stage.begin() as connection:
-        connection.execute(insert(contention.Account), [{"id": 0, "balance": 7}, {"id": 1, "balance": 7}])
-        connection.execute(insert(contention.Entry), [{"account": 0, "cents": 3}, {"account": 0, "cents": 4}])
+        connection.execute(insert(contention.VersionedAccount), [{"id": 0, "balance": 7}, {"id": 1, "balance": 7}])
+        connection.execute(insert(contention.VersionedEntry), [{"account": 0, "cents": 3}, {"account": 0, "cents": 4}])
         assert connection.scalar(contention._AUDIT) == 1
 
 
@@ -123,7 +123,7 @@ def test_retries_are_judged_by_what_was_paid(plain: dict[str, int], keyed: dict[
 
 def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
     """A payment that was made twice, and a client that was told of another one, are seen; the other storm's rows are not."""
-    retries.Base.metadata.create_all(stage)
+    retries.RetriesBase.metadata.create_all(stage)
     rows = [{"number": number, "keyed": True} for number in (1, 2, 2)] + [{"number": 1, "keyed": False}]
     with stage.begin() as connection:
         connection.execute(insert(retries.Payment), rows)
@@ -143,7 +143,7 @@ def test_a_client_loses_its_patience_with_a_server_that_is_gone(monkeypatch: pyt
 
 def test_clients_end_with_the_process_that_forked_them(stage: Engine, eventually: Callable[..., Any]) -> None:
     """SIGKILL of it in the middle of the storm leaves none of them at work."""
-    retries.Base.metadata.create_all(stage)
+    retries.RetriesBase.metadata.create_all(stage)
     with players() as start:
         player = start(retries.__name__, stage.url)
         process = psutil.Process(player.popen.pid)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pgfence._demo.runner import Outcome
-from pgfence._demo.workload import Blow, Figures, TakeOver, Verdict
+from pgfence._demo.workload import Fault, Figures, TakeOver, Verdict
 from pgfence._demo.workloads import ACTS
 from pgfence.cli import screen
 
@@ -18,7 +18,7 @@ CONTROL, LOCKED, _, STRUCK = (
 )
 CONTROL = replace(CONTROL, cents_lost=1_234_567, accounts_off=99, waits=())
 STRUCK = replace(
-    STRUCK, takeovers=(TakeOver(Blow.KILL, "x", 0.012), TakeOver(Blow.TERMINATE, "x", 0.0031)), retries={"Error": 1}
+    STRUCK, takeovers=(TakeOver(Fault.KILL, "x", 0.012), TakeOver(Fault.TERMINATE, "x", 0.0031)), retries={"Error": 1}
 )
 
 
@@ -47,7 +47,7 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
     [
         (replace(CONTROL, cents_lost=0), Verdict.CONTROL_FAILED, "lost nothing, so the other acts prove nothing"),
         (replace(LOCKED, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED, "THE GUARD FAILED"),
-        (replace(STRUCK, takeovers=(TakeOver(Blow.KILL, "", None),)), Verdict.GUARD_FAILED, "nobody had its lock"),
+        (replace(STRUCK, takeovers=(TakeOver(Fault.KILL, "", None),)), Verdict.GUARD_FAILED, "nobody had its lock"),
     ],
 )
 def test_a_failure_is_said_and_the_praise_is_not(

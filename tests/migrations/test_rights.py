@@ -11,7 +11,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, make_url, text
 
 from pgfence import schema
-from pgfence._sql.storage import VERSION, Place
+from pgfence._sql.storage import VERSION, TableNames
 from pgfence._sql.tables import installed
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ def test_whoever_may_make_tables_in_a_schema_may_install(app: Engine, place: str
     """A schema that is there needs no right to make schemas in the database, for none of the ways to install."""
     perform(app, lambda op: op.create_pgfence(schema=place, version=version))
     with app.begin() as connection:
-        assert installed(connection, Place(place or "public"), version)
+        assert installed(connection, TableNames(place or "public"), version)
     perform(app, lambda op: op.drop_pgfence(schema=place))
     with psycopg.connect(app.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
         psql.execute(schema.sql(schema=place).encode())
     with app.begin() as connection:
-        assert installed(connection, Place(place or "public"))
+        assert installed(connection, TableNames(place or "public"))
 
 
 def test_a_complete_installation_of_somebody_else_is_left_alone(

@@ -10,7 +10,7 @@ import psycopg
 from sqlalchemy import event, text
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._process.registry import Homes
+from pgfence._process.registry import ManagerRegistry
 from pgfence.keys import LockKey
 from support.waiting import eventually
 
@@ -105,7 +105,7 @@ def waits(admin: psycopg.Connection[Any], name: str | LockKey, count: int = 1) -
 
 def standing(engine: Any) -> int:
     """Return how many contenders of this process stand behind somebody, in the lines of one engine."""
-    found = Homes.of(getattr(engine, "sync_engine", engine)).values()
+    found = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
     return len(
         {
             id(ticket)

@@ -18,9 +18,9 @@ from pgfence.keys import LockKey, resolve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pgfence._sql.params import Style
+    from pgfence._sql.params import ParamStyle
 
-STYLES: tuple[Style, ...] = ("format", "numeric")
+STYLES: tuple[ParamStyle, ...] = ("format", "numeric")
 SETS = {
     "one": resolve([LockKey.raw(-5)], ""),
     "pair": resolve([LockKey.pair(-1, 2)], ""),
@@ -80,7 +80,7 @@ def test_locks_are_never_taken_by_a_filter_or_under_a_limit(text: str) -> None:
 
 @each_style
 @each_set
-def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: Style) -> None:
+def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle) -> None:
     """As many marks as values, in each text, and no key among the words."""
     sql = LockSql(keys, style)
     for text, args in (

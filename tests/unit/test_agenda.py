@@ -12,19 +12,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pgfence._holds.queue import Contender, Lines, Ticket
+from pgfence._holds.queue import Contender, LocalQueue, QueueEntry
 from pgfence._leases import grant as grants
 from pgfence._leases import terms
-from pgfence._leases.heartbeat.listeners import LINGER, Ears, Listening
-from pgfence._leases.heartbeat.queue import LISTEN_AFTER, Agenda
-from pgfence._leases.heartbeat.tasks import Check, Ending, Renewal
-from pgfence._leases.request import Granted, LeaseClaim
-from pgfence._leases.terms import Terms
-from pgfence._sql.lease import BATCH, Answer
-from pgfence._sql.storage import Place
+from pgfence._leases.heartbeat.listeners import LINGER, ListenTask, NotifyListeners
+from pgfence._leases.heartbeat.queue import LISTEN_AFTER, RenewalQueue
+from pgfence._leases.heartbeat.tasks import CheckTask, ReleaseTask, RenewTask
+from pgfence._leases.request import Granted, LeaseRequest
+from pgfence._leases.terms import LeaseTerms
+from pgfence._sql.lease import BATCH, LeaseResult
+from pgfence._sql.storage import TableNames
 from pgfence.config import Config
 
-HERE, THERE = Place(), Place("tenant")
+HERE, THERE = TableNames(), TableNames("tenant")
 EXPIRES = datetime(2030, 1, 1, tzinfo=UTC)
 
 
@@ -46,28 +46,28 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def make(now: float, ttl: float, *, heartbeat: Any = "auto", place: Place = HERE, name: str = "n") -> grants.Grant:
+def make(now: float, ttl: float, *, heartbeat: Any = "auto", place: TableNames = HERE, name: str = "n") -> grants.Grant:
     """Return a grant that the server gave at this moment."""
-    claim = LeaseClaim(stored=name, place=place, terms=Terms(ttl), heartbeat=heartbeat)
-    ticket = Ticket((name,), Contender("thread"), Lines())
+    claim = LeaseRequest(stored=name, place=place, terms=LeaseTerms(ttl), heartbeat=heartbeat)
+    ticket = QueueEntry((name,), Contender("thread"), LocalQueue())
     return grants.Grant(
         claim, Granted(7, EXPIRES, ttl, None, None), ticket, lease_id=UUID(int=1), started=now, config=Config()
     )
 
 
-def renewals(agenda: Agenda, now: float) -> list[Renewal]:
+def renewals(agenda: RenewalQueue, now: float) -> list[RenewTask]:
     """Return all renewals that are due."""
     agenda.take(now)
-    found: list[Renewal] = []
-    while isinstance(chore := agenda.pick(now), Renewal):
+    found: list[RenewTask] = []
+    while isinstance(chore := agenda.pick(now), RenewTask):
         found.append(chore)
-    assert chore is None or isinstance(chore, Listening)
+    assert chore is None or isinstance(chore, ListenTask)
     return found
 
 
 def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
     """Those taken over a quarter of an interval go together, 500 at a time."""
-    agenda = Agenda()
+    agenda = RenewalQueue()
     for n in range(2 * BATCH + 1):
         agenda.schedule.plan(make(now.now + n / 1000, 30, name=str(n)))
     assert renewals(agenda, now.now + 9.9) == []
@@ -77,7 +77,7 @@ def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
 
 def test_each_place_has_statements_of_its_own(now: Clock) -> None:
     """Tenants with tables of their own share the connection, not the statement, and none waits for all of another's."""
-    agenda = Agenda()
+    agenda = RenewalQueue()
     for n in range(BATCH + 1):
         agenda.schedule.plan(make(now.now, 30, name=str(n)))
     agenda.schedule.plan(make(now.now, 30, place=THERE))
@@ -86,7 +86,7 @@ def test_each_place_has_statements_of_its_own(now: Clock) -> None:
 
 def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None:
     """C082: nobody is lost by it; all are in doubt, and the pause is short for the shortest TTL."""
-    agenda = Agenda()
+    agenda = RenewalQueue()
     short, long = make(now.now, 0.3, name="short"), make(now.now, 30, name="long")
     answers: list[Exception | None] = []
     agenda.schedule.plan(short)
@@ -102,13 +102,13 @@ def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None
     assert set(again.wishes) == {short, long}
     again.started = now.now
     for grant in again.wishes:
-        agenda.answered(again, grant, Answer("ok", grant.ttl, EXPIRES), now.now)
+        agenda.answered(again, grant, LeaseResult("ok", grant.ttl, EXPIRES), now.now)
     assert [short.state, long.state] == ["held", "held"]
 
 
 def test_a_locked_row_is_asked_for_again_and_nobody_is_told(now: Clock) -> None:
     """The one who wished for a renewal waits on; what was wished for since is not lost either."""
-    agenda = Agenda()
+    agenda = RenewalQueue()
     grant = make(now.now, 30, heartbeat="progress")
     agenda.schedule.plan(grant)
     first: list[Exception | None] = []
@@ -116,12 +116,12 @@ def test_a_locked_row_is_asked_for_again_and_nobody_is_told(now: Clock) -> None:
     agenda.wish(grant, 40.0, first.append)
     [chore] = renewals(agenda, now.now)
     agenda.wish(grant, None, second.append)
-    assert agenda.answered(chore, grant, Answer("busy"), now.now) is None
+    assert agenda.answered(chore, grant, LeaseResult("busy"), now.now) is None
     now.now += 1
     [again] = renewals(agenda, now.now)
     assert again.ttl(grant) == 40.0
     again.started = now.now
-    wish = agenda.answered(again, grant, Answer("ok", 40.0, EXPIRES), now.now)
+    wish = agenda.answered(again, grant, LeaseResult("ok", 40.0, EXPIRES), now.now)
     assert wish is not None
     wish.granted(None)
     assert (first, second) == ([None], [None])
@@ -130,8 +130,8 @@ def test_a_locked_row_is_asked_for_again_and_nobody_is_told(now: Clock) -> None:
 
 def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
     """A release that had no answer is repeated with growing pauses, and then left to the TTL."""
-    agenda = Agenda()
-    agenda.endings.append(Ending(HERE, lambda sql: sql.release, (), now.now + 60))
+    agenda = RenewalQueue()
+    agenda.endings.append(ReleaseTask(HERE, lambda sql: sql.release, (), now.now + 60))
     tries = 0
     while (chore := agenda.pick(now.now)) is not None or agenda.endings:
         if chore is not None:
@@ -144,10 +144,10 @@ def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
 
 def test_a_channel_is_listened_to_while_somebody_waits_and_some_seconds_more() -> None:
     """Waiters that come and go do not make a statement each."""
-    ears, woken = Ears(), []
+    ears, woken = NotifyListeners(), []
     assert ears.add(HERE, "a", lambda: woken.append("a"))
     on = ears.chore(0.0)
-    assert isinstance(on, Listening) and on.on
+    assert isinstance(on, ListenTask) and on.on
     assert len(ears.changed(on)) == 1
     assert ears.chore(0.0) is None
     wake = ears.told(HERE.channel, "a")[0]
@@ -166,7 +166,7 @@ def test_a_channel_is_listened_to_while_somebody_waits_and_some_seconds_more() -
 
 def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     """After a second with leases, by one LISTEN for each prefix; then all are checked, later those that are named."""
-    agenda = Agenda()
+    agenda = RenewalQueue()
     leases = [make(now.now, 3600, heartbeat="manual", name=name) for name in "abc"]
     leases += [make(now.now, 3600, heartbeat="manual", place=THERE), make(now.now, 3600, name="renewed")]
     for each in leases:
@@ -175,42 +175,42 @@ def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     now.now += LISTEN_AFTER
     assert agenda.unheard(now.now)
     chore = agenda.pick(now.now)
-    assert isinstance(chore, Listening) and chore.on
+    assert isinstance(chore, ListenTask) and chore.on
     agenda.listening(chore)
     renewal = agenda.pick(now.now)
     checks = [agenda.pick(now.now), agenda.pick(now.now)]
-    assert isinstance(renewal, Renewal) and list(renewal.wishes) == leases[4:]
-    found = [isinstance(check, Check) and sorted(each.stored for each in check.grants) for check in checks]
+    assert isinstance(renewal, RenewTask) and list(renewal.wishes) == leases[4:]
+    found = [isinstance(check, CheckTask) and sorted(each.stored for each in check.grants) for check in checks]
     assert sorted(found) == [["a", "b", "c"], ["n"]]
     assert agenda.pick(now.now) is None
     assert not agenda.unheard(now.now)
     assert agenda.suspect(HERE.evictions, "b") and not agenda.suspect(HERE.evictions, "x")
     check = agenda.pick(now.now)
-    assert isinstance(check, Check) and check.grants == [leases[1]]
+    assert isinstance(check, CheckTask) and check.grants == [leases[1]]
     for each in leases:
         agenda.drop(each)
     assert agenda.pick(now.now) is None
     off = agenda.pick(now.now + 2 * LINGER)
-    assert isinstance(off, Listening) and not off.on
+    assert isinstance(off, ListenTask) and not off.on
 
 
 def test_a_flood_of_notifications_does_not_keep_a_renewal_waiting(now: Clock) -> None:
     """Anyone may send them: a lease without a heartbeat is checked again and again, after the renewals that are due."""
-    agenda = Agenda()
+    agenda = RenewalQueue()
     agenda.keep(make(now.now, 3600, heartbeat="manual", name="flooded"), now.now)
     renewed = make(now.now, 3600, name="renewed")
     agenda.keep(renewed, now.now)
     agenda.suspect(HERE.evictions, "flooded")
-    assert isinstance(agenda.pick(now.now), Check)
+    assert isinstance(agenda.pick(now.now), CheckTask)
     agenda.suspect(HERE.evictions, "flooded")
     agenda.wish(renewed, None, lambda _: None)
-    assert isinstance(agenda.pick(now.now), Renewal)
-    assert isinstance(agenda.pick(now.now), Check)
+    assert isinstance(agenda.pick(now.now), RenewTask)
+    assert isinstance(agenda.pick(now.now), CheckTask)
 
 
 def test_nothing_is_listened_to_where_no_notification_comes_through(now: Clock) -> None:
     """A pooler that was declared or found makes neither a connection nor a statement for it."""
-    declared, found = Agenda(listens=False), Agenda()
+    declared, found = RenewalQueue(listens=False), RenewalQueue()
     found.ears.deaf = True
     for agenda in (declared, found):
         agenda.keep(make(now.now, 3600), now.now)
@@ -237,9 +237,9 @@ class Schedules(RuleBasedStateMachine):
         self.clock = Clock()
         self.before = grants.clock
         grants.clock = self.clock
-        self.agenda = Agenda()
+        self.agenda = RenewalQueue()
         self.kept: list[grants.Grant] = []
-        self.at_work: list[Renewal] = []
+        self.at_work: list[RenewTask] = []
         self.answered = 0
         self.wished = 0
 
@@ -268,7 +268,7 @@ class Schedules(RuleBasedStateMachine):
         if self.kept:
             grant = data.draw(st.sampled_from(self.kept))
             grant.progress()
-            self.agenda.nudge(grant, self.clock.now)
+            self.agenda.request_renewal(grant, self.clock.now)
 
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
@@ -287,7 +287,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule()
     def send(self) -> None:
-        if not self.at_work and isinstance(chore := self.agenda.pick(self.clock.now), Renewal):
+        if not self.at_work and isinstance(chore := self.agenda.pick(self.clock.now), RenewTask):
             chore.started = self.clock.now
             self.at_work.append(chore)
 
@@ -303,9 +303,9 @@ class Schedules(RuleBasedStateMachine):
         for grant in chore.wishes:
             if verdict == "lost":
                 grant.lose("superseded")
-            granted = Answer("ok", chore.ttl(grant), EXPIRES)
+            granted = LeaseResult("ok", chore.ttl(grant), EXPIRES)
             self.told(
-                self.agenda.answered(chore, grant, granted if verdict == "ok" else Answer(verdict), self.clock.now)
+                self.agenda.answered(chore, grant, granted if verdict == "ok" else LeaseResult(verdict), self.clock.now)
             )
             if grant.state == "lost" and grant in self.kept:
                 self.told(self.agenda.drop(grant))

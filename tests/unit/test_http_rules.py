@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._http.answers import UNKEPT, Refusal, kept, refused, replay
+from pgfence._http.answers import UNKEPT, ProblemResponse, kept, refused, replay
 from pgfence._http.key import key_of
 from pgfence._http.problems import KEY_INVALID, retry_headers
 from pgfence._http.routes import routes_of
-from pgfence._http.rules import SHOWN, Request, Rules, length_of
-from pgfence.effects._wanted import Reply, Stored
+from pgfence._http.rules import SHOWN, HttpRequest, Rules, length_of
+from pgfence.effects._wanted import Reply, StoredResult
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,
@@ -39,7 +39,7 @@ def rules(**options: Any) -> Rules:
     return Rules.of(**(usual | options))
 
 
-def request(**known: Any) -> Request:
+def request(**known: Any) -> HttpRequest:
     usual: dict[str, Any] = {
         "method": "POST",
         "root": "",
@@ -50,7 +50,7 @@ def request(**known: Any) -> Request:
         "credentials": (b"authorization:me",),
         "length": None,
     }
-    return Request(**(usual | known))
+    return HttpRequest(**(usual | known))
 
 
 # ---------------------------------------------------------------- keys
@@ -189,7 +189,7 @@ def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
     assert (named.concern(request()), named.concern(keyless), named.concern(request(path="/x"))) == (True, True, False)
     assert not named.concern(request(method="PUT"))
     assert named.concern(request(method="post")), "some frameworks take it for POST"
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(ProblemResponse) as told:
         named.key(keyless)
     assert told.value.reply.status == 400
 
@@ -227,7 +227,7 @@ def test_arguments_that_cannot_work_are_refused_when_the_middleware_is_made(
 def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) -> None:
     """No number is made of what no body can have."""
     assert length_of("99") == 99
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(ProblemResponse) as told:
         rules().key(request(length=length_of(announced)))
     assert told.value.reply.status == 413
 
@@ -256,11 +256,11 @@ async def test_a_request_of_nobody_has_no_key() -> None:
     async def later(_: Any) -> str:
         return "me"
 
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(ProblemResponse) as told:
         rules().owner(request(credentials=()), None)
     assert told.value.reply.status == 400
     for nobody in (None, ""):
-        with pytest.raises(Refusal):
+        with pytest.raises(ProblemResponse):
             rules(principal=lambda _, found=nobody: found).owner(request(), None)
     for mistake in (lambda _: 7, later):
         with pytest.raises(TypeError, match="principal must return a str"):
@@ -405,7 +405,7 @@ def test_an_endpoint_that_was_overtaken_says_when_to_come_back() -> None:
 
 def test_a_replay_is_marked() -> None:
     """A recorded problem is given again like any other answer; what is no answer cannot be."""
-    reply = replay(Stored("done", None, KEY_INVALID.reply("declined")))
+    reply = replay(StoredResult("done", None, KEY_INVALID.reply("declined")))
     assert (reply.status, reply.headers[-1]) == (400, ("idempotent-replayed", "true"))
     with pytest.raises(IdempotencyMisuseError):
-        replay(Stored("done", '"text"', None))
+        replay(StoredResult("done", '"text"', None))

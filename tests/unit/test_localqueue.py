@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pgfence._holds.queue import Contender, Lines, Ticket, closes_circle
+from pgfence._holds.queue import Contender, LocalQueue, QueueEntry, closes_circle
 from pgfence.keys import LockKey
 
 KEYS = tuple(sorted([*(LockKey.raw(n) for n in range(3)), LockKey.pair(0, 1)]))
@@ -22,19 +22,19 @@ class Queue(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines = Lines()
-        self.order: list[Ticket] = []
-        self.woken: list[Ticket] = []
+        self.lines = LocalQueue()
+        self.order: list[QueueEntry] = []
+        self.woken: list[QueueEntry] = []
 
-    def before(self, ticket: Ticket, key: LockKey) -> list[Ticket]:
+    def before(self, ticket: QueueEntry, key: LockKey) -> list[QueueEntry]:
         return [other for other in self.order[: self.order.index(ticket)] if key in other.places]
 
-    def blocked(self, ticket: Ticket) -> int:
+    def blocked(self, ticket: QueueEntry) -> int:
         return sum(bool(self.before(ticket, key)) for key in ticket.places)
 
     @rule(keys=key_sets)
     def arrive(self, keys: tuple[LockKey, ...]) -> None:
-        ticket = Ticket(keys, Contender("thread"), self.lines)
+        ticket = QueueEntry(keys, Contender("thread"), self.lines)
         first = self.lines.arrive(ticket)
         self.order.append(ticket)
         assert first == (self.blocked(ticket) == 0)
@@ -57,7 +57,7 @@ class Queue(RuleBasedStateMachine):
     def heir(self, data: Any) -> None:
         ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
         behind = [t for t in self.order if t is not ticket and set(t.places) & set(ticket.places)]
-        heir = self.lines.next_for(ticket)
+        heir = self.lines.next_for_same_keys(ticket)
         if heir is None:
             return
         assert heir.places == ticket.places
@@ -70,7 +70,7 @@ class Queue(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
         heirs = [t for t in self.order if t.places == ticket.places and t is not ticket]
         if heirs and all(self.before(heirs[0], key) == [ticket] for key in ticket.places):
-            assert self.lines.next_for(ticket) is heirs[0]
+            assert self.lines.next_for_same_keys(ticket) is heirs[0]
 
     @invariant()
     def counts_agree(self) -> None:
@@ -96,11 +96,11 @@ class Circles(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engines = [Lines(), Lines()]
+        self.engines = [LocalQueue(), LocalQueue()]
         self.owners = [Contender("task") for _ in range(4)]
-        self.tickets: list[Ticket] = []
+        self.tickets: list[QueueEntry] = []
 
-    def blockers(self, ticket: Ticket) -> set[Contender]:
+    def blockers(self, ticket: QueueEntry) -> set[Contender]:
         found: set[Contender] = set()
         for key in ticket.places:
             for other in self.tickets:
@@ -110,7 +110,7 @@ class Circles(RuleBasedStateMachine):
                     found.add(other.owner)
         return found
 
-    def reaches(self, ticket: Ticket, goal: Contender) -> bool:
+    def reaches(self, ticket: QueueEntry, goal: Contender) -> bool:
         seen: set[Contender] = set()
         todo = self.blockers(ticket)
         while todo:
@@ -122,7 +122,7 @@ class Circles(RuleBasedStateMachine):
             seen.add(owner)
         return False
 
-    def granted(self, ticket: Ticket) -> None:
+    def granted(self, ticket: QueueEntry) -> None:
         ticket.owner.waits = None
         ticket.owner.holds.append(ticket)  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ class Circles(RuleBasedStateMachine):
         owner, lines = self.owners[who], self.engines[where]
         if owner.waits is not None or lines.held_by(owner, keys):
             return
-        ticket = Ticket(keys, owner, lines)
+        ticket = QueueEntry(keys, owner, lines)
         first = lines.arrive(ticket)
         self.tickets.append(ticket)
         if first:
@@ -176,15 +176,15 @@ def test_lines_agree_with_a_plain_model(machine: type[RuleBasedStateMachine]) ->
     run_state_machine_as_test(machine, settings=calm)
 
 
-def stand(lines: Lines, *keys: LockKey, owner: Contender | None = None) -> Ticket:
-    ticket = Ticket(keys, owner or Contender("thread"), lines)
+def stand(lines: LocalQueue, *keys: LockKey, owner: Contender | None = None) -> QueueEntry:
+    ticket = QueueEntry(keys, owner or Contender("thread"), lines)
     lines.arrive(ticket)
     return ticket
 
 
 def test_a_ticket_for_several_keys_goes_on_only_when_it_is_first_for_all() -> None:
     """The last of its lines to come free wakes it, once."""
-    lines, told = Lines(), []
+    lines, told = LocalQueue(), []
     one, two = stand(lines, A), stand(lines, B)
     both = stand(lines, A, B)
     both.wake = lambda: told.append("woken")
@@ -196,17 +196,17 @@ def test_a_ticket_for_several_keys_goes_on_only_when_it_is_first_for_all() -> No
 
 def test_the_heir_wants_exactly_the_same_keys() -> None:
     """A lock goes on without the server only to somebody who wants all of its keys and no other."""
-    lines = Lines()
+    lines = LocalQueue()
     holder = stand(lines, A, B)
-    assert lines.next_for(holder) is None
+    assert lines.next_for_same_keys(holder) is None
     stand(lines, A)
     stand(lines, A, B)
-    assert lines.next_for(holder) is None
+    assert lines.next_for_same_keys(holder) is None
 
 
 def test_whoever_gives_up_in_the_middle_lets_those_behind_wait_on() -> None:
     """Leaving from the middle of a line wakes nobody and keeps the order."""
-    lines, told = Lines(), []
+    lines, told = LocalQueue(), []
     holder, quitter, last = stand(lines, A), stand(lines, A), stand(lines, A)
     last.wake = lambda: told.append("last")
     lines.leave(quitter)
@@ -218,7 +218,7 @@ def test_whoever_gives_up_in_the_middle_lets_those_behind_wait_on() -> None:
 
 def test_a_circle_over_two_engines_is_seen() -> None:
     """C032: one holds A here and wants B there, the other holds B there and wants A here."""
-    here, there = Lines(), Lines()
+    here, there = LocalQueue(), LocalQueue()
     one, two = Contender("task"), Contender("thread")
     one.holds.append(stand(here, A, owner=one))  # type: ignore[arg-type]
     two.holds.append(stand(there, B, owner=two))  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def test_a_circle_over_two_engines_is_seen() -> None:
 
 def test_looking_for_circles_stays_cheap_in_a_crowd() -> None:
     """A thousand contenders, each with a hold of its own, join one line."""
-    lines = Lines()
+    lines = LocalQueue()
     stand(lines, A)
     for number in range(1000):
         owner = Contender("task")
@@ -240,7 +240,7 @@ def test_looking_for_circles_stays_cheap_in_a_crowd() -> None:
 
 def test_a_chain_of_waits_is_walked_once() -> None:
     """Many ways through the same contenders do not multiply: each place is passed once."""
-    lines = Lines()
+    lines = LocalQueue()
     layers = [[Contender("task") for _ in range(2)] for _ in range(64)]  # 2**64 ways
     keys = [(LockKey.raw(2 * n), LockKey.raw(2 * n + 1)) for n in range(len(layers))]
     for layer, pair in zip(layers, keys, strict=True):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine
 
-from pgfence._leases.heartbeat.service import beat_of
-from pgfence._process.threads import refuse_without_threads
+from pgfence._leases.heartbeat.service import heartbeat_of
+from pgfence._process.threads import require_native_threads
 from pgfence.config import Config
 from pgfence.errors import PgfenceError
 
@@ -44,7 +44,7 @@ def test_a_process_without_native_threads_is_refused_with_the_way_out(
     """Rule of the house: patched threads and uWSGI without threads beat 0 times; the flag or call that helps is named."""
     monkeypatch.setitem(sys.modules, name, patched(name, **members))
     with pytest.raises(PgfenceError, match=way):
-        beat_of(create_engine("postgresql+psycopg://"), Config())
+        heartbeat_of(create_engine("postgresql+psycopg://"), Config())
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_a_process_with_native_threads_is_fine(
 ) -> None:
     """Gevent that is installed, or patches something else, is no obstacle; nor is uWSGI with threads."""
     monkeypatch.setitem(sys.modules, name, patched(name, **members))
-    refuse_without_threads()
+    require_native_threads()
 
 
 def test_here_threads_are_native() -> None:
     """The check lets an ordinary process pass."""
-    refuse_without_threads()
+    require_native_threads()

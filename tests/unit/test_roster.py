@@ -10,30 +10,30 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from pgfence._connections.connection import WARM_FOR, Session
-from pgfence._connections.pool import WARM, Roster, Turn
+from pgfence._connections.connection import WARM_FOR, LockConnection
+from pgfence._connections.pool import WARM, PoolState, PoolWaiter
 
 
 class Stub(SimpleNamespace):
     """What a roster needs of a session."""
 
-    cold = Session.cold
+    cold = LockConnection.cold
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
 def session() -> Any:
-    return Stub(dead=None, retired=False, idle_since=0.0, closed=False)
+    return Stub(dead=None, close_after_use=False, idle_since=0.0, closed=False)
 
 
-def opened(roster: Roster[Any]) -> Any:
+def opened(roster: PoolState[Any]) -> Any:
     assert roster.take().may_open
     return session()
 
 
 def test_a_warm_session_is_used_before_a_new_one_is_opened() -> None:
     """What was given back is taken again, and nothing more is open."""
-    roster: Roster[Any] = Roster(2)
+    roster: PoolState[Any] = PoolState(2)
     one = opened(roster)
     assert roster.give(one)
     assert roster.take().given is one
@@ -42,7 +42,7 @@ def test_a_warm_session_is_used_before_a_new_one_is_opened() -> None:
 
 def test_at_the_limit_turns_are_served_in_order() -> None:
     """First come first served, by a session given back or by a place that came free."""
-    roster: Roster[Any] = Roster(2)
+    roster: PoolState[Any] = PoolState(2)
     one, two = opened(roster), opened(roster)
     woken: list[int] = []
     turns = [roster.take() for _ in range(3)]
@@ -59,7 +59,7 @@ def test_at_the_limit_turns_are_served_in_order() -> None:
 
 def test_whoever_forgoes_its_turn_is_passed_over() -> None:
     """The next one gets the session, and forgoing twice is no error."""
-    roster: Roster[Any] = Roster(1)
+    roster: PoolState[Any] = PoolState(1)
     one = opened(roster)
     quitter, patient = roster.take(), roster.take()
     roster.forgo(quitter)
@@ -70,7 +70,7 @@ def test_whoever_forgoes_its_turn_is_passed_over() -> None:
 
 def test_a_newcomer_does_not_jump_the_line() -> None:
     """While somebody waits for a turn, a place that is free for a moment is not taken by whoever comes later."""
-    roster: Roster[Any] = Roster(1)
+    roster: PoolState[Any] = PoolState(1)
     opened(roster)
     first = roster.take()
     roster.gone()
@@ -80,23 +80,23 @@ def test_a_newcomer_does_not_jump_the_line() -> None:
 
 def test_only_a_few_are_kept_warm() -> None:
     """One more than the warm ones goes back to the caller to be closed."""
-    roster: Roster[Any] = Roster(WARM + 1)
+    roster: PoolState[Any] = PoolState(WARM + 1)
     sessions = [opened(roster) for _ in range(WARM + 1)]
     assert [roster.give(one) for one in sessions] == [True] * WARM + [False]
 
 
 def test_dead_and_retired_sessions_are_not_kept() -> None:
     """Their owner closes them, and says that they are gone."""
-    roster: Roster[Any] = Roster(2)
-    dead, retired = opened(roster), opened(roster)
-    dead.dead, retired.retired = "killed", True
+    roster: PoolState[Any] = PoolState(2)
+    dead, close_after_use = opened(roster), opened(roster)
+    dead.dead, close_after_use.close_after_use = "killed", True
     assert not roster.give(dead)
-    assert not roster.give(retired)
+    assert not roster.give(close_after_use)
 
 
 def test_the_cold_and_the_dead_are_taken_out() -> None:
     """What was idle for too long, or died meanwhile, is handed out to be closed; the others stay."""
-    roster: Roster[Any] = Roster(3)
+    roster: PoolState[Any] = PoolState(3)
     cold, dead, warm = (opened(roster) for _ in range(3))
     for one in (cold, dead, warm):
         roster.give(one)
@@ -108,17 +108,17 @@ def test_the_cold_and_the_dead_are_taken_out() -> None:
 
 def test_retiring_empties_the_warm_ones() -> None:
     """They are handed out to be closed, once."""
-    roster: Roster[Any] = Roster(2)
+    roster: PoolState[Any] = PoolState(2)
     one, two = opened(roster), opened(roster)
     roster.give(one)
     roster.give(two)
-    assert roster.retire() == [one, two]
-    assert roster.retire() == []
+    assert roster.take_all_idle() == [one, two]
+    assert roster.take_all_idle() == []
 
 
 def test_a_session_that_died_while_it_was_idle_does_not_take_its_place_along() -> None:
     """Its place comes free: by the one who finds it dead, or by the one who clears it away."""
-    roster: Roster[Any] = Roster(1)
+    roster: PoolState[Any] = PoolState(1)
     one = opened(roster)
     roster.give(one)
     one.dead = "killed"
@@ -136,8 +136,8 @@ class Connections(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.roster: Roster[Any] = Roster(self.LIMIT)
-        self.waiting: list[Turn[Any]] = []
+        self.roster: PoolState[Any] = PoolState(self.LIMIT)
+        self.waiting: list[PoolWaiter[Any]] = []
         self.opening = 0
         self.used: list[Any] = []
 
@@ -176,11 +176,11 @@ class Connections(RuleBasedStateMachine):
         self.serve()
 
     @precondition(lambda self: self.used)
-    @rule(data=st.data(), retired=st.booleans())
-    def give(self, data: Any, retired: bool) -> None:
+    @rule(data=st.data(), close_after_use=st.booleans())
+    def give(self, data: Any, close_after_use: bool) -> None:
         one = data.draw(st.sampled_from(self.used))
         self.used.remove(one)
-        one.retired = retired
+        one.close_after_use = close_after_use
         if not self.roster.give(one):
             self.close([one])
         self.serve()
@@ -197,7 +197,7 @@ class Connections(RuleBasedStateMachine):
 
     @rule()
     def dispose(self) -> None:
-        self.close(self.roster.retire())
+        self.close(self.roster.take_all_idle())
         self.serve()
 
     @precondition(lambda self: self.waiting)

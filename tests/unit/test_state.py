@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pgfence._holds.events import emit, named
+from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.hold import Hold
-from pgfence._holds.queue import Contender, Lines, Ticket
+from pgfence._holds.queue import Contender, LocalQueue, QueueEntry
 from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.advisory import LockSql
 from pgfence.config import Config
@@ -23,7 +23,7 @@ def make(*names: str) -> Hold[Any]:
     names = names or ("job",)
     keys = tuple(sorted(LockKey.of(name) for name in names))
     sql = LockSql(keys, "format")
-    return Hold(names, sql, Ticket(sql.places, Contender("thread"), Lines()), object())
+    return Hold(names, sql, QueueEntry(sql.places, Contender("thread"), LocalQueue()), object())
 
 
 def released(hold: Hold[Any]) -> bool:
@@ -41,12 +41,12 @@ def test_a_new_hold_is_held() -> None:
 def test_unknown_is_neither_held_nor_lost() -> None:
     """Asked, no answer yet: check() does not raise, the state says so, and both ends are open."""
     hold = make()
-    hold.unsure = True
+    hold.in_doubt = True
     assert hold.state == "unknown"
     hold.check()
-    hold.unsure = False
+    hold.in_doubt = False
     assert hold.state == "held"
-    hold.unsure = True
+    hold.in_doubt = True
     hold.lose("cut off")
     assert hold.state == "lost"
 
@@ -165,14 +165,14 @@ def test_of_many_threads_exactly_one_may_release_or_lose() -> None:
 def test_events_reach_the_hook_and_its_failure_stays_there(caplog: pytest.LogCaptureFixture) -> None:
     """on_event gets a value with name and time; an exception in it is logged."""
     seen: list[Any] = []
-    emit(Config(on_event=seen.append), "acquired", ("a", "b"))
+    emit_event(Config(on_event=seen.append), "acquired", ("a", "b"))
     assert (seen[0].event, seen[0].name, seen[0].at.tzinfo is not None) == ("acquired", "a, b", True)
-    emit(Config(), "acquired", ("a",))
+    emit_event(Config(), "acquired", ("a",))
     with caplog.at_level(logging.ERROR, "pgfence.advisory"):
-        emit(Config(on_event=lambda _: 1 / 0), "acquired", ("a",))
+        emit_event(Config(on_event=lambda _: 1 / 0), "acquired", ("a",))
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_names_are_quoted_in_messages() -> None:
     """So that spaces, commas and emptiness show."""
-    assert named(("a b", "c,d")) == "'a b', 'c,d'"
+    assert format_names(("a b", "c,d")) == "'a b', 'c,d'"

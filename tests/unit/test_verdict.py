@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgfence._sql.params import DRIVERS, style_of
-from pgfence._sql.server import Facts, capacity, verdict
+from pgfence._sql.server import ServerInfo, capacity, verdict
 from pgfence.errors import CapacityError, PoolerError, StandbyError, UnsupportedServerError
 
-GOOD = Facts(
+GOOD = ServerInfo(
     backend_pid=100,
     standby=False,
     version="PostgreSQL 16.4 on x86_64-pc-linux-gnu, compiled by gcc",
@@ -116,7 +116,7 @@ def test_an_unsupported_server_is_said_to_be_that_first() -> None:
 def test_facts_are_read_from_one_row() -> None:
     """Milliseconds become seconds, the settings a mapping of text."""
     row = (7, False, "PostgreSQL 16", 160000, 1500, 6400, 12, 1, "99.5", json.dumps({"lock_timeout": "70"}))
-    facts = Facts.of(row, set_up=True)
+    facts = ServerInfo.of(row, set_up=True)
     assert (facts.backend_pid, facts.deadlock_timeout, facts.settings) == (7, 1.5, {"lock_timeout": "70"})
 
 

@@ -14,7 +14,7 @@ from pgfence._sql import fences
 from pgfence._sql import tables as texts
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import SWITCHING, sqlstate
-from pgfence._sql.storage import VERSION, Place, place_of, primary, translated
+from pgfence._sql.storage import VERSION, TableNames, primary, table_names, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.errors import PgfenceError, SchemaError, StandbyError, TransactionStateError, UnsupportedServerError
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 OLDEST = (14,)
 
 
-def perform(engine: Any, work: Callable[[Connection, Place], None]) -> Any:
+def perform(engine: Any, work: Callable[[Connection, TableNames], None]) -> Any:
     """Do it in a transaction of its own, or in the one of the Connection; return an awaitable for the async ones."""
-    place = place_of(engine)
+    place = table_names(engine)
     style_of(engine.dialect)
 
     def on_connection(connection: Connection) -> None:
@@ -39,7 +39,7 @@ def perform(engine: Any, work: Callable[[Connection, Place], None]) -> Any:
     return _sync(engine, on_connection)
 
 
-def drop_unless_fenced(connection: Connection, place: Place) -> None:
+def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
     """Drop what is there.
 
     Raises:
@@ -54,7 +54,7 @@ def drop_unless_fenced(connection: Connection, place: Place) -> None:
     texts.drop(connection, place)
 
 
-def perform_on(connection: Connection, place: Place, work: Callable[[Connection, Place], None]) -> None:
+def perform_on(connection: Connection, place: TableNames, work: Callable[[Connection, TableNames], None]) -> None:
     """Do it in the transaction of a Connection; Alembic's operations say the place themselves.
 
     Raises:
@@ -112,7 +112,7 @@ def _connecting(engine: Engine) -> Iterator[None]:
         raise
 
 
-def _told(error: DBAPIError, place: Place) -> PgfenceError | None:
+def _told(error: DBAPIError, place: TableNames) -> PgfenceError | None:
     """Return what it means that something could not be made or dropped; None when it is not ours to explain."""
     match sqlstate(error):
         case "42501" as state:

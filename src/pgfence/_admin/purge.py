@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pgfence._connections.connect import unreachable
 from pgfence._sql import purge as statements
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import place_of
+from pgfence._sql.storage import table_names
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def expect_batch(batch: object) -> int:
 
 def purge(engine: Engine, batch: int) -> int:
     """Take all expired keys away, and return how many they were."""
-    place, done, end = place_of(engine), 0, statements.BEGINNING
+    place, done, end = table_names(engine), 0, statements.BEGINNING
     try:
         # Whatever the engine's own default is: what somebody else has just renewed is to be seen, not an error.
         with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
@@ -51,7 +51,7 @@ def purge(engine: Engine, batch: int) -> int:
 
 async def purge_async(engine: AsyncEngine, batch: int) -> int:
     """As `purge`, on a connection of an async engine's."""
-    place, done, end = place_of(engine), 0, statements.BEGINNING
+    place, done, end = table_names(engine), 0, statements.BEGINNING
     try:
         async with engine.connect() as connection:
             await connection.execution_options(isolation_level="READ COMMITTED")
@@ -69,7 +69,7 @@ async def purge_async(engine: AsyncEngine, batch: int) -> int:
 def _told(engine: Engine, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
-    if (told := statements.meaning(error, place_of(engine))) is not None:
+    if (told := statements.meaning(error, table_names(engine))) is not None:
         return told
     state = sqlstate(error)
     if state is not None and not state.startswith(_NO_SESSION):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from sqlalchemy import Engine
 
 from pgfence._connections.connect import unreachable
-from pgfence._leases.heartbeat.service import Beat
-from pgfence._process.registry import Homes
-from pgfence._sql.evict import Order
-from pgfence._sql.storage import place_of
+from pgfence._leases.heartbeat.service import HeartbeatService
+from pgfence._process.registry import ManagerRegistry
+from pgfence._sql.evict import EvictionRequest
+from pgfence._sql.storage import table_names
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
-from pgfence.keys import LockKey, stored
+from pgfence.keys import LockKey, qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,41 +27,41 @@ if TYPE_CHECKING:
     from pgfence._sql.evict import Found
 
 
-class Ordered(Protocol):
+class AdminRequest(Protocol):
     """Something to be done on a connection."""
 
     def meaning(self, error: BaseException) -> PgfenceError | None:
         """Return what an error of its statements means; None if nothing of ours."""
 
 
-O = TypeVar("O", bound=Ordered)  # noqa: E741
+O = TypeVar("O", bound=AdminRequest)  # noqa: E741
 R = TypeVar("R")
 
 
-def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> Order:
+def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> EvictionRequest:
     """Return what is to be done, checked."""
     namespace = config_of(engine).namespace
-    reason, actor = for_the_audit(reason, actor)
-    return Order(
-        name=stored(name, namespace),
+    reason, actor = audit_fields(reason, actor)
+    return EvictionRequest(
+        name=qualified_name(name, namespace),
         key=LockKey.of(name, namespace=namespace),
-        place=place_of(engine),
+        place=table_names(engine),
         reason=reason,
         actor=actor,
     )
 
 
-def tell_holders_here(engine: Engine | AsyncEngine, order: Order, found: Found) -> Found:
+def tell_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
     """End what this process held through the engine under the name that was evicted, and return what was found."""
-    beat = Homes.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("beat")
-    if isinstance(beat, Beat) and found.newest is not None and found.token is not None:
+    beat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
+    if isinstance(beat, HeartbeatService) and found.newest is not None and found.token is not None:
         beat.evicted(order.place, order.name, found.token)
     return found
 
 
-def for_the_audit(reason: str, actor: str | None) -> tuple[str, str]:
+def audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
     """Return why and by whom, checked; without an actor it is this process's user and host."""
-    return _words(reason, "reason"), _me() if actor is None else _words(actor, "actor")
+    return _non_empty(reason, "reason"), _default_actor() if actor is None else _non_empty(actor, "actor")
 
 
 def perform(engine: Engine, work: Callable[[Connection, O], R], order: O) -> R:
@@ -88,13 +88,13 @@ async def perform_async(engine: AsyncEngine, work: Callable[[Connection, O], R],
         raise told from error
 
 
-def _told(engine: Engine, order: Ordered, error: Exception) -> PgfenceError | None:
+def _told(engine: Engine, order: AdminRequest, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
     return order.meaning(error) or unreachable(engine, error)
 
 
-def _words(value: object, what: str) -> str:
+def _non_empty(value: object, what: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{what} must be a str, not {type(value).__name__}")
     if not value.strip() or "\x00" in value:
@@ -102,7 +102,7 @@ def _words(value: object, what: str) -> str:
     return value
 
 
-def _me() -> str:
+def _default_actor() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pgfence._admin.requests import for_the_audit
+from pgfence._admin.requests import audit_fields
 from pgfence._process.clock import seconds
-from pgfence._sql.storage import place_of
-from pgfence._sql.stuck_keys import Look, Order
+from pgfence._sql.storage import table_names
+from pgfence._sql.stuck_keys import FreeKeyRequest, StuckKeyQuery
 from pgfence._values.keys import expect_key
 from pgfence.config import config_of
-from pgfence.keys import SEPARATOR, stored
+from pgfence.keys import SEPARATOR, qualified_name
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._process.clock import Seconds
-    from pgfence._sql.stuck_keys import Row
+    from pgfence._sql.stuck_keys import StuckKeyRow
 
 State: TypeAlias = Literal["running", "lost"]
 _LONGEST = 1e9
@@ -59,7 +59,7 @@ class StuckKey:
         return f"{self.key!r} of scope {self.scope!r}: attempt {self.attempt} of {who}, {self.state}"
 
 
-def stuck_key(row: Row) -> StuckKey:
+def stuck_key(row: StuckKeyRow) -> StuckKey:
     """Return what a row says."""
     return StuckKey(
         scope=row.scope.rpartition(SEPARATOR)[2],
@@ -76,22 +76,22 @@ def stuck_key(row: Row) -> StuckKey:
     )
 
 
-def look_of(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> Look:
+def look_of(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> StuckKeyQuery:
     """Return which keys are wanted, checked."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a str, not {type(prefix).__name__}")
     if "\x00" in prefix:
         raise ValueError("prefix must not contain NUL")
     older = min(seconds(older_than, "older_than"), _LONGEST)
-    return Look(place=place_of(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older)
+    return StuckKeyQuery(place=table_names(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older)
 
 
-def order_of(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None) -> Order:
+def order_of(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None) -> FreeKeyRequest:
     """Return what is to be done, checked."""
-    reason, actor = for_the_audit(reason, actor)
-    return Order(
-        place=place_of(engine),
-        scope=stored(expect_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
+    reason, actor = audit_fields(reason, actor)
+    return FreeKeyRequest(
+        place=table_names(engine),
+        scope=qualified_name(expect_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
         key=expect_key(key, "the key"),
         reason=reason,
         actor=actor,

@@ -11,7 +11,7 @@ from sqlalchemy import MetaData
 from pgfence._alembic.models import fence_of, place_of_own, resource_from, version_of
 from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
 from pgfence._sql import columns, migration_scripts, tables
-from pgfence._sql.storage import VERSION, Place, place_of
+from pgfence._sql.storage import VERSION, TableNames, table_names
 from pgfence.config import config_of
 from pgfence.keys import SEPARATOR
 
@@ -49,7 +49,7 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
         return PriorityDispatchResult.CONTINUE
     connection = context.connection
     assert connection is not None
-    home = _home(_place(context, place_of(connection)), own)
+    home = _home(_place(context, table_names(connection)), own)
     wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
     standing = {
         _named(context, found.guard): found
@@ -74,13 +74,13 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     return PriorityDispatchResult.CONTINUE
 
 
-def _home(configured: Place, own: set[Place]) -> Place:
+def _home(configured: TableNames, own: set[TableNames]) -> TableNames:
     """Return the installation that guards belong to: the configured one, or the only one among the models."""
-    return next(iter(own)) if configured == Place() and len(own) == 1 else configured
+    return next(iter(own)) if configured == TableNames() and len(own) == 1 else configured
 
 
-def _place(context: AutogenContext, place: Place) -> Place:
-    return Place(_key(context, place.schema, "")[0], place.prefix)
+def _place(context: AutogenContext, place: TableNames) -> TableNames:
+    return TableNames(_key(context, place.schema, "")[0], place.prefix)
 
 
 def _key(context: AutogenContext, schema: str | None, table: str) -> Key:
@@ -92,7 +92,7 @@ def _named(context: AutogenContext, guard: Guard) -> tuple[str, Key]:
     return type(guard).__name__, _key(context, guard.target.schema, guard.target.name)
 
 
-def _wanted(context: AutogenContext, connection: Connection, home: Place) -> Iterator[Guard]:
+def _wanted(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[Guard]:
     namespace = config_of(connection).namespace
     for table in context.sorted_tables:
         if not context.run_object_filters(table, table.name, "table", False, None):
@@ -110,7 +110,7 @@ def _wanted(context: AutogenContext, connection: Connection, home: Place) -> Ite
             ) from error
 
 
-def _standing(context: AutogenContext, connection: Connection, home: Place) -> Iterator[_Found]:
+def _standing(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[_Found]:
     settled = tables.settled(connection, home).schema
     for fence in migration_scripts.standing(connection, home.prefix):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
@@ -139,7 +139,7 @@ def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
     return any(isinstance(op, DropTableOp) and _key(context, op.schema, op.table_name) == key for op in ops.ops)
 
 
-def _making(connection: Connection, place: Place, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
+def _making(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
     """Return what makes or completes an installation; None if it is there. Fences alone are content with an older one."""
     if tables.installed(connection, place):
         return None
@@ -149,7 +149,7 @@ def _making(connection: Connection, place: Place, *, whole: bool) -> CreatePgfen
     return UpgradePgfence(min(version, VERSION), VERSION, place.schema, place.prefix) if whole else None
 
 
-def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[Place]) -> None:
+def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[TableNames]) -> None:
     """Take out what would make our tables one by one, or drop those that no model has."""
     ours = _tables(context, places)
     modelled = {_key(context, table.schema, table.name) for table in context.sorted_tables}
@@ -162,7 +162,7 @@ def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[Place]) 
     ops.ops[:] = [op for op in ops.ops if stays(op)]
 
 
-def _without_changes(context: AutogenContext, ops: UpgradeOps, place: Place) -> None:
+def _without_changes(context: AutogenContext, ops: UpgradeOps, place: TableNames) -> None:
     """Take out changes to tables of ours that are brought to another version, which adds the columns itself."""
     ours = _tables(context, {place})
     ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _concerned(context, op) in ours)]
@@ -175,5 +175,5 @@ def _concerned(context: AutogenContext, op: MigrateOperation) -> Key | None:
     return None
 
 
-def _tables(context: AutogenContext, places: set[Place]) -> set[Key]:
+def _tables(context: AutogenContext, places: set[TableNames]) -> set[Key]:
     return {_key(context, place.schema, table.name) for place in places for table in columns.define(MetaData(), place)}

@@ -25,7 +25,7 @@ from pgfence._alembic.operations import (
 )
 from pgfence._sql import fences, migration_scripts, versions
 from pgfence._sql import tables as texts
-from pgfence._sql.storage import VERSION, Place, translated_schema
+from pgfence._sql.storage import VERSION, TableNames, translated_schema
 from pgfence.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _log = logging.getLogger("pgfence.migrations")
 
 
 def _perform(
-    operations: Operations, place: Place, work: Callable[[Connection, Place], None], script: Iterable[str]
+    operations: Operations, place: TableNames, work: Callable[[Connection, TableNames], None], script: Iterable[str]
 ) -> None:
     context = operations.migration_context
     if not _is_postgresql(operations):
@@ -48,7 +48,7 @@ def _perform(
         indexes.write(operations, script)
     else:
         connection = operations.get_bind()
-        ddl.perform_on(connection, Place(translated_schema(connection, place.schema), place.prefix), work)
+        ddl.perform_on(connection, TableNames(translated_schema(connection, place.schema), place.prefix), work)
 
 
 def _here(connection: Connection, target: Target) -> Target:
@@ -71,7 +71,7 @@ def _create(operations: Operations, operation: CreatePgfence) -> None:
 def _drop(operations: Operations, operation: DropPgfence) -> None:
     place = operation.place
 
-    def work(connection: Connection, settled: Place) -> None:
+    def work(connection: Connection, settled: TableNames) -> None:
         if translated_schema(connection, place.schema) is None and not migration_scripts.is_first(connection, settled):
             raise SchemaError(
                 f"the search path finds pgfence's tables in {settled.schema!r}, which is not its first schema: others may"
@@ -101,7 +101,7 @@ def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
     place, version = operation.place, operation.to
     lowers = version < operation.from_
 
-    def work(connection: Connection, settled: Place) -> None:
+    def work(connection: Connection, settled: TableNames) -> None:
         if migration_scripts.version(connection, settled) == 0:
             raise SchemaError(
                 f"there are no tables of pgfence in {settled.schema!r} to bring to another version: op.create_pgfence()"

@@ -9,7 +9,7 @@ from sqlalchemy import Date, Enum, Integer, String, Uuid, inspect
 from sqlalchemy.types import TypeDecorator
 
 from pgfence._sql.columns import OWN
-from pgfence._sql.storage import Place
+from pgfence._sql.storage import TableNames
 from pgfence.fence._rows import MODEL, View, column_of, constant
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ _MARK = "\0"
 """Around the name of a column in what a resource function returns; no resource may hold it."""
 
 
-def place_of_own(table: Table) -> Place | None:
+def place_of_own(table: Table) -> TableNames | None:
     """Return the installation that a table belongs to; None if it is not one of ours."""
     prefix = table.info.get(OWN)
-    return None if prefix is None else Place(table.schema, prefix)
+    return None if prefix is None else TableNames(table.schema, prefix)
 
 
 def fence_of(table: Table) -> str | None:

@@ -8,13 +8,13 @@ from alembic.operations import MigrateOperation
 from alembic.operations.ops import CreateIndexOp, DropIndexOp
 
 from pgfence._sql.fences import Target, parts_of
-from pgfence._sql.storage import VERSION, Place
+from pgfence._sql.storage import VERSION, TableNames
 from pgfence.config import expect_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PREFIX = Place().prefix
+PREFIX = TableNames().prefix
 VERSION_COLUMN = "version"
 
 
@@ -23,7 +23,7 @@ class PlaceOperation(MigrateOperation):
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX) -> None:
         expect_place(schema, prefix)
-        self.place = Place(schema, prefix)
+        self.place = TableNames(schema, prefix)
 
 
 class CreatePgfence(PlaceOperation):

@@ -25,7 +25,7 @@ from pgfence._alembic.operations import (
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 
 @renderers.dispatch_for(CreatePgfence)
@@ -99,7 +99,7 @@ def _column(column: str) -> list[str]:
     return [] if column == VERSION_COLUMN else _named(column=column)
 
 
-def _place(place: Place) -> list[str]:
+def _place(place: TableNames) -> list[str]:
     return [*_named(schema=place.schema), *([] if place.prefix == PREFIX else _named(prefix=place.prefix))]
 
 

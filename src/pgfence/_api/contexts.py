@@ -35,7 +35,7 @@ def no_engine(what: str, returned: object, *, twin: str, asynchronous: bool) -> 
     )
 
 
-class Hold(AbstractContextManager[None, None]):
+class EnterOnly(AbstractContextManager[None, None]):
     """Acquire on entering, and check on leaving that what was acquired is still held. The caller's exception wins."""
 
     def __init__(self, acquire: Callable[[], Callable[[], None]]) -> None:
@@ -77,7 +77,7 @@ class AsyncHold(AbstractAsyncContextManager[None, None]):
             await check()
 
 
-class Block(AbstractContextManager[T, None]):
+class SafeContext(AbstractContextManager[T, None]):
     """A context manager whose end never puts an error of its own in the place of the caller's."""
 
     def __init__(self, inner: AbstractContextManager[T, Any]) -> None:
@@ -99,7 +99,7 @@ class Block(AbstractContextManager[T, None]):
             attach(error, failure, "while the block ended")
 
 
-class AsyncBlock(AbstractAsyncContextManager[T, None]):
+class AsyncSafeContext(AbstractAsyncContextManager[T, None]):
     """A context manager whose end never puts an error of its own in the place of the caller's."""
 
     def __init__(self, inner: AbstractAsyncContextManager[T, Any]) -> None:
@@ -131,11 +131,14 @@ def attach(error: BaseException, failure: BaseException, when: str) -> None:
 
 def is_factory(given: object) -> bool:
     """Say whether something makes sessions: a sessionmaker is callable, and so could pass for a function that returns an engine."""
-    makers = *kinds("sqlalchemy.orm", "sessionmaker"), *kinds("sqlalchemy.ext.asyncio", "async_sessionmaker")
+    makers = (
+        *loaded_classes("sqlalchemy.orm", "sessionmaker"),
+        *loaded_classes("sqlalchemy.ext.asyncio", "async_sessionmaker"),
+    )
     return isinstance(given, makers)
 
 
-def kinds(module: str, *names: str) -> tuple[type[Any], ...]:
+def loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
     """Return classes of a module that need not be there: if it was never imported, nobody has an instance."""
     loaded = sys.modules.get(module)
     return () if loaded is None else tuple(getattr(loaded, name) for name in names)

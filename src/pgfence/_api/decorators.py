@@ -77,8 +77,8 @@ class Policy:
 
     def __init__(self, timeout: Seconds | None, busy: Busy, unreachable: Unreachable) -> None:
         if not callable(busy):
-            choice("busy", busy, ("raise", "skip"))
-        choice("unreachable", unreachable, ("raise", "skip", "run"))
+            check_choice("busy", busy, ("raise", "skip"))
+        check_choice("unreachable", unreachable, ("raise", "skip", "run"))
         if unreachable == "skip" and busy != "skip":
             raise ValueError('unreachable="skip" returns None, and so goes only with busy="skip"')
         self.timeout = 0 if timeout is None and busy != "raise" else timeout
@@ -165,7 +165,7 @@ def templates(
         root = field.replace("[", ".").split(".", 1)[0]
         if root not in signature.parameters and not (takes_any and root.isidentifier()):
             raise ValueError(
-                f"the field {{{field}}} of a name is no argument of {called(fn)}; it has ({', '.join(signature.parameters)})."
+                f"the field {{{field}}} of a name is no argument of {describe_function(fn)}; it has ({', '.join(signature.parameters)})."
                 " Double a brace that is meant literally"
             )
 
@@ -187,20 +187,20 @@ def _fields(text: str) -> Iterator[str]:
             yield from _fields(specification)
 
 
-def called(fn: Callable[..., Any]) -> str:
+def describe_function(fn: Callable[..., Any]) -> str:
     """Return what messages call a function."""
     return f"{getattr(fn, '__qualname__', fn)}()"
 
 
-def no_generator(fn: Callable[..., Any]) -> None:
+def reject_generator(fn: Callable[..., Any]) -> None:
     """Refuse a generator function: calling it runs nothing of its body."""
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(
-            f"{called(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
+            f"{describe_function(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
         )
 
 
-def choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a value that is none of the choices."""
     if value not in choices:
         raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -20,11 +20,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from pgfence._api.contexts import attach
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._locks import manager_async, manager_sync
-from pgfence._process.callbacks import log, tell
+from pgfence._process.callbacks import call_logged, log
 from pgfence._process.clock import seconds
-from pgfence._process.monitor import WATCHER
+from pgfence._process.monitor import MONITOR
 from pgfence.errors import LockLostError, LockNotHeldError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class _Handle:
     __slots__ = ("__weakref__", "_hold")
 
     _hold: BaseHold
-    _domain: Any
+    _manager: Any
     """Whoever gives it back."""
 
     @property
@@ -91,7 +91,7 @@ class _Handle:
         self._hold.check()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {named(self.names)}, {self.state}>"
+        return f"<{type(self).__name__} {format_names(self.names)}, {self.state}>"
 
 
 class Held(_Handle):
@@ -101,10 +101,10 @@ class Held(_Handle):
     Any thread may release it, once.
     """
 
-    __slots__ = ("_domain",)
+    __slots__ = ("_manager",)
 
-    def __init__(self, domain: Any, hold: BaseHold) -> None:
-        self._domain = domain
+    def __init__(self, manager: Any, hold: BaseHold) -> None:
+        self._manager = manager
         self._hold = hold
         hold.handle = weakref.ref(self)
 
@@ -114,17 +114,17 @@ class Held(_Handle):
         It runs on a thread of pgfence's own that does nothing else, with none of our locks held; callbacks run one after
         the other. Its exceptions are logged.
         """
-        WATCHER.expect_callbacks()
-        self._hold.subscribe(lambda: WATCHER.call(cb))
+        MONITOR.expect_callbacks()
+        self._hold.subscribe(lambda: MONITOR.call(cb))
 
     def wait_lost(self, timeout: Seconds | None = None) -> bool:
         """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
         over = threading.Event()
-        self._hold.await_end(over.set)
+        self._hold.add_end_callback(over.set)
         try:
             over.wait(None if timeout is None else min(seconds(timeout), threading.TIMEOUT_MAX))
         finally:
-            self._hold.forget_end(over.set)
+            self._hold.remove_end_callback(over.set)
         return self.lost
 
     def release(self) -> None:
@@ -135,14 +135,14 @@ class Held(_Handle):
             LockNotHeldError: it was released before, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
-        self._domain.release(self._hold)
+        self._manager.release(self._hold)
 
     def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
         """End a block: the caller's exception wins, a failure of ours is attached to it."""
         if self._hold.released and self._hold.ours:
             return
         try:
-            self._domain.release(self._hold, leaving=True, failing=exc is not None)
+            self._manager.release(self._hold, leaving=True, failing=exc is not None)
         except Exception as error:
             if isinstance(error, LockLostError) and flag:
                 return
@@ -161,7 +161,7 @@ class Held(_Handle):
     def __del__(self) -> None:
         hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
         if hold is not None and not hold.released:
-            _dropped(hold, self._domain, self)
+            _dropped(hold, self._manager, self)
 
 
 class AsyncHeld(_Handle):
@@ -171,10 +171,10 @@ class AsyncHeld(_Handle):
     release that is cancelled closes the connection, so the lock is free all the same.
     """
 
-    __slots__ = ("_domain",)
+    __slots__ = ("_manager",)
 
-    def __init__(self, domain: Any, hold: BaseHold) -> None:
-        self._domain = domain
+    def __init__(self, manager: Any, hold: BaseHold) -> None:
+        self._manager = manager
         self._hold = hold
         hold.handle = weakref.ref(self)
 
@@ -183,7 +183,7 @@ class AsyncHeld(_Handle):
 
         It runs on the loop that acquired; a coroutine function is awaited there. Its exceptions are logged.
         """
-        loop = self._domain.loop
+        loop = self._manager.loop
         self._hold.subscribe(lambda: manager_async.on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
@@ -194,13 +194,13 @@ class AsyncHeld(_Handle):
         def ender() -> None:
             manager_async.on_loop(loop, over.set)
 
-        self._hold.await_end(ender)
+        self._hold.add_end_callback(ender)
         limit = None if timeout is None or math.isinf(seconds(timeout)) else seconds(timeout)
         with contextlib.suppress(TimeoutError):
             try:
                 await asyncio.wait_for(over.wait(), limit)
             finally:
-                self._hold.forget_end(ender)
+                self._hold.remove_end_callback(ender)
         return self.lost
 
     async def release(self) -> None:
@@ -211,13 +211,13 @@ class AsyncHeld(_Handle):
             LockNotHeldError: it was released before, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
-        await self._domain.release(self._hold)
+        await self._manager.release(self._hold)
 
     async def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
         if self._hold.released and self._hold.ours:
             return
         try:
-            await self._domain.release(self._hold, leaving=True, failing=exc is not None)
+            await self._manager.release(self._hold, leaving=True, failing=exc is not None)
         except Exception as error:
             if isinstance(error, LockLostError) and flag:
                 return
@@ -236,11 +236,11 @@ class AsyncHeld(_Handle):
     def __del__(self) -> None:
         hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
         if hold is not None and not hold.released:
-            _dropped(hold, self._domain, self)
+            _dropped(hold, self._manager, self)
 
 
 def _run(cb: Callable[[], object]) -> None:
-    """Run a callback on its loop; a coroutine becomes a task that the loop's domain keeps alive."""
+    """Run a callback on its loop; a coroutine becomes a task that the loop's manager keeps alive."""
 
     async def guard(coroutine: Any) -> None:
         try:
@@ -253,20 +253,23 @@ def _run(cb: Callable[[], object]) -> None:
         if inspect.isawaitable(result):
             manager_async.keep(asyncio.ensure_future(guard(result)))
 
-    tell(call)
+    call_logged(call)
 
 
-def _dropped(hold: BaseHold, domain: Any, handle: _Handle) -> None:
+def _dropped(hold: BaseHold, manager: Any, handle: _Handle) -> None:
     """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
     if not hold.ours or sys.is_finalizing():
         return
     hold.dropped = True
-    domain.abandon(hold)
+    manager.abandon(hold)
     if hold.reason is None:
-        noun, names = hold.noun, named(hold.names)
-        WATCHER.post(lambda: log.warning("the %s %s was dropped without release(); it is being released", noun, names))
+        noun, names = hold.noun, format_names(hold.names)
+        MONITOR.post(lambda: log.warning("the %s %s was dropped without release(); it is being released", noun, names))
         warnings.warn(
-            f"the lock {named(hold.names)} was dropped without release()", ResourceWarning, source=handle, stacklevel=2
+            f"the lock {format_names(hold.names)} was dropped without release()",
+            ResourceWarning,
+            source=handle,
+            stacklevel=2,
         )
 
 

@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, overload
 
 from typing_extensions import TypeVar
 
-from pgfence._api.decorators import Policy, called, choice, no_generator, templates, wanted, wanted_async
+from pgfence._api.cancel_on_loss import CancelOnLoss
+from pgfence._api.decorators import (
+    Policy,
+    check_choice,
+    describe_function,
+    reject_generator,
+    templates,
+    wanted,
+    wanted_async,
+)
 from pgfence._api.handles import AsyncHeld, Held
 from pgfence._api.misuse import HANDLE_NAMES, Guided
-from pgfence._locks import manager_async, manager_sync
+from pgfence._locks import manager_sync
 from pgfence.errors import LockTimeoutError, UnreachableError
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ def _elsewhere(handle: str) -> dict[str, str]:
     return {**dict.fromkeys(HANDLE_NAMES, f"it belongs to the handle, {handle}"), "locked": "use is_held()"}
 
 
-class Verbs(Guided, ABC, Generic[H]):
+class LockBase(Guided, ABC, Generic[H]):
     """The sync verbs."""
 
     _block = "`with lock.hold():`"
@@ -88,8 +97,8 @@ class Verbs(Guided, ABC, Generic[H]):
             PgfenceError: on entering, as `acquire`.
             LockLostError: on leaving, unless the block itself raised.
         """
-        choice("on_loss", on_loss, ("cancel", "flag"))
-        return _Holding(self, timeout, flag=on_loss == "flag")
+        check_choice("on_loss", on_loss, ("cancel", "flag"))
+        return HoldContext(self, timeout, flag=on_loss == "flag")
 
     @overload
     def wrap(
@@ -135,9 +144,9 @@ class Verbs(Guided, ABC, Generic[H]):
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             if inspect.iscoroutinefunction(fn):
                 raise TypeError(
-                    f"{called(fn)} is a coroutine function: a sync lock would end before it runs. Use the Async twin"
+                    f"{describe_function(fn)} is a coroutine function: a sync lock would end before it runs. Use the Async twin"
                 )
-            no_generator(fn)
+            reject_generator(fn)
             names_for = templates(self._names, fn)
 
             @functools.wraps(fn)
@@ -161,12 +170,12 @@ class Verbs(Guided, ABC, Generic[H]):
         return decorate
 
 
-class _Holding(AbstractContextManager[H, None]):
+class HoldContext(AbstractContextManager[H, None]):
     """What `hold()` returns. Several threads may share it, each for a block of its own."""
 
     __slots__ = ("_flag", "_handles", "_lock", "_timeout")
 
-    def __init__(self, lock: Verbs[H], timeout: Seconds | None, *, flag: bool) -> None:
+    def __init__(self, lock: LockBase[H], timeout: Seconds | None, *, flag: bool) -> None:
         self._lock = lock
         self._timeout = timeout
         self._flag = flag
@@ -189,7 +198,7 @@ class _Holding(AbstractContextManager[H, None]):
         raise TypeError("hold() is no decorator: use wrap()")
 
 
-class AsyncVerbs(Guided, ABC, Generic[AH]):
+class AsyncLockBase(Guided, ABC, Generic[AH]):
     """The async verbs."""
 
     _block = "`async with lock.hold():`"
@@ -238,8 +247,8 @@ class AsyncVerbs(Guided, ABC, Generic[AH]):
             PgfenceError: on entering, as `acquire`.
             LockLostError: on leaving, unless the block itself raised something else.
         """
-        choice("on_loss", on_loss, ("cancel", "flag"))
-        return _AsyncHolding(self, timeout, flag=on_loss == "flag")
+        check_choice("on_loss", on_loss, ("cancel", "flag"))
+        return AsyncHoldContext(self, timeout, flag=on_loss == "flag")
 
     @overload
     def wrap(
@@ -269,10 +278,10 @@ class AsyncVerbs(Guided, ABC, Generic[AH]):
         policy = Policy(timeout, busy, unreachable)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-            no_generator(fn)
+            reject_generator(fn)
             if not inspect.iscoroutinefunction(fn):
                 raise TypeError(
-                    f"{called(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
+                    f"{describe_function(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
                 )
             names_for = templates(self._names, fn)
 
@@ -289,7 +298,7 @@ class AsyncVerbs(Guided, ABC, Generic[AH]):
                     return await fn(*args, **kwargs)
                 if handle is None:
                     return None
-                watching = Watching()
+                watching = CancelOnLoss()
                 watching.start(handle)
                 async with watching:
                     return await fn(*args, **kwargs)
@@ -299,73 +308,14 @@ class AsyncVerbs(Guided, ABC, Generic[AH]):
         return decorate
 
 
-class Watching:
-    """An async block that is cancelled when its lock is lost, and then raises LockLostError."""
-
-    _handle: AsyncHeld
-    _requests: int
-
-    def __init__(self, *, flag: bool = False) -> None:
-        self._flag = flag
-        self._cancelled = False
-        self._task: asyncio.Task[Any] | None = None
-
-    def start(self, handle: AsyncHeld) -> None:
-        """Watch this handle, for the running task."""
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("hold() needs a task")
-        self._handle = handle
-        self._task = task
-        self._cancelled = False
-        self._requests = task.cancelling()
-        if not self._flag:
-            handle._hold.subscribe(lambda: manager_async.on_loop(task.get_loop(), lambda: self._cancel(handle, task)))
-
-    async def __aenter__(self) -> Any:
-        return self._handle
-
-    def _cancel(self, handle: AsyncHeld, task: asyncio.Task[Any]) -> None:
-        if self._handle is handle and not handle._hold.released:
-            self._cancelled = True
-            task.cancel("the lock was lost")
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
-    ) -> None:
-        if not self._cancelled:  # a release ends the subscription; no turn of the loop lies between here and there
-            await self._handle._leave(exc, flag=self._flag)
-            return
-        cancel = exc if isinstance(exc, asyncio.CancelledError) else await _pending_cancel()
-        if self._task is not None and self._task.uncancel() <= self._requests:
-            try:
-                await self._handle._leave(None if cancel is exc else exc, flag=False)
-            except Exception as error:
-                raise error from exc
-            return
-        # Somebody else cancelled as well, and that goes on.
-        await self._handle._leave(cancel or exc, flag=self._flag)
-        if cancel is not None and cancel is not exc:
-            raise cancel
-
-
-async def _pending_cancel() -> asyncio.CancelledError | None:
-    """Return the cancel that was asked for before the block ended, and would otherwise arrive later, somewhere else."""
-    try:
-        await asyncio.sleep(0)
-    except asyncio.CancelledError as cancel:
-        return cancel
-    return None
-
-
-class _AsyncHolding(Watching, AbstractAsyncContextManager[AH, None]):
+class AsyncHoldContext(CancelOnLoss, AbstractAsyncContextManager[AH, None]):
     """What `hold()` returns. Several tasks may share it, each for a block of its own."""
 
-    def __init__(self, lock: AsyncVerbs[AH], timeout: Seconds | None, *, flag: bool) -> None:
+    def __init__(self, lock: AsyncLockBase[AH], timeout: Seconds | None, *, flag: bool) -> None:
         super().__init__(flag=flag)
         self._lock = lock
         self._timeout = timeout
-        self._others: dict[asyncio.Task[Any] | None, Watching] = {}
+        self._others: dict[asyncio.Task[Any] | None, CancelOnLoss] = {}
         """The blocks of further tasks, while the first one's goes on."""
 
     async def __aenter__(self) -> AH:
@@ -373,7 +323,7 @@ class _AsyncHolding(Watching, AbstractAsyncContextManager[AH, None]):
         if self._task is None:
             self.start(handle)
         else:
-            other = Watching(flag=self._flag)
+            other = CancelOnLoss(flag=self._flag)
             other.start(handle)
             self._others[other._task] = other
         return handle

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import AsyncBlock, Block, kinds
+from pgfence._api.contexts import AsyncSafeContext, SafeContext, loaded_classes
 from pgfence._connections.connect import connecting_error, from_driver
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.errors import CommitOutcomeUnknownError
@@ -58,7 +58,7 @@ def raise_connecting(engine: Engine, error: Exception) -> None:
         raise told from error
 
 
-class Begun(Block[Any]):
+class Begun(SafeContext[Any]):
     """A separate transaction that begins with a lock or gate; a COMMIT without a response raises CommitOutcomeUnknownError."""
 
     def __init__(self, factory: Any, enter: Callable[[Any], object], what: str) -> None:
@@ -98,7 +98,7 @@ class Begun(Block[Any]):
             raise
 
 
-class AsyncBegun(AsyncBlock[Any]):
+class AsyncBegun(AsyncSafeContext[Any]):
     """A separate transaction that begins with a lock or gate; see the sync twin."""
 
     def __init__(self, factory: Any, enter: Callable[[Any], Awaitable[object]], what: str) -> None:
@@ -140,5 +140,5 @@ class AsyncBegun(AsyncBlock[Any]):
 
 
 def _flush(work: Any) -> None:
-    if isinstance(work, kinds("sqlalchemy.orm", "Session")) and work.is_active:
+    if isinstance(work, loaded_classes("sqlalchemy.orm", "Session")) and work.is_active:
         work.flush()

@@ -28,7 +28,7 @@ _VARIABLES = {
 _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 
-def place(engine: Engine) -> str:
+def describe_server(engine: Engine) -> str:
     """Return where an engine connects to, for messages: hosts, ports and database; no user, password or other parameters."""
     given = _parameters(engine)
     database = engine.url.database or given.get("dbname") or given.get("database")

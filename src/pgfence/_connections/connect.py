@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import StaticPool
 
-from pgfence._connections.addresses import place, warn_of_slow_hosts
+from pgfence._connections.addresses import describe_server, warn_of_slow_hosts
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
 from pgfence._sql.params import style_of
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._connections.connection import Session
+    from pgfence._connections.connection import LockConnection
     from pgfence.config import PoolerSetting
 
 R = TypeVar("R")
@@ -38,7 +38,7 @@ UNKNOWN = "Nothing is known about the lock"
 
 def open_connection(
     engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False
-) -> tuple[Any, Any, server.Facts]:
+) -> tuple[Any, Any, server.ServerInfo]:
     """Open a connection like the engine's, outside every pool, in autocommit; judge its server.
 
     This is the one place that makes "a connection like this engine's". Async engines run it inside a greenlet.
@@ -96,18 +96,18 @@ def _fresh(engine: Engine) -> Any:
         raise
 
 
-def judge_server(engine: Engine, facts: server.Facts) -> None:
+def judge_server(engine: Engine, facts: server.ServerInfo) -> None:
     """Raise what is to be said against the server itself: it is none that pgfence knows, or a standby."""
     if refusal := server.verdict(facts, facts.backend_pid, "session", None):
         raise _located(engine, refusal)
 
 
 def _located(engine: Engine, refusal: PgfenceError) -> PgfenceError:
-    refusal.args = (f"{place(engine)}: {refusal}",)
+    refusal.args = (f"{describe_server(engine)}: {refusal}",)
     return refusal
 
 
-def judge(engine: Engine, facts: server.Facts, driver: Any, pooler: PoolerSetting) -> None:
+def judge(engine: Engine, facts: server.ServerInfo, driver: Any, pooler: PoolerSetting) -> None:
     """Raise what is to be said against a session lock on this connection, which is idle at this moment."""
     driver_pid = _driver_pid(driver)
     other_pid = None
@@ -141,7 +141,7 @@ def unreachable(engine: Engine, error: Exception, otherwise: str = UNKNOWN) -> U
     # libpq's lines, the last of which may be a question.
     reason = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
     reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
-    where = place(engine)
+    where = describe_server(engine)
     told = f"no session at {where}: {reason}"
     # In a list of hosts another one may respond.
     if rejected(state, reason) or (unresolved(error, reason) and "," not in where):
@@ -199,7 +199,7 @@ def connecting_error(engine: Engine, error: Exception, otherwise: str) -> Unreac
     return None
 
 
-def lost_connection(session: Session, error: BaseException) -> bool:
+def lost_connection(session: LockConnection, error: BaseException) -> bool:
     """Say whether a statement failed because its connection ended."""
     if session.dead:
         return True
@@ -216,7 +216,7 @@ def from_driver(error: BaseException) -> bool:
     return _from_dbapi(error) or type(error).__module__.partition(".")[0] == "sqlalchemy"
 
 
-def listened(engine: Engine) -> bool:
+def has_listeners(engine: Engine) -> bool:
     """Say whether anybody wants to see our statements: hooks, tracing, echo."""
     if engine.logger.isEnabledFor(INFO):
         return True
@@ -226,7 +226,7 @@ def listened(engine: Engine) -> bool:
     return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
 
 
-def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:
+def wrap_dbapi(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:
     """Return a SQLAlchemy Connection over a session of ours, by a pool that knows this one connection and closes nothing.
 
     `reconnects=False`: after a lost connection SQLAlchemy would otherwise go on, silently, with a new one without the lock.
@@ -235,19 +235,19 @@ def wrapped(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -
     return Connection(engine, connection=pool.connect(), _allow_revalidate=reconnects)
 
 
-def strange_backend(engine: Engine) -> PoolerError:
+def wrong_backend_error(engine: Engine) -> PoolerError:
     """Another server process answered than the one the connection began with; nothing was taken there."""
     return PoolerError(
-        f"{place(engine)}: another server process responded than the one this connection began with, so a pooler in transaction"
+        f"{describe_server(engine)}: another server process responded than the one this connection began with, so a pooler in transaction"
         " mode is in between. Pass an engine with a direct URL as configure(engine, lock_engine=...)",
         mode="transaction",
     )
 
 
 @contextmanager
-def through(engine: Engine, dbapi_connection: Any) -> Iterator[Connection]:
+def sqlalchemy_connection(engine: Engine, dbapi_connection: Any) -> Iterator[Connection]:
     """Yield a Connection over a session of ours for a moment; an exception is never replaced by one of the clean-up."""
-    connection = wrapped(engine, dbapi_connection)
+    connection = wrap_dbapi(engine, dbapi_connection)
     try:
         yield connection
     except BaseException:

@@ -37,7 +37,7 @@ from sqlalchemy import Connection, event
 
 from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
-from pgfence._process.monitor import HAS_HANGUP, WATCHER, SocketId, socket_id
+from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, socket_id
 from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.pool import ConnectionPoolEntry
 
-    from pgfence._connections.drivers import Wire
+    from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.hold import Hold
     from pgfence._sql import server
     from pgfence.errors import LossReason
@@ -60,18 +60,18 @@ PROBE_EVERY = 10.0
 WARM_FOR = 30.0
 
 
-class GoneError(Exception):
+class ConnectionGoneError(Exception):
     """The connection ended under a statement that cannot have left a lock behind. Never reaches a caller."""
 
 
-class Session(ABC):
+class LockConnection(ABC):
     """What both worlds know of one connection of ours, or of one that the caller lent."""
 
     ours = True
     """False: the caller's own connection. We set nothing on it, close it only when a lock would stay on it, and keep it out
     of the roster."""
 
-    def __init__(self, dbapi_connection: Any, wire: Wire, facts: server.Facts) -> None:
+    def __init__(self, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo) -> None:
         self.dbapi_connection = dbapi_connection
         self.wire = wire
         self.know(facts)
@@ -80,7 +80,7 @@ class Session(ABC):
         """The user's code runs on it (`connect()`): it may be told dead, but no statement of ours goes in between."""
         self.dead: LossReason | None = None
         self.closed = False
-        self.retired = False
+        self.close_after_use = False
         """Not to be kept after its use."""
         self.counts = True
         """Whether it is one of the `max_lock_connections`."""
@@ -92,13 +92,13 @@ class Session(ABC):
         self.limit = STATEMENT_BUDGET
         self.idle_since = time.monotonic()
         self.probed = self.idle_since
-        self.burst = 0
+        self.handoffs = 0
         self.granted_at = 0.0
         self.token = 0
         """What came with the last grant, of a lock that brings one."""
         self.on_death: Callable[[Hold[Any] | None], object] | None = None
 
-    def know(self, facts: server.Facts) -> None:
+    def know(self, facts: server.ServerInfo) -> None:
         """Store the facts about the server and this session."""
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
@@ -121,7 +121,7 @@ class Session(ABC):
             self.socket = socket_id(fd)
             if self.ours:
                 keep_alive(fd)
-        WATCHER.watch(self, fd)
+        MONITOR.watch(self, fd)
         _OPEN.add(self)
 
     def died(self, reason: LossReason) -> None:
@@ -143,7 +143,7 @@ class Session(ABC):
         if hold is None or self.lent or self.dead or not self.ours:
             return
         if paused:
-            hold.unsure = True
+            hold.in_doubt = True
         if paused or (not HAS_HANGUP and now - self.probed > PROBE_EVERY):
             self.probed = now
             self.probe(hold)
@@ -155,7 +155,7 @@ class Session(ABC):
     def cut(self) -> None:
         """Give up on a server that does not answer: the statement under way fails, the hold is lost."""
         self.dead = self.dead or "cut off"
-        WATCHER.shut_down(self)
+        MONITOR.shut_down(self)
         self.died("cut off")
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class Session(ABC):
             return
         self.dead = self.dead or "killed"
         try:
-            WATCHER.unwatch(self)
+            MONITOR.unwatch(self)
         finally:
             _OPEN.discard(self)
             with contextlib.suppress(Exception):
@@ -180,14 +180,16 @@ class Session(ABC):
         self.since = 0.0
 
 
-_OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
-_GRAVEYARD: list[Any] = []
+_OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()
+_LEAKED_AFTER_FORK: list[Any] = []
 
 
 def _forget_in_child() -> None:
     """Cut a forked child off: its goodbye would end the parent's session, its copy of the socket keep a dead parent's lock."""
     sessions = list(_OPEN)
-    _GRAVEYARD.extend(sessions)  # finalising a driver's connection here could still speak, warn or touch the loop
+    _LEAKED_AFTER_FORK.extend(
+        sessions
+    )  # finalising a driver's connection here could still speak, warn or touch the loop
     null = os.open(os.devnull, os.O_RDWR)
     for session in sessions:
         with contextlib.suppress(Exception):
@@ -199,7 +201,7 @@ def _forget_in_child() -> None:
         session.dup = -1
     os.close(null)
     _OPEN.clear()
-    WATCHER.forget()
+    MONITOR.forget()
 
 
 PROCESS.renew_in_child(_forget_in_child)
@@ -217,19 +219,21 @@ def keep_alive(fd: int) -> None:
                     ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Borrowed(Session):
+class CallerConnection(LockConnection):
     """The caller's own connection, for one lock: nothing is set on it, and it is closed only where a lock would stay on it."""
 
     ours = False
     direct = False
 
-    def __init__(self, connection: Connection, dbapi_connection: Any, wire: Wire, facts: server.Facts) -> None:
+    def __init__(
+        self, connection: Connection, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo
+    ) -> None:
         super().__init__(dbapi_connection, wire, facts)
         self.connection = connection
         self._fairy = connection.connection
         self._ending = threading.RLock()
         """Held while the driver's connection is closed, so that the pool does not give it to another user."""
-        self._with_it: list[Borrowed] = connection.info.setdefault(_LOCKS, [])
+        self._with_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
         self._with_it.append(self)
         pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
         if _returned not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
@@ -238,7 +242,7 @@ class Borrowed(Session):
         event.listen(connection, "before_cursor_execute", self._guard)
 
     @staticmethod
-    def fit(connection: Connection, dbapi_connection: Any, wire: Wire) -> None:
+    def fit(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> None:
         """Refuse a connection on which a session lock cannot be taken as it is."""
         if wire.busy:
             raise TransactionStateError(
@@ -252,13 +256,13 @@ class Borrowed(Session):
             )
 
     @staticmethod
-    def known_facts(connection: Connection, dbapi_connection: Any) -> server.Facts | None:
+    def known_facts(connection: Connection, dbapi_connection: Any) -> server.ServerInfo | None:
         """Return what was learnt of this very connection before."""
-        known: tuple[Any, server.Facts] | None = connection.info.get(_FACTS)
+        known: tuple[Any, server.ServerInfo] | None = connection.info.get(_FACTS)
         return known[1] if known is not None and known[0] is dbapi_connection else None
 
     @staticmethod
-    def learn(connection: Connection, dbapi_connection: Any, facts: server.Facts) -> None:
+    def learn(connection: Connection, dbapi_connection: Any, facts: server.ServerInfo) -> None:
         """Keep with the pooled connection what one round trip told of it."""
         connection.info[_FACTS] = dbapi_connection, facts
 
@@ -289,7 +293,7 @@ class Borrowed(Session):
         """Raise before a statement that would reach another user of the driver's connection."""
         if not self.attached:
             self.dead = self.dead or "returned"
-            raise GoneError("the Connection was closed")
+            raise ConnectionGoneError("the Connection was closed")
 
     @property
     def spoiled(self) -> bool:  # type: ignore[override]
@@ -321,7 +325,7 @@ class Borrowed(Session):
         self.closed = True
         if not listed:
             self._unlist()
-        WATCHER.unwatch(self)
+        MONITOR.unwatch(self)
         _OPEN.discard(self)
         event.remove(self.connection, "before_cursor_execute", self._guard)
 
@@ -348,7 +352,7 @@ class Borrowed(Session):
         self.connection.invalidate()
 
 
-def in_transaction(connection: Connection, dbapi_connection: Any, wire: Wire) -> bool:
+def in_transaction(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> bool:
     """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
     return wire.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 

@@ -11,9 +11,23 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from pgfence._connections.connect import R, at_once, in_greenlet, listened, strange_backend, through, wrapped
-from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
-from pgfence._connections.drivers import ASYNC_WIRES, wire_for
+from pgfence._connections.connect import (
+    R,
+    at_once,
+    has_listeners,
+    in_greenlet,
+    sqlalchemy_connection,
+    wrap_dbapi,
+    wrong_backend_error,
+)
+from pgfence._connections.connection import (
+    RELEASE_BUDGET,
+    STATEMENT_BUDGET,
+    WAIT_GRACE,
+    CallerConnection,
+    LockConnection,
+)
+from pgfence._connections.drivers import ASYNC_DRIVERS, driver_connection_for
 from pgfence._process.monitor import reason_of
 from pgfence._process.references import weak_method
 from pgfence._sql import server
@@ -28,7 +42,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-    from pgfence._connections.drivers import AsyncWire
+    from pgfence._connections.drivers import AsyncDriverConnection
     from pgfence._holds.hold import Hold
 
 _TASKS: set[asyncio.Future[Any]] = set()
@@ -46,12 +60,12 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None
         loop.call_soon_threadsafe(call)
 
 
-class AsyncSession(Session):
+class AsyncLockConnection(LockConnection):
     """One connection of ours, or the caller's own, driven by the task that needs it."""
 
-    wire: AsyncWire
+    wire: AsyncDriverConnection
 
-    def __init__(self, dbapi_connection: Any, wire: AsyncWire, facts: server.Facts) -> None:
+    def __init__(self, dbapi_connection: Any, wire: AsyncDriverConnection, facts: server.ServerInfo) -> None:
         super().__init__(dbapi_connection, wire, facts)
         self.loop = asyncio.get_running_loop()
         self.probing: asyncio.Future[None] | None = None
@@ -71,7 +85,7 @@ class AsyncSession(Session):
         """Run a statement of ours and return the first column of its one row."""
         self.begin(limit)
         try:
-            if listened(engine):
+            if has_listeners(engine):
                 return await self._through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).one()[0])
             return (await self.wire.query(text, args, prepare=prepare))[0]
         except Exception as error:
@@ -85,7 +99,7 @@ class AsyncSession(Session):
         """Run a statement of ours and return its first row, or None where it has none."""
         self.begin(limit)
         try:
-            if listened(engine):
+            if has_listeners(engine):
                 return await self._through(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
             return await self.wire.query(text, args, prepare=True)
         except Exception as error:
@@ -99,7 +113,7 @@ class AsyncSession(Session):
         if isinstance(sql, TokenSql):
             return await self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
-        if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
+        if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
             self.limit, self.since = limit, time.monotonic()
             try:
                 granted = (await self.wire.query(sql.try_text, args, prepare=True))[0]
@@ -108,7 +122,7 @@ class AsyncSession(Session):
         else:
             granted = await self.ask(engine, sql.try_text, args, limit=limit)
         if granted is None:
-            raise strange_backend(engine)
+            raise wrong_backend_error(engine)
         return bool(granted)
 
     async def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
@@ -128,7 +142,7 @@ class AsyncSession(Session):
                 # The session lock came before a commit that failed, or not at all.
                 await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
-            raise strange_backend(engine)
+            raise wrong_backend_error(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
             await asyncio.sleep(left)  # a lease of this name is in the way, and nothing in the server waits for that
@@ -153,7 +167,7 @@ class AsyncSession(Session):
             self.end()
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
-        if not listened(engine):
+        if not has_listeners(engine):
             return await self.wire.script(f"{wait}; {QUIET_CHECK}")
 
         def run(connection: Connection) -> bool:
@@ -172,7 +186,7 @@ class AsyncSession(Session):
 
     async def _through(self, engine: Engine, run: Callable[[Connection], R]) -> R:
         def call() -> R:
-            with through(engine, self.dbapi_connection) as connection:
+            with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                 return run(connection)
 
         return await in_greenlet(call)
@@ -183,7 +197,7 @@ class AsyncSession(Session):
         if self.probing is not None:
             self.cut()  # the watcher's question has no answer either, and ends with the connection
             await asyncio.wait({self.probing})
-        if not self.direct or listened(engine):
+        if not self.direct or has_listeners(engine):
             return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
         self.limit, self.since = RELEASE_BUDGET, time.monotonic()
         try:
@@ -199,7 +213,7 @@ class AsyncSession(Session):
             except Exception:
                 self.died("cut off")
             else:
-                hold.unsure = False
+                hold.in_doubt = False
             finally:
                 self.end()
                 self.probing = None
@@ -211,23 +225,23 @@ class AsyncSession(Session):
 
         on_loop(self.loop, start)
 
-    async def lend(self, engine: Engine, async_engine: AsyncEngine) -> AsyncConnection:
+    async def as_user_connection(self, engine: Engine, async_engine: AsyncEngine) -> AsyncConnection:
         """Make the session an ordinary AsyncConnection for the user's code: transactions, and the site's own limits."""
 
-        def lend() -> Any:
+        def as_user_connection() -> Any:
             self.begin(RELEASE_BUDGET)
             try:
-                with through(engine, self.dbapi_connection) as connection:
+                with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                     server.put_back(connection, self.facts)
             finally:
                 self.end()
             engine.dialect.reset_isolation_level(self.dbapi_connection)
-            return wrapped(engine, self.dbapi_connection, reconnects=False)
+            return wrap_dbapi(engine, self.dbapi_connection, reconnects=False)
 
         from sqlalchemy.ext.asyncio import AsyncConnection
 
         self.lent = True
-        connection = await in_greenlet(lend)
+        connection = await in_greenlet(as_user_connection)
         return AsyncConnection(async_engine, connection)
 
     async def close_lent(self, connection: AsyncConnection) -> None:
@@ -239,7 +253,7 @@ class AsyncSession(Session):
         finally:
             self.end()
 
-    async def take_back(self, engine: Engine) -> None:
+    async def reclaim(self, engine: Engine) -> None:
         """End what the user's code left open, before the unlock."""
 
         def back() -> None:
@@ -253,7 +267,7 @@ class AsyncSession(Session):
             self.end()
 
 
-class BorrowedAsyncSession(Borrowed, AsyncSession):
+class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
     """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
 
     def let_go(self, *, listed: bool = False) -> None:
@@ -268,12 +282,12 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
             at_once(self.connection.invalidate)
 
     @classmethod
-    async def of(cls, connection: AsyncConnection, limit: float) -> BorrowedAsyncSession:
+    async def of(cls, connection: AsyncConnection, limit: float) -> AsyncCallerConnection:
         """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
         raw = await connection.get_raw_connection()
         inner: Any = connection.sync_connection
         dbapi_connection: Any = raw.dbapi_connection
-        wire = wire_for(connection.dialect.driver, ASYNC_WIRES, "async")(
+        wire = driver_connection_for(connection.dialect.driver, ASYNC_DRIVERS, "async")(
             connection.dialect.get_driver_connection(dbapi_connection)
         )
         cls.fit(inner, dbapi_connection, wire)
@@ -281,7 +295,7 @@ class BorrowedAsyncSession(Borrowed, AsyncSession):
         session = cls(inner, dbapi_connection, wire, facts or server.UNKNOWN)
         if facts is None:
             try:
-                facts = server.Facts.of(await session.ask_row(server.READ_FACTS, limit), set_up=False)
+                facts = server.ServerInfo.of(await session.ask_row(server.READ_FACTS, limit), set_up=False)
             except BaseException:
                 session.forgo()
                 raise

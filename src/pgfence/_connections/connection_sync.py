@@ -7,10 +7,16 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from pgfence._connections.connect import R, listened, strange_backend, through, wrapped
-from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, WAIT_GRACE, Borrowed, Session
-from pgfence._connections.drivers import SYNC_WIRES, wire_for
-from pgfence._process.monitor import WATCHER
+from pgfence._connections.connect import R, has_listeners, sqlalchemy_connection, wrap_dbapi, wrong_backend_error
+from pgfence._connections.connection import (
+    RELEASE_BUDGET,
+    STATEMENT_BUDGET,
+    WAIT_GRACE,
+    CallerConnection,
+    LockConnection,
+)
+from pgfence._connections.drivers import SYNC_DRIVERS, driver_connection_for
+from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
 from pgfence._sql.encoding import text_error
@@ -22,16 +28,16 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-    from pgfence._connections.drivers import SyncWire
+    from pgfence._connections.drivers import SyncDriverConnection
     from pgfence._holds.hold import Hold
 
 
-class SyncSession(Session):
+class SyncLockConnection(LockConnection):
     """One connection of ours, or the caller's own, driven by the thread that needs it."""
 
-    wire: SyncWire
+    wire: SyncDriverConnection
 
-    def __init__(self, dbapi_connection: Any, wire: SyncWire, facts: server.Facts) -> None:
+    def __init__(self, dbapi_connection: Any, wire: SyncDriverConnection, facts: server.ServerInfo) -> None:
         super().__init__(dbapi_connection, wire, facts)
         self.turn = threading.Lock()
         """The watcher's question while it is held, and the unlock: one at a time."""
@@ -42,8 +48,8 @@ class SyncSession(Session):
         """Run a statement of ours and return the first column of its one row."""
         self.begin(limit)
         try:
-            if listened(engine):
-                with through(engine, self.dbapi_connection) as connection:
+            if has_listeners(engine):
+                with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                     return connection.exec_driver_sql(text, tuple(args)).one()[0]
             return self.wire.query(text, args, prepare=prepare)[0]
         except Exception as error:
@@ -57,8 +63,8 @@ class SyncSession(Session):
         """Run a statement of ours and return its first row, or None where it has none."""
         self.begin(limit)
         try:
-            if listened(engine):
-                with through(engine, self.dbapi_connection) as connection:
+            if has_listeners(engine):
+                with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                     return connection.exec_driver_sql(text, tuple(args)).first()
             return self.wire.query(text, args, prepare=True)
         except Exception as error:
@@ -72,7 +78,7 @@ class SyncSession(Session):
         """Run code on this session by way of SQLAlchemy."""
         self.begin(limit)
         try:
-            with through(engine, self.dbapi_connection) as connection:
+            with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                 return run(connection)
         finally:
             self.end()
@@ -81,7 +87,7 @@ class SyncSession(Session):
         if isinstance(sql, TokenSql):
             return self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
-        if self.direct and not listened(engine):  # the short way: each layer costs, and this is the common case
+        if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
             self.limit, self.since = limit, time.monotonic()
             try:
                 granted = (self.wire.query(sql.try_text, args, prepare=True))[0]
@@ -90,7 +96,7 @@ class SyncSession(Session):
         else:
             granted = self.ask(engine, sql.try_text, args, limit=limit)
         if granted is None:
-            raise strange_backend(engine)
+            raise wrong_backend_error(engine)
         return bool(granted)
 
     def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
@@ -110,7 +116,7 @@ class SyncSession(Session):
                 # The session lock came before a commit that failed, or not at all.
                 self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
-            raise strange_backend(engine)
+            raise wrong_backend_error(engine)
         self.token = token or 0
         if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
             time.sleep(left)  # a lease of this name is in the way, and nothing in the server waits for that
@@ -135,9 +141,9 @@ class SyncSession(Session):
             self.end()
 
     def run_script(self, engine: Engine, wait: str) -> bool:
-        if not listened(engine):
+        if not has_listeners(engine):
             return self.wire.script(f"{wait}; {QUIET_CHECK}")
-        with through(engine, self.dbapi_connection) as connection:
+        with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
             connection.exec_driver_sql(wait)
             return connection.exec_driver_sql(QUIET_CHECK).first() is not None
 
@@ -146,7 +152,7 @@ class SyncSession(Session):
             self.cut()  # the watcher's question has no answer either, and ends with the connection
             self.turn.acquire()
         try:
-            if not self.direct or listened(engine):
+            if not self.direct or has_listeners(engine):
                 return bool(self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
             self.limit, self.since = RELEASE_BUDGET, time.monotonic()
             try:
@@ -167,18 +173,18 @@ class SyncSession(Session):
                 except Exception:
                     self.died("cut off")
                 else:
-                    hold.unsure = False
+                    hold.in_doubt = False
                 finally:
                     self.end()
 
-        WATCHER.post(ask)
+        MONITOR.post(ask)
 
-    def lend(self, engine: Engine) -> Connection:
+    def as_user_connection(self, engine: Engine) -> Connection:
         """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
         self.lent = True
         self.through(engine, lambda connection: server.put_back(connection, self.facts), limit=RELEASE_BUDGET)
         engine.dialect.reset_isolation_level(self.dbapi_connection)
-        return wrapped(engine, self.dbapi_connection, reconnects=False)
+        return wrap_dbapi(engine, self.dbapi_connection, reconnects=False)
 
     def close_lent(self, connection: Connection) -> None:
         """End the Connection that was lent; the session below it lives on for the unlock."""
@@ -188,7 +194,7 @@ class SyncSession(Session):
         finally:
             self.end()
 
-    def take_back(self, engine: Engine) -> None:
+    def reclaim(self, engine: Engine) -> None:
         """End what the user's code left open, before the unlock."""
         self.begin(RELEASE_BUDGET)
         try:
@@ -198,21 +204,21 @@ class SyncSession(Session):
             self.end()
 
 
-class BorrowedSyncSession(Borrowed, SyncSession):
+class SyncCallerConnection(CallerConnection, SyncLockConnection):
     """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
 
     @classmethod
-    def of(cls, connection: Connection, limit: float) -> BorrowedSyncSession:
+    def of(cls, connection: Connection, limit: float) -> SyncCallerConnection:
         """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
         dbapi_connection = connection.connection.dbapi_connection
         driver = connection.dialect.get_driver_connection(dbapi_connection)  # type: ignore[arg-type]
-        wire = wire_for(connection.dialect.driver, SYNC_WIRES, "sync")(driver)
+        wire = driver_connection_for(connection.dialect.driver, SYNC_DRIVERS, "sync")(driver)
         cls.fit(connection, dbapi_connection, wire)
         facts = cls.known_facts(connection, dbapi_connection)
         session = cls(connection, dbapi_connection, wire, facts or server.UNKNOWN)
         if facts is None:
             try:
-                facts = server.Facts.of(session.ask_row(server.READ_FACTS, limit), set_up=False)
+                facts = server.ServerInfo.of(session.ask_row(server.READ_FACTS, limit), set_up=False)
             except BaseException:
                 session.forgo()
                 raise

@@ -20,7 +20,7 @@ Heard: TypeAlias = "Callable[[str, str], object]"
 """Called with channel and payload of a NOTIFY."""
 
 
-class Wire(Protocol):
+class DriverConnection(Protocol):
     """What both worlds need to know of a driver's connection."""
 
     driver: Any
@@ -53,7 +53,7 @@ class Wire(Protocol):
         ...
 
 
-class Hears(Protocol):
+class NotifySource(Protocol):
     """What is needed to hear NOTIFY on a wire that is otherwise at rest."""
 
     def hear(self, heard: Heard) -> None:
@@ -65,7 +65,7 @@ class Hears(Protocol):
         ...
 
 
-class SyncWire(Wire, Hears, Protocol):
+class SyncDriverConnection(DriverConnection, NotifySource, Protocol):
     def listen(self, text: str, channel: str, *, on: bool) -> None:
         """Run a LISTEN or UNLISTEN."""
         ...
@@ -79,7 +79,7 @@ class SyncWire(Wire, Hears, Protocol):
     def set_autocommit(self, value: bool) -> bool: ...
 
 
-class AsyncWire(Wire, Hears, Protocol):
+class AsyncDriverConnection(DriverConnection, NotifySource, Protocol):
     reads_alone: bool
     """Its loop reads from the connection also while nothing is asked."""
 
@@ -96,7 +96,7 @@ class AsyncWire(Wire, Hears, Protocol):
     async def set_autocommit(self, value: bool) -> bool: ...
 
 
-class _Psycopg:
+class _PsycopgBase:
     """What psycopg's two connections share. `psycopg` is imported: its dialect is in use."""
 
     pooled = False
@@ -145,7 +145,7 @@ class _Psycopg:
         self.driver.pgconn.finish()
 
 
-class PsycopgWire(_Psycopg):
+class PsycopgConnection(_PsycopgBase):
     def listen(self, text: str, channel: str, *, on: bool) -> None:
         self.driver.execute(text)
 
@@ -172,7 +172,7 @@ class PsycopgWire(_Psycopg):
         return before
 
 
-class AsyncPsycopgWire(_Psycopg):
+class AsyncPsycopgConnection(_PsycopgBase):
     reads_alone = False
 
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
@@ -199,7 +199,7 @@ class AsyncPsycopgWire(_Psycopg):
         return before
 
 
-class Psycopg2Wire:
+class Psycopg2Connection:
     pooled = False
     _heard: Heard
 
@@ -265,7 +265,7 @@ class Psycopg2Wire:
         self.driver.close()
 
 
-class AsyncpgWire:
+class AsyncpgConnection:
     pooled = False
     reads_alone = True
     _heard: Heard
@@ -332,17 +332,17 @@ class AsyncpgWire:
         self.driver.terminate()
 
 
-SYNC_WIRES: dict[str, type[SyncWire]] = {"psycopg": PsycopgWire, "psycopg2": Psycopg2Wire}
-ASYNC_WIRES: dict[str, type[AsyncWire]] = {
-    "psycopg": AsyncPsycopgWire,
-    "psycopg_async": AsyncPsycopgWire,
-    "asyncpg": AsyncpgWire,
+SYNC_DRIVERS: dict[str, type[SyncDriverConnection]] = {"psycopg": PsycopgConnection, "psycopg2": Psycopg2Connection}
+ASYNC_DRIVERS: dict[str, type[AsyncDriverConnection]] = {
+    "psycopg": AsyncPsycopgConnection,
+    "psycopg_async": AsyncPsycopgConnection,
+    "asyncpg": AsyncpgConnection,
 }
 
 W = TypeVar("W")
 
 
-def wire_for(driver: str, wires: dict[str, type[W]], world: str) -> type[W]:
+def driver_connection_for(driver: str, wires: dict[str, type[W]], world: str) -> type[W]:
     """Return the wire of a driver.
 
     Raises:

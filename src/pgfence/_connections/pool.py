@@ -12,13 +12,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pgfence._connections.addresses import place
+from pgfence._connections.addresses import describe_server
 from pgfence._connections.connect import UNKNOWN
-from pgfence._connections.connection import Borrowed, Session
+from pgfence._connections.connection import CallerConnection, LockConnection
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence._process.monitor import WATCHER
+from pgfence._process.monitor import MONITOR
 from pgfence._process.references import when_disposed
 from pgfence._sql import server
 from pgfence.errors import CapacityError, UnreachableError
@@ -38,10 +38,10 @@ OPEN_LIMIT = 30.0
 MANY_KEYS = 100
 COUNT_EVERY = 1.0
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=LockConnection)
 
 
-class Turn(Generic[S]):
+class PoolWaiter(Generic[S]):
     """A place in the line for a connection."""
 
     __slots__ = ("given", "may_open", "wake")
@@ -56,7 +56,7 @@ class Turn(Generic[S]):
         return self.may_open or self.given is not None
 
 
-class Roster(Generic[S]):
+class PoolState(Generic[S]):
     """The connections of one engine. Pure; the caller holds the mutex."""
 
     def __init__(self, limit: int, warm: int = WARM) -> None:
@@ -66,11 +66,11 @@ class Roster(Generic[S]):
         self.open = 0
         """Open or being opened."""
         self.idle: list[S] = []
-        self._line: deque[Turn[S]] = deque()
+        self._line: deque[PoolWaiter[S]] = deque()
 
-    def take(self) -> Turn[S]:
+    def take(self) -> PoolWaiter[S]:
         """Return a turn: with a warm session, with the right to open one, or to wait for one."""
-        turn: Turn[S] = Turn()
+        turn: PoolWaiter[S] = PoolWaiter()
         turn.given = self.warm()
         if turn.given is not None:
             return turn
@@ -87,7 +87,7 @@ class Roster(Generic[S]):
 
     def give(self, session: S) -> bool:
         """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
-        if session.dead or session.retired:
+        if session.dead or session.close_after_use:
             return False
         if self._line:
             turn = self._line.popleft()
@@ -109,7 +109,7 @@ class Roster(Generic[S]):
             turn.may_open = True
             turn.wake()
 
-    def forgo(self, turn: Turn[S]) -> None:
+    def forgo(self, turn: PoolWaiter[S]) -> None:
         """Leave the line without having been served."""
         with contextlib.suppress(ValueError):
             self._line.remove(turn)
@@ -120,13 +120,13 @@ class Roster(Generic[S]):
         self.idle[:] = [s for s in self.idle if s not in cold]
         return cold
 
-    def retire(self) -> list[S]:
+    def take_all_idle(self) -> list[S]:
         """Take out all idle sessions."""
         idle, self.idle[:] = list(self.idle), []
         return idle
 
 
-class Keeper(ABC, Generic[S]):
+class LockPool(ABC, Generic[S]):
     """What both worlds' keepers of connections share."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Keeper(ABC, Generic[S]):
         self.pid = PROCESS.pid
         self.any_pooler = any_pooler
         """The sessions hold nothing by themselves: no pooler is refused."""
-        self.roster: Roster[S] = Roster(config.max_lock_connections, warm)
+        self.roster: PoolState[S] = PoolState(config.max_lock_connections, warm)
         self.generation = 0
         """Raised by every `engine.dispose()`: what was opened before it is not kept."""
         self.sessions: set[S] = set()
@@ -156,8 +156,8 @@ class Keeper(ABC, Generic[S]):
         self._limit = 0
         self._warned = False
         when_disposed(engine, self._engine_disposed)
-        weakref.finalize(engine.dialect, _last_hour, weakref.ref(engine.dialect), self.sessions)
-        WATCHER.keep(self)
+        weakref.finalize(engine.dialect, _close_at_exit, weakref.ref(engine.dialect), self.sessions)
+        MONITOR.keep(self)
 
     def settle(self, session: S) -> None:
         """Make a new session ready for its work."""
@@ -167,10 +167,10 @@ class Keeper(ABC, Generic[S]):
         )
         session.watch()
 
-    def park(self, session: S) -> None:
+    def checkin(self, session: S) -> None:
         """Give back a session that holds nothing."""
         if not session.ours:
-            assert isinstance(session, Borrowed)
+            assert isinstance(session, CallerConnection)
             session.let_go()
             return
         with MUTEX:
@@ -207,7 +207,7 @@ class Keeper(ABC, Generic[S]):
             if counts:
                 self.roster.gone()
             return
-        session.retired = generation != self.generation or not counts
+        session.close_after_use = generation != self.generation or not counts
         session.counts = counts
         session.on_death = self.on_death
         self.sessions.add(session)
@@ -225,7 +225,7 @@ class Keeper(ABC, Generic[S]):
             self.roster.gone()
 
     def too_late(self, budget: float) -> UnreachableError:
-        return UnreachableError(f"no session at {place(self.engine)} within {budget:g} s. {UNKNOWN}")
+        return UnreachableError(f"no session at {describe_server(self.engine)} within {budget:g} s. {UNKNOWN}")
 
     def must_count(self) -> bool:
         """Say whether the last count of the server's lock table is too old to judge a large request by."""
@@ -246,7 +246,7 @@ class Keeper(ABC, Generic[S]):
 
         One more is tried every few seconds, for a driver may hang long after the server is back.
         """
-        threads.pause_at_the_end()
+        threads.block_during_shutdown()
         now = time.monotonic()
         with MUTEX:
             if self.stuck < self.roster.limit or now - self._opening_began > OPEN_BUDGET:
@@ -254,7 +254,7 @@ class Keeper(ABC, Generic[S]):
                 return
             if counts:
                 self.roster.gone()
-        raise UnreachableError(f"{place(self.engine)} does not answer. {UNKNOWN}")
+        raise UnreachableError(f"{describe_server(self.engine)} does not answer. {UNKNOWN}")
 
     def room_for(self, keys: int) -> None:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
@@ -268,7 +268,7 @@ class Keeper(ABC, Generic[S]):
         self._warned = judged == "warn"
 
 
-def _last_hour(dialect: Callable[[], object], sessions: set[Any]) -> None:
+def _close_at_exit(dialect: Callable[[], object], sessions: set[Any]) -> None:
     if dialect() is not None:  # nobody collected it: the interpreter ends
         threads.end_all()
     close_all(sessions)
@@ -279,7 +279,7 @@ def close_all(sessions: set[Any]) -> None:
     PROCESS.notice_fork()  # a forked child must not shut down the sockets of its parent
     for session in list(sessions):
         if session.since:  # another thread is inside a statement: it must not lose the memory under it
-            WATCHER.shut_down(session)
+            MONITOR.shut_down(session)
         else:
             session.close()
     sessions.clear()

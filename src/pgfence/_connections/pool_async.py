@@ -9,9 +9,9 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connect import in_greenlet, judge, open_connection, unreachable
-from pgfence._connections.connection_async import AsyncSession, BorrowedAsyncSession, keep, on_loop
-from pgfence._connections.drivers import ASYNC_WIRES, wire_for
-from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn, close_all
+from pgfence._connections.connection_async import AsyncCallerConnection, AsyncLockConnection, keep, on_loop
+from pgfence._connections.drivers import ASYNC_DRIVERS, driver_connection_for
+from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, LockPool, PoolWaiter, close_all
 from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import CapacityError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgfence.config import Config
 
 
-class Bell:
+class TaskEvent:
     """Where one task waits to be woken once, from any thread."""
 
     __slots__ = ("_future", "_loop", "_thread")
@@ -62,40 +62,40 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-class AsyncKeeper(Keeper[AsyncSession]):
+class AsyncLockPool(LockPool[AsyncLockConnection]):
     """The connections of one engine for the tasks of one loop."""
 
     def __init__(
         self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object], **options: Any
     ) -> None:
-        self._wire = wire_for(engine.dialect.driver, ASYNC_WIRES, "async")
+        self._wire = driver_connection_for(engine.dialect.driver, ASYNC_DRIVERS, "async")
         self.loop = asyncio.get_running_loop()
         super().__init__(engine, config, on_death, **options)
-        self._goodbye = _goodbye(self.sessions)
+        self._close_with_loop = _close_with_loop(self.sessions)
         self._armed = False
         self._late: set[asyncio.Task[Any] | None] = set()
         """Openings that were given up."""
 
-    async def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> AsyncSession | None:
+    async def checkout(self, left: float, keys: int = 1, *, again: bool = False) -> AsyncLockConnection | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time."""
         bell = None
         with MUTEX:
             turn = self.roster.take()
             if not turn.served:
-                bell = Bell()
+                bell = TaskEvent()
                 turn.wake = bell.ring
         if bell is not None and not await self._in_turn(turn, bell, left):
             return None
         budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
         return turn.given or await self._open(budget, keys)
 
-    async def visitor(self) -> AsyncSession:
+    async def checkout_for_query(self) -> AsyncLockConnection:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
         with MUTEX:
             session = self.roster.warm()
         return session or await self._open(OPEN_BUDGET, 0)
 
-    async def _in_turn(self, turn: Turn[AsyncSession], bell: Bell, left: float) -> bool:
+    async def _in_turn(self, turn: PoolWaiter[AsyncLockConnection], bell: TaskEvent, left: float) -> bool:
         try:
             await bell.wait(left)
         except BaseException:
@@ -104,13 +104,13 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 if turn.may_open:
                     self.roster.gone()
             if turn.given is not None:
-                self.park(turn.given)
+                self.checkin(turn.given)
             raise
         with MUTEX:
             self.roster.forgo(turn)
             return turn.served
 
-    async def _open(self, budget: float, keys: int) -> AsyncSession:
+    async def _open(self, budget: float, keys: int) -> AsyncLockConnection:
         """Open a session in a task of ours: a cancelled caller leaves it to whoever comes next."""
         counts = keys > 0
         self.begin_opening(counts=counts)
@@ -131,21 +131,21 @@ class AsyncKeeper(Keeper[AsyncSession]):
         try:
             self.room_for(keys)
         except CapacityError:
-            self.park(session)
+            self.checkin(session)
             raise
         return session
 
-    def _park_result(self, task: asyncio.Task[AsyncSession]) -> None:
+    def _park_result(self, task: asyncio.Task[AsyncLockConnection]) -> None:
         if not task.cancelled() and task.exception() is None:
-            self.park(task.result())
+            self.checkin(task.result())
 
-    async def _opener(self, *, counts: bool) -> AsyncSession:
+    async def _opener(self, *, counts: bool) -> AsyncLockConnection:
         generation = self.generation
-        session: AsyncSession | None = None
+        session: AsyncLockConnection | None = None
         try:
             if not self._armed:
                 self._armed = True
-                await anext(self._goodbye)
+                await anext(self._close_with_loop)
             session = await self._opened_alone()
             return session
         except asyncio.CancelledError as ended:
@@ -159,7 +159,7 @@ class AsyncKeeper(Keeper[AsyncSession]):
                 self._late.discard(asyncio.current_task())
                 self.opened(session, generation, counts=counts and not late, late=late)
 
-    async def _opened_alone(self) -> AsyncSession:
+    async def _opened_alone(self) -> AsyncLockConnection:
         """Open a session of which no child that is forked meanwhile keeps the socket; see the sync twin."""
         engine, pooler, any_pooler = self.engine, self.config.pooler, self.any_pooler
         while True:
@@ -167,16 +167,16 @@ class AsyncKeeper(Keeper[AsyncSession]):
             dbapi_connection, driver, facts = await in_greenlet(
                 lambda: open_connection(engine, pooler, any_pooler=any_pooler)
             )
-            session = AsyncSession(dbapi_connection, self._wire(driver), facts)
+            session = AsyncLockConnection(dbapi_connection, self._wire(driver), facts)
             self.settle(session)
             if forks == PROCESS.forks:
                 return session
             session.close()
 
-    async def borrow(self, connection: AsyncConnection, limit: float) -> AsyncSession:
+    async def borrow(self, connection: AsyncConnection, limit: float) -> AsyncLockConnection:
         """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
         try:
-            session = await BorrowedAsyncSession.of(connection, limit)
+            session = await AsyncCallerConnection.of(connection, limit)
         except Exception as error:
             if told := unreachable(self.engine, error):
                 raise told from error
@@ -205,8 +205,8 @@ class AsyncKeeper(Keeper[AsyncSession]):
         with MUTEX:
             self.generation += 1
             for session in self.sessions:
-                session.retired = True
-            idle = self.roster.retire()
+                session.close_after_use = True
+            idle = self.roster.take_all_idle()
 
         def close() -> None:
             for session in idle:
@@ -226,7 +226,7 @@ def on_this(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-async def _goodbye(sessions: set[AsyncSession]) -> AsyncIterator[None]:
+async def _close_with_loop(sessions: set[AsyncLockConnection]) -> AsyncIterator[None]:
     """asyncio.run() closes async generators before the loop: the last chance to end sessions in an orderly way."""
     try:
         yield

@@ -7,9 +7,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connect import judge, open_connection, unreachable
-from pgfence._connections.connection_sync import BorrowedSyncSession, SyncSession
-from pgfence._connections.drivers import SYNC_WIRES, wire_for
-from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, Keeper, Turn
+from pgfence._connections.connection_sync import SyncCallerConnection, SyncLockConnection
+from pgfence._connections.drivers import SYNC_DRIVERS, driver_connection_for
+from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, LockPool, PoolWaiter
 from pgfence._holds.cancellation import wait
 from pgfence._process import threads
 from pgfence._process.lifecycle import MUTEX, PROCESS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgfence.config import Config
 
 
-class Gate:
+class ThreadEvent:
     """Where one thread waits to be woken once."""
 
     __slots__ = ("_lock", "_opened")
@@ -45,16 +45,16 @@ class Gate:
         return self._opened or self._lock.acquire(timeout=min(left, threading.TIMEOUT_MAX))
 
 
-class Opening:
+class PendingConnection:
     """A connection being opened for somebody who may have gone by the time it is there."""
 
     __slots__ = ("__weakref__", "_over", "abandoned", "counts", "done", "error", "gate", "late", "session")
 
     def __init__(self, *, counts: bool) -> None:
-        self.gate = Gate()
+        self.gate = ThreadEvent()
         self.counts = counts
         self.done = False
-        self.session: SyncSession | None = None
+        self.session: SyncLockConnection | None = None
         self.error: Exception | None = None
         self.abandoned = False
         self.late = False
@@ -69,7 +69,7 @@ class Opening:
         """Wait, for the interpreter ends: exit() must not meet the thread inside the driver."""
         self._over.wait(seconds)
 
-    def abandon(self, keeper: SyncKeeper, *, late: bool) -> SyncSession | None:
+    def abandon(self, keeper: SyncLockPool, *, late: bool) -> SyncLockConnection | None:
         """Stop waiting. Returns the session if it came in the last moment."""
         with MUTEX:
             if not self.done:
@@ -78,18 +78,18 @@ class Opening:
         return self.session
 
 
-class SyncKeeper(Keeper[SyncSession]):
+class SyncLockPool(LockPool[SyncLockConnection]):
     """The connections of one engine for the threads of this process."""
 
     def __init__(
         self, engine: Engine, config: Config, on_death: Callable[[Hold[Any] | None], object], **options: Any
     ) -> None:
-        self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
+        self._wire = driver_connection_for(engine.dialect.driver, SYNC_DRIVERS, "sync")
         super().__init__(engine, config, on_death, **options)
 
     def checkout(
         self, left: float, keys: int = 1, *, again: bool = False, cancel: CancelEvent | None = None
-    ) -> SyncSession | None:
+    ) -> SyncLockConnection | None:
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
 
         Args:
@@ -102,20 +102,22 @@ class SyncKeeper(Keeper[SyncSession]):
         with MUTEX:
             turn = self.roster.take()
             if not turn.served:
-                gate = Gate()
+                gate = ThreadEvent()
                 turn.wake = gate.open
         if gate is not None and not self._in_turn(turn, gate, left, cancel):
             return None
         budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
         return turn.given or self._open(budget, keys, cancel)
 
-    def visitor(self) -> SyncSession:
+    def checkout_for_query(self) -> SyncLockConnection:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
         with MUTEX:
             session = self.roster.warm()
         return session or self._open(OPEN_BUDGET, 0)
 
-    def _in_turn(self, turn: Turn[SyncSession], gate: Gate, left: float, cancel: CancelEvent | None) -> bool:
+    def _in_turn(
+        self, turn: PoolWaiter[SyncLockConnection], gate: ThreadEvent, left: float, cancel: CancelEvent | None
+    ) -> bool:
         try:
             wait(gate.wait, left, cancel)
         except BaseException:
@@ -124,22 +126,22 @@ class SyncKeeper(Keeper[SyncSession]):
                 if turn.may_open:
                     self.roster.gone()
             if turn.given is not None:
-                self.park(turn.given)
+                self.checkin(turn.given)
             raise
         with MUTEX:
             self.roster.forgo(turn)
             return turn.served
 
-    def _open(self, budget: float, keys: int, cancel: CancelEvent | None = None) -> SyncSession:
+    def _open(self, budget: float, keys: int, cancel: CancelEvent | None = None) -> SyncLockConnection:
         """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
-        opening = Opening(counts=keys > 0)
+        opening = PendingConnection(counts=keys > 0)
         self.begin_opening(counts=opening.counts)
         try:
             threads.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
             wait(opening.gate.wait, budget, cancel)
         except BaseException:
             if (session := opening.abandon(self, late=False)) is not None:
-                self.park(session)
+                self.checkin(session)
             raise
         session = opening.abandon(self, late=True)
         if session is None:
@@ -147,12 +149,12 @@ class SyncKeeper(Keeper[SyncSession]):
         try:
             self.room_for(keys)
         except CapacityError:
-            self.park(session)
+            self.checkin(session)
             raise
         return session
 
-    def _opener(self, opening: Opening) -> None:
-        session: SyncSession | None = None
+    def _opener(self, opening: PendingConnection) -> None:
+        session: SyncLockConnection | None = None
         error: Exception | None = UnreachableError("the thread that opened a session was ended")
         generation = self.generation
         try:
@@ -166,25 +168,25 @@ class SyncKeeper(Keeper[SyncSession]):
                 opening.session, opening.error, opening.done = session, error, True
             opening.gate.open()
             if opening.abandoned and session is not None:
-                self.park(session)
+                self.checkin(session)
 
-    def _opened_alone(self) -> SyncSession:
+    def _opened_alone(self) -> SyncLockConnection:
         """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
         while True:
             forks = PROCESS.forks
             dbapi_connection, driver, facts = open_connection(
                 self.engine, self.config.pooler, any_pooler=self.any_pooler
             )
-            session = SyncSession(dbapi_connection, self._wire(driver), facts)
+            session = SyncLockConnection(dbapi_connection, self._wire(driver), facts)
             self.settle(session)
             if forks == PROCESS.forks:
                 return session
             session.close()
 
-    def borrow(self, connection: Connection, limit: float) -> SyncSession:
+    def borrow(self, connection: Connection, limit: float) -> SyncLockConnection:
         """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
         try:
-            session = BorrowedSyncSession.of(connection, limit)
+            session = SyncCallerConnection.of(connection, limit)
         except Exception as error:
             if told := unreachable(self.engine, error):
                 raise told from error
@@ -207,7 +209,7 @@ class SyncKeeper(Keeper[SyncSession]):
         with MUTEX:
             self.generation += 1
             for session in self.sessions:
-                session.retired = True
-            idle = self.roster.retire()
+                session.close_after_use = True
+            idle = self.roster.take_all_idle()
         for session in idle:
             self.discard(session)

@@ -29,7 +29,7 @@ def say(**words: Any) -> None:
     sys.stdout.flush()
 
 
-class Desk:
+class WorkerContext:
     """Where one process does the work of one act.
 
     Attributes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import text
 
 from pgfence._demo.bank import NAMESPACE
-from pgfence._demo.workload import Blow, TakeOver
+from pgfence._demo.workload import Fault, TakeOver
 from pgfence._process.clock import clock
 from pgfence.advisory import AdvisoryLock
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._demo.workers import Crew, Member
+    from pgfence._demo.workers import Worker, WorkerPool
 
 # Only while it holds one: the session of somebody who has just given it back is made anew, and nobody is told.
 _TERMINATE = text(
@@ -33,21 +33,23 @@ _TERMINATE = text(
 class _Struck(NamedTuple):
     """A blow that has fallen."""
 
-    blow: Blow
+    blow: Fault
     lock: str
-    victim: Member
+    victim: Worker
     granted_at: float
     struck_at: float
 
 
-class Blows:
+class Faults:
     """The blows of one act, one after the other."""
 
-    def __init__(self, blows: Sequence[Blow], crew: Crew, engine: Engine, *, start: float, seconds: float) -> None:
+    def __init__(
+        self, blows: Sequence[Fault], crew: WorkerPool, engine: Engine, *, start: float, seconds: float
+    ) -> None:
         self._crew = crew
         self._engine = engine
         self._due = [(start + seconds * number / (len(blows) + 1), blow) for number, blow in enumerate(blows, 1)]
-        self._asking: dict[Member, str] = {}
+        self._asking: dict[Worker, str] = {}
         self._struck: _Struck | None = None
         self._takeovers: list[TakeOver] = []
 
@@ -62,7 +64,7 @@ class Blows:
         open_ = [TakeOver(self._struck.blow, self._struck.lock, None)] if self._struck else []
         return (*self._takeovers, *open_, *(TakeOver(blow, "", None) for _, blow in self._due))
 
-    def hear(self, member: Member, words: Mapping[str, Any]) -> None:
+    def hear(self, member: Worker, words: Mapping[str, Any]) -> None:
         """Take note of what a process tells, and strike it if that is due."""
         if "asks" in words:
             self._asking[member] = words["asks"]
@@ -71,7 +73,7 @@ class Blows:
             self._watch(member, words["granted"], words["at"])
             self._strike(member, words["granted"], words["at"])
 
-    def _watch(self, member: Member, lock: str, at: float) -> None:
+    def _watch(self, member: Worker, lock: str, at: float) -> None:
         struck = self._struck
         if struck is None or lock != struck.lock or member is struck.victim:
             return
@@ -82,18 +84,18 @@ class Blows:
             self._due.insert(0, (0.0, struck.blow))
             self._struck = None
 
-    def _strike(self, member: Member, lock: str, granted_at: float) -> None:
+    def _strike(self, member: Worker, lock: str, granted_at: float) -> None:
         if self._struck is not None or not self._due or lock not in self._asking.values():
             return
         due, blow = self._due[0]
         if clock() < due:
             return
-        struck_at = self._kill(member) if blow is Blow.KILL else self._terminate(lock)
+        struck_at = self._kill(member) if blow is Fault.KILL else self._terminate(lock)
         if struck_at is not None:
             self._struck = _Struck(blow, lock, member, granted_at, struck_at)
             self._due.pop(0)
 
-    def _kill(self, member: Member) -> float:
+    def _kill(self, member: Worker) -> float:
         now = clock()
         self._crew.kill(member)
         return now

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pgfence._demo.errors import DemoError
-from pgfence._demo.faults import Blows
+from pgfence._demo.faults import Faults
 from pgfence._demo.workload import Figures, Verdict
 from pgfence._process.clock import clock
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from pgfence._api.handles import Held
     from pgfence._demo.bank import Accounts
-    from pgfence._demo.workers import Crew, Member
-    from pgfence._demo.workload import Act
+    from pgfence._demo.workers import Worker, WorkerPool
+    from pgfence._demo.workload import Workload
 
 _TIMES_LONGER = 5.0
 _SECONDS_LONGER = 10.0
@@ -26,23 +26,25 @@ _LISTEN = 0.1
 _LONGEST_END = 60.0
 
 
-class Audience(Protocol):
+class Reporter(Protocol):
     """Who is told what happens."""
 
     def step(self, what: str) -> None:
         """Hear what is done before the acts."""
 
-    def progress(self, act: Act, seconds: float, transfers: int) -> None:
+    def progress(self, act: Workload, seconds: float, transfers: int) -> None:
         """Hear how an act goes, several times a second."""
 
     def result(self, figures: Figures, verdict: Verdict) -> None:
         """Hear what came of an act."""
 
 
-class Performance:
+class Measurement:
     """One act. It may last longer than asked for, until it has shown what it is for: on a slow machine that takes a while."""
 
-    def __init__(self, act: Act, accounts: Accounts, crew: Crew, engine: Engine, held: Held, *, seconds: float) -> None:
+    def __init__(
+        self, act: Workload, accounts: Accounts, crew: WorkerPool, engine: Engine, held: Held, *, seconds: float
+    ) -> None:
         self._act = act
         self._accounts = accounts
         self._crew = crew
@@ -50,13 +52,13 @@ class Performance:
         self._held = held
         self._seconds = seconds
         self._start = clock()
-        self._blows = Blows(act.blows, crew, engine, start=self._start, seconds=seconds)
-        self._working: set[Member] = set()
+        self._blows = Faults(act.blows, crew, engine, start=self._start, seconds=seconds)
+        self._working: set[Worker] = set()
         self._transfers = 0
         self._waits: list[float] = []
         self._retries: Counter[str] = Counter()
 
-    def play(self, audience: Audience) -> Figures:
+    def play(self, audience: Reporter) -> Figures:
         """Let everybody work, stop them, and read the ledger.
 
         Raises:
@@ -85,7 +87,7 @@ class Performance:
         for member, words in self._crew.listen(_LISTEN):
             self._hear(member, words)
 
-    def _hear(self, member: Member, words: Mapping[str, Any]) -> None:
+    def _hear(self, member: Worker, words: Mapping[str, Any]) -> None:
         self._blows.hear(member, words)
         if "transfers" in words:
             self._transfers += words["transfers"]

@@ -14,10 +14,10 @@ from sqlalchemy import text
 from pgfence import schema
 from pgfence._demo import load
 from pgfence._demo.bank import NAMESPACE, Accounts
-from pgfence._demo.measurement import Performance
+from pgfence._demo.measurement import Measurement
 from pgfence._demo.scenario import engine_for
 from pgfence._demo.scenarios import SCENES
-from pgfence._demo.workers import Crew
+from pgfence._demo.workers import WorkerPool
 from pgfence._demo.workload import Verdict
 from pgfence._demo.workloads import ACTS
 from pgfence.advisory import AdvisoryLock
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._api.handles import Held
-    from pgfence._demo.measurement import Audience
-    from pgfence._demo.scenario import Scene, Shown
-    from pgfence._demo.workload import Act, Figures
+    from pgfence._demo.measurement import Reporter
+    from pgfence._demo.scenario import Scenario, ScenarioResult
+    from pgfence._demo.workload import Figures, Workload
 
 LEAST_PROCESSES = 3
 """One may be killed, and then there must be another one to take over from a third."""
@@ -53,7 +53,7 @@ class Outcome:
     loaded_by: str
     processes: int
     acts: tuple[tuple[Figures, Verdict], ...]
-    scenes: tuple[Shown, ...] = ()
+    scenes: tuple[ScenarioResult, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -76,13 +76,13 @@ class Outcome:
 
 def play(
     engine: Engine,
-    audience: Audience,
+    audience: Reporter,
     *,
     seconds: float,
     processes: int,
     keep: bool,
-    acts: Sequence[Act] = ACTS,
-    scenes: Sequence[Scene] = SCENES,
+    acts: Sequence[Workload] = ACTS,
+    scenes: Sequence[Scenario] = SCENES,
 ) -> Outcome:
     """Play the acts and scenes in the database of an engine.
 
@@ -102,7 +102,7 @@ def play(
         PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
     """
     demo = AdvisoryLock(engine, "demo", namespace=NAMESPACE)
-    with demo.hold(timeout=0) as held, Crew(engine.url, processes) as crew:
+    with demo.hold(timeout=0) as held, WorkerPool(engine.url, processes) as crew:
         with engine.connect() as connection:
             server = f"PostgreSQL {connection.scalar(text('SHOW server_version')).split()[0]}"
         audience.step(f"{server}: loading pgbench's tables, starting {processes} processes")
@@ -115,7 +115,7 @@ def play(
                 crew.fill()
                 # Each act has accounts of its own, so that the traces of all stay visible.
                 accounts = Accounts(1 + number * _ACCOUNTS_APART)
-                figures = Performance(act, accounts, crew, engine, held, seconds=seconds).play(audience)
+                figures = Measurement(act, accounts, crew, engine, held, seconds=seconds).play(audience)
                 played.append((figures, act.check(figures)))
                 audience.result(*played[-1])
             crew.close()
@@ -123,7 +123,7 @@ def play(
     return Outcome(server, loaded_by, processes, tuple(played), shown)
 
 
-def _show(engine: Engine, audience: Audience, held: Held, scenes: Sequence[Scene]) -> tuple[Shown, ...]:
+def _show(engine: Engine, audience: Reporter, held: Held, scenes: Sequence[Scenario]) -> tuple[ScenarioResult, ...]:
     """Play the scenes, on an engine that finds pgfence's tables in the demo's schema."""
     own = engine_for(engine.url)
     try:

@@ -28,7 +28,7 @@ _PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ScenarioResult:
     """What a scene showed.
 
     Attributes:
@@ -51,7 +51,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class Scenario:
     """Something that is played once.
 
     Attributes:
@@ -62,7 +62,7 @@ class Scene:
 
     name: str
     title: str
-    play: Callable[[Engine], Shown]
+    play: Callable[[Engine], ScenarioResult]
 
 
 def engine_for(url: str | URL) -> Engine:
@@ -72,7 +72,7 @@ def engine_for(url: str | URL) -> Engine:
     return engine
 
 
-class Player:
+class ScenarioProcess:
     """A process that plays a part: told its part on standard input, it tells what it does in lines of JSON."""
 
     def __init__(self, module: str, url: URL, errors: Any, **part: Any) -> None:
@@ -127,13 +127,13 @@ class Player:
 
 
 @contextmanager
-def players() -> Iterator[Callable[..., Player]]:
+def players() -> Iterator[Callable[..., ScenarioProcess]]:
     """Yield a function that starts a process; all of them end with the block."""
-    started: list[Player] = []
+    started: list[ScenarioProcess] = []
     with tempfile.TemporaryFile() as errors:
 
-        def start(module: str, url: URL, **part: Any) -> Player:
-            started.append(Player(module, url, errors, **part))
+        def start(module: str, url: URL, **part: Any) -> ScenarioProcess:
+            started.append(ScenarioProcess(module, url, errors, **part))
             return started[-1]
 
         try:

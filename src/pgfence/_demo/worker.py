@@ -17,12 +17,12 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from pgfence._demo.bank import Accounts
-from pgfence._demo.context import Desk, say
+from pgfence._demo.context import WorkerContext, say
 from pgfence._demo.workloads import ACTS
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
-    from pgfence._demo.workload import Act
+    from pgfence._demo.workload import Workload
 
 _PAUSE = 0.05
 
@@ -58,7 +58,7 @@ def lost(error: Exception) -> bool:
     return isinstance(error, OperationalError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
 
 
-def perform(act: Act, desk: Desk, orders: Orders) -> None:
+def perform(act: Workload, desk: WorkerContext, orders: Orders) -> None:
     """Do the work of an act until the order to stop comes."""
     while not orders.stopped.is_set():
         try:
@@ -80,7 +80,7 @@ def serve() -> None:
         say(ready=os.getpid())
     acts = {act.name: act for act in ACTS}
     while order := orders.next():
-        perform(acts[order["act"]], Desk(engine, Accounts(order["first"])), orders)
+        perform(acts[order["act"]], WorkerContext(engine, Accounts(order["first"])), orders)
         say(done=order["act"])
 
 

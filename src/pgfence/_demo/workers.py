@@ -28,7 +28,7 @@ _START = 120.0
 _END = 5.0
 
 
-class Member:
+class Worker:
     """One process."""
 
     def __init__(self, name: str, stderr: int) -> None:
@@ -61,14 +61,14 @@ class Member:
         self.stdout.close()
 
 
-class Crew:
+class WorkerPool:
     """Some processes that do the same; a context manager, which ends them."""
 
     def __init__(self, url: URL, size: int) -> None:
         self._url = url.render_as_string(hide_password=False)
         self._size = size
         self._started = 0
-        self._members: list[Member] = []
+        self._members: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._errors = tempfile.TemporaryFile()
 
@@ -79,7 +79,7 @@ class Crew:
         self.close()
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[Worker]:
         """Those who live."""
         return list(self._members)
 
@@ -87,7 +87,7 @@ class Crew:
         """Start who is missing, without waiting until they are ready."""
         while len(self._members) < self._size:
             self._started += 1
-            member = Member(f"pgfence demo, process {self._started}", self._errors.fileno())
+            member = Worker(f"pgfence demo, process {self._started}", self._errors.fileno())
             self._members.append(member)
             self._selector.register(member.stdout, selectors.EVENT_READ, member)
             # On standard input, where no list of processes shows it.
@@ -112,14 +112,14 @@ class Crew:
         for member in self._members:
             member.tell(order)
 
-    def listen(self, timeout: float) -> Iterator[tuple[Member, dict[str, Any]]]:
+    def listen(self, timeout: float) -> Iterator[tuple[Worker, dict[str, Any]]]:
         """Yield who said what, after waiting for at most `timeout` seconds.
 
         Raises:
             DemoError: one of them failed, or has ended unasked.
         """
         for key, _ in self._selector.select(timeout):
-            member: Member = key.data
+            member: Worker = key.data
             said = member.hear()
             if said is None:
                 self._bury(member)
@@ -128,7 +128,7 @@ class Crew:
                     raise DemoError(f"{member.name}: {words['failed']}")
                 yield member, words
 
-    def kill(self, member: Member) -> None:
+    def kill(self, member: Worker) -> None:
         """End one without any warning, as the kernel does when memory runs out."""
         member.condemned = True
         member.popen.send_signal(signal.SIGKILL)
@@ -148,7 +148,7 @@ class Crew:
         self._selector.close()
         self._errors.close()
 
-    def _bury(self, member: Member) -> None:
+    def _bury(self, member: Worker) -> None:
         self._selector.unregister(member.stdout)
         self._members.remove(member)
         member.close()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pgfence._demo.context import Desk
+    from pgfence._demo.context import WorkerContext
 
 
-class Blow(StrEnum):
+class Fault(StrEnum):
     """What befalls a process while it holds a lock that another one waits for."""
 
     KILL = "SIGKILL"
@@ -33,7 +33,7 @@ class Verdict(IntEnum):
 class TakeOver(NamedTuple):
     """One blow, and the seconds until another process was granted the lock; None: nobody was."""
 
-    blow: Blow
+    blow: Fault
     lock: str
     seconds: float | None
 
@@ -106,7 +106,7 @@ def loses_money(figures: Figures) -> Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Act:
+class Workload:
     """One way of moving money, played by every process at once.
 
     Attributes:
@@ -119,6 +119,6 @@ class Act:
 
     name: str
     title: str
-    work: Callable[[Desk], None]
+    work: Callable[[WorkerContext], None]
     check: Callable[[Figures], Verdict] = keeps_every_cent
-    blows: tuple[Blow, ...] = ()
+    blows: tuple[Fault, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from pgfence._process.callbacks import tell
+from pgfence._process.callbacks import call_logged
 from pgfence.types import Event
 
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from pgfence.config import Config
 
 
-def named(names: tuple[str, ...]) -> str:
+def format_names(names: tuple[str, ...]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def emit(
+def emit_event(
     config: Config,
     event: str,
     names: tuple[str, ...],
@@ -32,4 +32,4 @@ def emit(
     hook: Callable[[Event], Any] | None = config.on_event
     if hook is not None:
         what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
-        tell(lambda: hook(what))
+        call_logged(lambda: hook(what))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pgfence._holds.events import named
-from pgfence._process.callbacks import tell
+from pgfence._holds.events import format_names
+from pgfence._process.callbacks import call_logged
 from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
 from pgfence.types import Holder
@@ -19,9 +19,9 @@ from pgfence.types import Holder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pgfence._holds.queue import Contender, Ticket
+    from pgfence._holds.queue import Contender, QueueEntry
     from pgfence._sql.advisory import LockSql
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
     from pgfence.keys import LockKey
     from pgfence.types import State
@@ -34,10 +34,12 @@ class BaseHold:
     """What every grant has in common: whose it is, whether it still stands, and who wants to hear of its end."""
 
     __slots__ = (
-        "_enders",
+        "_end_callbacks",
         "_listeners",
         "dropped",
+        "entry",
         "handle",
+        "in_doubt",
         "names",
         "owner",
         "pid",
@@ -45,19 +47,17 @@ class BaseHold:
         "reason",
         "released",
         "stored",
-        "ticket",
         "token",
-        "unsure",
     )
 
     noun = "lock"
-    place: Place
+    place: TableNames
     """The tables that the token comes from. Not set where there is no token."""
 
-    def __init__(self, names: tuple[str, ...], ticket: Ticket) -> None:
+    def __init__(self, names: tuple[str, ...], entry: QueueEntry) -> None:
         self.names = names
-        self.ticket = ticket
-        self.owner: Contender = ticket.owner
+        self.entry = entry
+        self.owner: Contender = entry.owner
         self.token: int | None = None
         """The fencing token, where the kind has one."""
         self.stored = ""
@@ -70,9 +70,9 @@ class BaseHold:
         self.released = False
         self.dropped = False
         """Whether the handle was dropped without release(): a background thread or task releases it."""
-        self.unsure = False
+        self.in_doubt = False
         self._listeners: tuple[Callable[[], object], ...] = ()
-        self._enders: tuple[Callable[[], object], ...] = ()
+        self._end_callbacks: tuple[Callable[[], object], ...] = ()
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -80,7 +80,7 @@ class BaseHold:
         return ()
 
     @property
-    def row(self) -> tuple[Place, str] | None:
+    def row(self) -> tuple[TableNames, str] | None:
         """The row of the lease table that it stands in, if it uses one."""
         return None
 
@@ -102,7 +102,7 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
-        return "unknown" if self.unsure else "held"
+        return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:
         """Raise unless it is held as far as this process knows."""
@@ -122,7 +122,7 @@ class BaseHold:
     def lost_error(self) -> LockLostError:
         reason = self.loss_reason or "killed"
         return LockLostError(
-            f"the {self.noun} {named(self.names)} was lost while it was held: {_TOLD[reason]}. Another process may hold it by"
+            f"the {self.noun} {format_names(self.names)} was lost while it was held: {_TOLD[reason]}. Another process may hold it by"
             " now; what was done since then was not protected",
             names=self.names,
             reason=reason,
@@ -131,7 +131,7 @@ class BaseHold:
 
     def not_held_error(self) -> LockNotHeldError:
         why = "it was released already" if self.ours else "this is a forked child, it belongs to its parent"
-        return LockNotHeldError(f"the {self.noun} {named(self.names)} is not held: {why}", names=self.names)
+        return LockNotHeldError(f"the {self.noun} {format_names(self.names)} is not held: {why}", names=self.names)
 
     def lose(self, reason: LossReason) -> bool:
         """Mark it lost, once, and tell the listeners. Callable from any thread; must not be called under the mutex."""
@@ -141,9 +141,9 @@ class BaseHold:
             if self.reason is not None or self.released:
                 return False
             self.reason = reason
-            listeners, self._listeners = self._enders + self._listeners, ()
+            listeners, self._listeners = self._end_callbacks + self._listeners, ()
         for listener in listeners:
-            tell(listener)
+            call_logged(listener)
         return True
 
     def begin_release(self) -> bool:
@@ -151,23 +151,23 @@ class BaseHold:
         first = not self.released and self.pid == PROCESS.known_pid
         self.released = True
         self._listeners = ()
-        if self._enders:
-            for ender in self._enders:
+        if self._end_callbacks:
+            for ender in self._end_callbacks:
                 ender()
         return first
 
-    def await_end(self, ender: Callable[[], object]) -> None:
+    def add_end_callback(self, ender: Callable[[], object]) -> None:
         """Have `ender` called at the loss or the release, at once if that is past. It must take no lock of ours."""
         over = not self.ours
         with MUTEX:
-            self._enders = (*self._enders, ender)
+            self._end_callbacks = (*self._end_callbacks, ender)
             over = over or self.state in ("lost", "released")
         if over:
             ender()
 
-    def forget_end(self, ender: Callable[[], object]) -> None:
+    def remove_end_callback(self, ender: Callable[[], object]) -> None:
         with MUTEX:
-            self._enders = tuple(other for other in self._enders if other != ender)
+            self._end_callbacks = tuple(other for other in self._end_callbacks if other != ender)
 
     def subscribe(self, listener: Callable[[], object]) -> None:
         """Have `listener` called once when it is lost, at once if it is already. It must be quick and not block."""
@@ -178,7 +178,7 @@ class BaseHold:
             if not lost:
                 self._listeners = (*self._listeners, listener)
         if lost:
-            tell(listener)
+            call_logged(listener)
 
 
 class Hold(BaseHold, Generic[SessionT]):
@@ -186,8 +186,8 @@ class Hold(BaseHold, Generic[SessionT]):
 
     __slots__ = ("session", "sql")
 
-    def __init__(self, names: tuple[str, ...], sql: LockSql, ticket: Ticket, session: SessionT) -> None:
-        super().__init__(names, ticket)
+    def __init__(self, names: tuple[str, ...], sql: LockSql, entry: QueueEntry, session: SessionT) -> None:
+        super().__init__(names, entry)
         self.sql = sql
         self.session = session
 
@@ -196,7 +196,7 @@ class Hold(BaseHold, Generic[SessionT]):
         return self.sql.keys
 
     @property
-    def row(self) -> tuple[Place, str] | None:
+    def row(self) -> tuple[TableNames, str] | None:
         return self.sql.row
 
 

@@ -21,7 +21,7 @@ from pgfence._process.lifecycle import PROCESS
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
     from pgfence.types import State
 
@@ -34,9 +34,9 @@ class Holding(Protocol):
     """What a contender holds. `hold.BaseHold` is what it really is."""
 
     names: tuple[str, ...]
-    ticket: Ticket
+    entry: QueueEntry
     stored: str
-    place: Place
+    place: TableNames
     dropped: bool
 
     @property
@@ -44,7 +44,7 @@ class Holding(Protocol):
     @property
     def keys(self) -> tuple[LockKey, ...]: ...
     @property
-    def row(self) -> tuple[Place, str] | None: ...
+    def row(self) -> tuple[TableNames, str] | None: ...
     @property
     def ours(self) -> bool: ...
     @property
@@ -62,22 +62,34 @@ class Contender:
         self.pid = PROCESS.known_pid
         """In a forked child the contender is another one: these holds belong to the parent."""
         self.holds: list[Holding] = []
-        self.waits: Ticket | None = None
+        self.waits: QueueEntry | None = None
 
 
-class Ticket:
+class QueueEntry:
     """A place in the lines of some keys."""
 
-    __slots__ = ("alone", "away", "gift", "hold", "lines", "owner", "places", "seen", "session", "told_held", "wake")
+    __slots__ = (
+        "alone",
+        "away",
+        "handed_over",
+        "hold",
+        "lines",
+        "owner",
+        "places",
+        "seen",
+        "session",
+        "told_held",
+        "wake",
+    )
 
-    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: Lines, *, alone: bool = False) -> None:
+    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: LocalQueue, *, alone: bool = False) -> None:
         self.places = places
         """The keys it is for, sorted."""
         self.alone = alone
         """Neither hands its lock on nor takes one over: each of its grants has something of its own, a token."""
         self.owner = owner
         self.lines = lines
-        self.gift: Any = None
+        self.handed_over: Any = None
         """The session on which these very keys are held already: handed over by the ticket before."""
         self.session: Any = None
         """The session that it is at, from before the server is asked."""
@@ -97,7 +109,7 @@ class Ticket:
         return self.hold is not None and self.hold.dropped
 
 
-class Lines:
+class LocalQueue:
     """The lines of one engine."""
 
     __slots__ = ("_lines", "home")
@@ -105,55 +117,55 @@ class Lines:
     def __init__(self, home: object = None) -> None:
         self.home = home
         """What all lines of one engine have in common: of its session locks, and of its leases."""
-        self._lines: dict[Hashable, deque[Ticket]] = {}
+        self._lines: dict[Hashable, deque[QueueEntry]] = {}
 
-    def arrive(self, ticket: Ticket) -> bool:
+    def arrive(self, entry: QueueEntry) -> bool:
         """Put a ticket at the end of its lines and say whether it stands first in all of them."""
         first = True
-        for place in ticket.places:
+        for place in entry.places:
             line = self._lines.get(place)
             if line is None:
-                self._lines[place] = deque((ticket,))
+                self._lines[place] = deque((entry,))
             else:
-                line.append(ticket)
+                line.append(entry)
                 first = False
         return first
 
-    def first(self, ticket: Ticket) -> bool:
+    def first(self, entry: QueueEntry) -> bool:
         """Say whether a ticket stands first in all its lines."""
-        for place in ticket.places:
+        for place in entry.places:
             line = self._lines.get(place)
-            if line is None or line[0] is not ticket:
+            if line is None or line[0] is not entry:
                 return False
         return True
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         """Take a ticket out, first or not, and wake those who stand first in all their lines now.
 
         A second time does no harm, also after a first one that an interrupt tore.
         """
-        for place in ticket.places:
+        for place in entry.places:
             line = self._lines.get(place)
             if line is None:
                 continue
-            if line[0] is ticket:
+            if line[0] is entry:
                 if len(line) == 1:  # in one step: an interrupt must not leave an empty line behind
                     del self._lines[place]
                     continue
                 line.popleft()
-            elif ticket in line:
-                line.remove(ticket)
+            elif entry in line:
+                line.remove(entry)
                 continue
             if line[0].wake is not None and self.first(line[0]):
                 line[0].wake()
 
-    def next_for(self, ticket: Ticket) -> Ticket | None:
+    def next_for_same_keys(self, entry: QueueEntry) -> QueueEntry | None:
         """Return who would come first by this ticket's leaving, if it wants exactly the same keys and may take them over."""
-        line = self._lines[ticket.places[0]]
-        if len(line) < 2 or line[1].places != ticket.places or ticket.alone or line[1].alone:
+        line = self._lines[entry.places[0]]
+        if len(line) < 2 or line[1].places != entry.places or entry.alone or line[1].alone:
             return None
         heir = line[1]
-        if len(ticket.places) > 1 and any(self._lines[place][1] is not heir for place in ticket.places):
+        if len(entry.places) > 1 and any(self._lines[place][1] is not heir for place in entry.places):
             return None
         return heir
 
@@ -168,7 +180,7 @@ class Lines:
                 return True
         return False
 
-    def line(self, place: Hashable) -> Iterable[Ticket]:
+    def line(self, place: Hashable) -> Iterable[QueueEntry]:
         """Everybody in one line, first to last."""
         return self._lines.get(place, ())
 
@@ -176,12 +188,12 @@ class Lines:
         return len(self._lines)
 
 
-def closes_circle(ticket: Ticket) -> bool:
+def closes_circle(entry: QueueEntry) -> bool:
     """Say whether waiting with this ticket would never end: its owner holds what somebody before it waits for."""
-    if not ticket.owner.holds:
+    if not entry.owner.holds:
         return False
     passed: set[tuple[Hashable, int]] = set()
-    todo = [ticket]
+    todo = [entry]
     while todo:
         current = todo.pop()
         for place in current.places:
@@ -192,7 +204,7 @@ def closes_circle(ticket: Ticket) -> bool:
                     break
                 if other.dropped:
                     continue
-                if other.owner is ticket.owner:
+                if other.owner is entry.owner:
                     return True
                 passed.add((place, id(other)))
                 if other.owner.waits is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pgfence._http.problems import Problem
-    from pgfence.effects._wanted import Reply, Stored
+    from pgfence.effects._wanted import Reply, StoredResult
 
     Headers = tuple[tuple[str, str], ...]
 
@@ -43,7 +43,7 @@ _DROPPED = frozenset(
 )
 
 
-class Refusal(Exception):
+class ProblemResponse(Exception):
     """A request that does not get to the application."""
 
     def __init__(self, problem: Problem, detail: str | None = None) -> None:
@@ -68,7 +68,7 @@ def refused(error: PgfenceError, request: str) -> Reply:
     return problem_of(error).reply(None, *retry_headers(error).items())
 
 
-def unclaimed(error: Exception, request: str) -> Refusal | None:
+def unclaimed(error: Exception, request: str) -> ProblemResponse | None:
     """Return the refusal where the server has refused a claim by an error of its own, a full disk for one; None: another error.
 
     Args:
@@ -78,7 +78,7 @@ def unclaimed(error: Exception, request: str) -> Refusal | None:
     if isinstance(error, PgfenceError) or sqlstate(error) is None:
         return None
     log.error("%s: the key is not claimed", request, exc_info=error)
-    return Refusal(NOT_CLAIMED)
+    return ProblemResponse(NOT_CLAIMED)
 
 
 def lapsed(request: object, told: str) -> None:
@@ -86,7 +86,7 @@ def lapsed(request: object, told: str) -> None:
     log.warning("%s: %s", request, told)
 
 
-def replay(stored: Stored) -> Reply:
+def replay(stored: StoredResult) -> Reply:
     """Return a recorded answer, marked as one.
 
     Raises:

@@ -10,12 +10,12 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
-from pgfence._http.answers import UNKEPT, Refusal, kept
+from pgfence._http.answers import UNKEPT, ProblemResponse, kept
 from pgfence._http.key import UnusableKeyError, key_of
 from pgfence._http.problems import BODY_TOO_LARGE, PRINCIPAL_MISSING
 from pgfence._http.routes import among, routes_of
 from pgfence._leases.terms import ttl_of
-from pgfence.effects._wanted import Reply, Wanted
+from pgfence.effects._wanted import EffectKey, Reply
 from pgfence.idempotency._functions import life_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _DIGITS = 19
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """What is known of a request before its body is read.
 
     Attributes:
@@ -68,12 +68,12 @@ class Request(NamedTuple):
         return f"{self.method} {quote(self.root + self.path, errors='replace')}"
 
 
-class Mark:
+class RequestMarker:
     """Says in an environment, and in the copies of it, that a middleware of ours has its keys, as long as it is at work."""
 
     __slots__ = ("_keys", "ended", "passing")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: HttpRequest) -> None:
         self._keys = request.keys
         self.ended = False
         self.passing = False
@@ -87,15 +87,15 @@ class Mark:
     def pass_on(environ: MutableMapping[str, Any]) -> None:
         """Keep the response of a request from being recorded, which would outlive what an operator does about its cause."""
         found = environ.get(_HANDLED)
-        if isinstance(found, Mark):
+        if isinstance(found, RequestMarker):
             found.passing = True
 
     @staticmethod
-    def on(environ: MutableMapping[str, Any], request: Request) -> bool:
+    def on(environ: MutableMapping[str, Any], request: HttpRequest) -> bool:
         """Say whether the keys of a request are those of a middleware outside that is at work."""
         found = environ.get(_HANDLED)
         # Whoever calls again with what has ended, to try again or one application after the other, is not inside.
-        return isinstance(found, Mark) and not found.ended and found._keys == request.keys
+        return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,13 @@ class Rules:
         # Methods are case-sensitive, but not for all frameworks.
         return method.upper() in self.methods
 
-    def concern(self, request: Request) -> bool:
+    def concern(self, request: HttpRequest) -> bool:
         """Say whether a request is one that has, or needs, a key. On the routes that were named each needs one."""
         if not self.takes(request.method):
             return False
         return bool(request.keys) if self.routes is None else among(self.routes, request.path)
 
-    def owner(self, request: Request, raw: Any) -> str:
+    def owner(self, request: HttpRequest, raw: Any) -> str:
         """Return whose request it is.
 
         Args:
@@ -181,14 +181,14 @@ class Rules:
         elif request.credentials:
             found = _digest(*request.credentials)
         if found is None or found == "":
-            raise Refusal(PRINCIPAL_MISSING)
+            raise ProblemResponse(PRINCIPAL_MISSING)
         if not isinstance(found, str):
             if inspect.iscoroutine(found):
                 found.close()
             raise TypeError(f"principal must return a str or None, not {type(found).__name__}")
         return found
 
-    def key(self, request: Request) -> str:
+    def key(self, request: HttpRequest) -> str:
         """Return the key of a request.
 
         Raises:
@@ -197,7 +197,7 @@ class Rules:
         try:
             key = key_of(request.keys)
         except UnusableKeyError as error:
-            raise Refusal(error.problem, str(error)) from None
+            raise ProblemResponse(error.problem, str(error)) from None
         self.fits(request.length or 0)
         return key
 
@@ -209,16 +209,16 @@ class Rules:
         """
         if length > self.max_body:
             detail = f"With an Idempotency-Key the body must not be longer than {self.max_body} bytes."
-            raise Refusal(BODY_TOO_LARGE, detail)
+            raise ProblemResponse(BODY_TOO_LARGE, detail)
 
-    def wanted(self, request: Request, owner: str, key: str, body: bytes) -> Wanted:
+    def wanted(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:
         """Return what the key of a request is asked for with."""
         method, path = request.method.encode(), _bytes(request.root + request.path)
         scope = (
             f"{request.method} {quote(path)[:SHOWN]} {_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
         )
         same = sha256(_framed(method, path, request.query, request.content_type, body))
-        return Wanted(scope, key, same.digest(), self.ttl, self.keep)
+        return EffectKey(scope, key, same.digest(), self.ttl, self.keep)
 
     def streams(self, headers: Sequence[tuple[str, str]]) -> bool:
         """Say whether an answer is sent on as it comes, and not recorded, by what its headers say."""

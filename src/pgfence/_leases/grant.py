@@ -13,7 +13,7 @@ import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import emit, named
+from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.hold import BaseHold
 from pgfence._leases import terms
 from pgfence._process.clock import clock
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from pgfence._holds.queue import Ticket
-    from pgfence._leases.request import Claim, Granted
-    from pgfence._leases.terms import Family, Heartbeat
-    from pgfence._sql.storage import Place
+    from pgfence._holds.queue import QueueEntry
+    from pgfence._leases.request import AcquireRequest, Granted
+    from pgfence._leases.terms import Heartbeat, LeaseKind
+    from pgfence._sql.storage import TableNames
     from pgfence.config import Config
     from pgfence.errors import LossReason, PgfenceError
 
@@ -65,8 +65,8 @@ class Grant(BaseHold):
         "lease_id",
         "next_beat",
         "noun",
-        "nudge",
         "progressed",
+        "request_renewal",
         "server_time",
         "slot",
         "ttl",
@@ -75,30 +75,30 @@ class Grant(BaseHold):
 
     def __init__(
         self,
-        claim: Claim,
+        claim: AcquireRequest,
         told: Granted,
-        ticket: Ticket,
+        entry: QueueEntry,
         *,
         lease_id: UUID,
         started: float,
         config: Config,
-        family: Family = "lease",
+        family: LeaseKind = "lease",
     ) -> None:
         """Record a grant.
 
         Args:
             claim: what was asked for.
             told: what the server answered.
-            ticket: of the thread or task that took it; the heartbeat never touches it.
+            entry: of the thread or task that took it; the heartbeat never touches it.
             lease_id: made by this client for this grant.
             started: `timing.clock()` from just before the statement was sent.
             config: of the engine; `on_event` hears of a loss.
             family: which statements renew and end it.
         """
-        super().__init__(claim.names, ticket)
+        super().__init__(claim.names, entry)
         self.stored = claim.stored
         self.place = claim.place
-        self.family: Family = family
+        self.family: LeaseKind = family
         self.noun = "lease" if family == "lease" else "attempt at"
         self.heartbeat: Heartbeat = claim.heartbeat
         self.label = claim.identity.owner
@@ -121,7 +121,7 @@ class Grant(BaseHold):
         """`progress()` was called since the last renewal was sent."""
         self.idle = False
         """A renewal was due and left out, for there was no progress."""
-        self.nudge: Callable[[Grant], object] | None = None
+        self.request_renewal: Callable[[Grant], object] | None = None
         """Tells the heartbeat to look at this grant now."""
         self.turn = 0
         """Which entry in the heartbeat's schedule counts."""
@@ -136,7 +136,7 @@ class Grant(BaseHold):
             self._cap()
 
     @property
-    def row(self) -> tuple[Place, str] | None:
+    def row(self) -> tuple[TableNames, str] | None:
         return (self.place, self.stored) if self.family == "lease" else None
 
     @property
@@ -154,15 +154,15 @@ class Grant(BaseHold):
     def progress(self) -> None:
         """Note that the work moves on: `heartbeat="progress"` renews only then. No I/O; may be called by any thread."""
         self.progressed = True
-        if self.idle and self.ours and self.nudge is not None:
-            self.nudge(self)
+        if self.idle and self.ours and self.request_renewal is not None:
+            self.request_renewal(self)
 
     def lose(self, reason: LossReason) -> bool:
         """Mark it lost, once; log it, tell `on_event` and the listeners. Callable from any thread, not under the mutex."""
         if not super().lose(reason):
             return False
-        log.warning("the %s %s was lost: %s", self.noun, named(self.names), reason)
-        emit(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
+        log.warning("the %s %s was lost: %s", self.noun, format_names(self.names), reason)
+        emit_event(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
         return True
 
     def rejected(self, reason: LossReason) -> None:
@@ -181,7 +181,7 @@ class Grant(BaseHold):
                 " forward, or this is a copy of the server without the last commits (a failover, a restore)",
                 _BY_CLOCK[reason],
                 self.noun,
-                named(self.names),
+                format_names(self.names),
                 left,
             )
 
@@ -204,14 +204,14 @@ class Grant(BaseHold):
             return False
         self.ttl = ttl
         self.failures = 0
-        self.unsure = False
+        self.in_doubt = False
         self._settle(started, remaining, expires_at)
         return self.loss_reason is None
 
     def unanswered(self) -> None:
         """Note that a renewal had no answer: it is believed in until the deadline, but nobody knows."""
         self.failures += 1
-        self.unsure = True
+        self.in_doubt = True
 
     def _settle(self, started: float, remaining: float, expires_at: datetime) -> None:
         before, self.server_time = self.server_time, expires_at - timedelta(seconds=remaining)
@@ -221,7 +221,7 @@ class Grant(BaseHold):
                 " the new time on, and stays held. Check the time service of that server",
                 step,
                 self.noun,
-                named(self.names),
+                format_names(self.names),
             )
         self.deadline = terms.deadline(started, remaining, min(self.ttl, remaining))
         self.expires_at = expires_at

@@ -13,15 +13,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgfence._connections.addresses import place as place_in_words
+from pgfence._connections.addresses import describe_server as place_in_words
 from pgfence._connections.connect import from_driver, lost_connection, unreachable
 from pgfence._connections.pool import S
-from pgfence._holds.events import emit, named
+from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._leases.grant import Grant
-from pgfence._leases.heartbeat.service import beat_of
+from pgfence._leases.heartbeat.service import heartbeat_of
 from pgfence._leases.request import adopted
-from pgfence._locks.manager import NO_CONNECTION, Domain
+from pgfence._locks.manager import NO_CONNECTION, LockManager
 from pgfence._process.callbacks import log
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import MUTEX
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._holds.queue import Contender, Ticket
-    from pgfence._leases.heartbeat.service import Beat
-    from pgfence._leases.request import Busy, Claim, Granted
-    from pgfence._leases.terms import Family
-    from pgfence._locks.manager import Request
+    from pgfence._holds.queue import Contender, QueueEntry
+    from pgfence._leases.heartbeat.service import HeartbeatService
+    from pgfence._leases.request import AcquireRequest, Busy, Granted
+    from pgfence._leases.terms import LeaseKind
+    from pgfence._locks.manager import LockRequest
     from pgfence._locks.outages import Away
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence.config import Config
 
 RETRIES = 10
@@ -58,11 +58,11 @@ MANY_NAMES = 1000
 LONGEST_SLEEP = 1.0
 
 
-class LeaseDomain(Domain[S]):
+class LeaseManager(LockManager[S]):
     """The leases of one engine in this process."""
 
     once_only = "a lease is not re-entrant. Pass the handle on"
-    family: ClassVar[Family] = "lease"
+    family: ClassVar[LeaseKind] = "lease"
     noun: ClassVar[str] = "the lease"
     needed: ClassVar[int] = LEASES
     """The version of the tables that these grants need."""
@@ -73,34 +73,34 @@ class LeaseDomain(Domain[S]):
 
     def __init__(self, engine: Engine, config: Config) -> None:
         super().__init__(engine, config)
-        self._checked: set[Place] = set()
+        self._checked: set[TableNames] = set()
         """Where the tables were found to be as they should."""
-        self._beat: Beat | None = None
+        self._beat: HeartbeatService | None = None
         self._held_until: dict[str, float] = {}
         """Until when the holder of a name that the server named last may hold it without a renewal, on our own clock."""
 
-    def checking(self, place: Place) -> str:
+    def checking(self, place: TableNames) -> str:
         """Return the statement that asks for the tables, as the driver takes it."""
         text = checking(place, self.needed)
         return text if self.style == "numeric" else text.replace("%", "%%")
 
     @property
-    def beat(self) -> Beat:
+    def beat(self) -> HeartbeatService:
         """The heartbeat of the engine. Made with the first use, which refuses a process where none could beat."""
         if self._beat is None:
-            self._beat = beat_of(self.engine, self.config)
+            self._beat = heartbeat_of(self.engine, self.config)
         return self._beat
 
-    def tidy(self) -> None:
+    def close_dead(self) -> None:
         """Sessions of leases hold nothing: one that dies is found dead when it is next wanted."""
 
-    def asked(self, claim: Claim, owner: Contender, timeout: float, *, patient: bool = False) -> Request:
+    def asked(self, claim: AcquireRequest, owner: Contender, timeout: float, *, patient: bool = False) -> LockRequest:
         return self.request(claim.names, claim, owner, timeout, patient=patient)  # type: ignore[arg-type]
 
-    def found(self, request: Request, ticket: Ticket, claim: Claim, busy: Busy) -> None:
+    def found(self, request: LockRequest, entry: QueueEntry, claim: AcquireRequest, busy: Busy) -> None:
         """Note who holds it, and how long that may last without a server."""
-        ticket.seen = busy.holder
-        self.saw_held(request, ticket, [busy.holder] if busy.holder else ())
+        entry.seen = busy.holder
+        self.saw_held(request, entry, [busy.holder] if busy.holder else ())
         if busy.holder is None:
             return
         now = clock()
@@ -109,7 +109,7 @@ class LeaseDomain(Domain[S]):
         # It may have been renewed since then, unseen, for a whole TTL; which is ours wherever one name has one TTL.
         self._held_until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
 
-    def ended(self, request: Request, error: Away) -> Away:
+    def ended(self, request: LockRequest, error: Away) -> Away:
         ended = super().ended(request, error)
         if isinstance(ended, UnreachableError):
             claim: Any = request.sql
@@ -118,9 +118,11 @@ class LeaseDomain(Domain[S]):
 
     # ------------------------------------------------------------ grants
 
-    def granted(self, claim: Claim, ticket: Ticket, lease_id: UUID, started: float, told: Granted) -> Grant | None:
+    def granted(
+        self, claim: AcquireRequest, entry: QueueEntry, lease_id: UUID, started: float, told: Granted
+    ) -> Grant | None:
         """Record a grant and have it renewed; None: the answer came when its time was over already."""
-        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.config, family=self.family)
+        grant = Grant(claim, told, entry, lease_id=lease_id, started=started, config=self.config, family=self.family)
         if grant.state == "lost":
             self.forget(claim, lease_id)
             return None
@@ -128,19 +130,19 @@ class LeaseDomain(Domain[S]):
         self.record(grant)
         return grant
 
-    def forget(self, claim: Claim, lease_id: UUID) -> None:
+    def forget(self, claim: AcquireRequest, lease_id: UUID) -> None:
         """Have a grant whose answer was lost, or came too late, ended in the background."""
         self.beat.forget_later(claim.place, claim.stored, lease_id, claim.terms.ttl, self.family)
 
     def record(self, grant: Grant) -> None:
-        ticket = grant.ticket
+        entry = grant.entry
         with MUTEX:
-            ticket.owner.waits = ticket.away = None
-            ticket.owner.holds.append(grant)
-            ticket.hold = grant
-        grant.subscribe(lambda: self.step_out(ticket))
+            entry.owner.waits = entry.away = None
+            entry.owner.holds.append(grant)
+            entry.hold = grant
+        grant.subscribe(lambda: self.dequeue(entry))
         self.beat.keep(grant)
-        emit(self.config, "acquired", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        emit_event(self.config, "acquired", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
     def take_leave(self, grant: Grant) -> None:
         """Take the right to end a grant in this process, and stop its heartbeat.
@@ -158,14 +160,14 @@ class LeaseDomain(Domain[S]):
                 grant.owner.holds.remove(grant)
         self.beat.drop(grant)
 
-    def end_torn(self, grant: Grant) -> None:
+    def finish_interrupted_release(self, grant: Grant) -> None:
         """End a grant whose release was interrupted, wherever that was; a second time does nothing more."""
         with MUTEX:
             grant.begin_release()
             if grant in grant.owner.holds:
                 grant.owner.holds.remove(grant)
         self.beat.drop(grant)
-        self.step_out(grant.ticket)
+        self.dequeue(grant.entry)
         self.beat.release_later(grant)
 
     def ending(self, grant: Grant) -> tuple[str, tuple[Any, ...]]:
@@ -180,7 +182,7 @@ class LeaseDomain(Domain[S]):
         """Say whether a grant was lost before its release; then the row is given back in the background, if it is ours still."""
         if grant.loss_reason is None:
             return False
-        self.step_out(grant.ticket)
+        self.dequeue(grant.entry)
         grant.done = False  # its holder is told that it was lost, so the slot must not pass for done
         if grant.loss_reason in ("expired", "overdue", "cut off"):
             self.beat.release_later(grant)
@@ -195,30 +197,34 @@ class LeaseDomain(Domain[S]):
         if answer != "released":
             grant.warn_of_clock(answer)
             grant.reason = answer  # type: ignore[assignment]
-            log.warning("the lease %s was lost before its release: %s", named(grant.names), answer)
-            emit(self.config, "lost", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+            log.warning("the lease %s was lost before its release: %s", format_names(grant.names), answer)
+            emit_event(self.config, "lost", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
             raise grant.lost_error()
-        emit(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        emit_event(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
     def unanswered(self, grant: Grant, error: BaseException) -> None:
         """A release had no answer: it is repeated in the background, and at the latest the TTL ends it."""
         self.beat.release_later(grant)
-        log.warning("the end of the %s %s had no answer, trying again: %s", grant.noun, named(grant.names), error)
-        emit(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        log.warning(
+            "the end of the %s %s had no answer, trying again: %s", grant.noun, format_names(grant.names), error
+        )
+        emit_event(self.config, "released", grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
     def let_lapse(self, grant: Grant) -> None:
         """Stop renewing and give nothing back. No I/O."""
         self.take_leave(grant)
-        self.step_out(grant.ticket)
+        self.dequeue(grant.entry)
 
-    def give_up(self, ticket: Ticket) -> None:
+    def abort_acquire(self, entry: QueueEntry) -> None:
         """Leave nothing behind of an acquire that ends here, whatever happened."""
-        grant: Grant | None = ticket.hold
+        grant: Grant | None = entry.hold
         if grant is not None:
             self.give_back_later(grant)
-        self.torn(ticket)
+        self.torn(entry)
 
-    def adopted(self, claim: Claim, ticket: Ticket, lease_id: UUID, started: float, token: int, row: Any) -> Grant:
+    def adopted(
+        self, claim: AcquireRequest, entry: QueueEntry, lease_id: UUID, started: float, token: int, row: Any
+    ) -> Grant:
         """Record what was adopted.
 
         Raises:
@@ -227,7 +233,7 @@ class LeaseDomain(Domain[S]):
         told = adopted(claim, token, row)
         if isinstance(told, str):
             raise not_adopted(claim, token, told)
-        grant = self.granted(told[0], ticket, lease_id, started, told[1])
+        grant = self.granted(told[0], entry, lease_id, started, told[1])
         if grant is None:
             raise not_adopted(claim, token, "expired")
         return grant
@@ -238,18 +244,18 @@ class LeaseDomain(Domain[S]):
             self.take_leave(grant)
         except LockNotHeldError:
             return
-        self.step_out(grant.ticket)
+        self.dequeue(grant.entry)
         self.beat.release_later(grant)
 
     def reference(self, grant: Grant) -> dict[str, Any]:
         """Stop renewing, and return what another process needs to adopt the lease."""
         self.take_leave(grant)
-        self.step_out(grant.ticket)
+        self.dequeue(grant.entry)
         return {"name": grant.stored, "lease_id": str(grant.lease_id), "token": grant.token}
 
     # ------------------------------------------------------------ judgement
 
-    def misfortune(self, error: Exception, claim: Claim, *, server_spoke: bool) -> Exception:
+    def translate_failure(self, error: Exception, claim: AcquireRequest, *, server_spoke: bool) -> Exception:
         """Return what an error of an attempt means to the caller."""
         if told := self._meaning(error, claim.place):
             return told
@@ -260,11 +266,11 @@ class LeaseDomain(Domain[S]):
             return error  # a signal handler's
         reason = str(told_unreachable or error).strip()
         return UnreachableError(
-            f"the server gave no answer for {self.noun} {named(claim.names)} ({reason or place_in_words(self.engine)}): whether it was"
+            f"the server gave no answer for {self.noun} {format_names(claim.names)} ({reason or place_in_words(self.engine)}): whether it was"
             " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
         )
 
-    def _meaning(self, error: Exception, place: Place) -> PgfenceError | None:
+    def _meaning(self, error: Exception, place: TableNames) -> PgfenceError | None:
         if sqlstate(error) == READ_ONLY:
             # Behind a pooler: a session of ours outlives the switchover that made a standby of its server.
             return StandbyError(
@@ -274,13 +280,13 @@ class LeaseDomain(Domain[S]):
             )
         return translated(error, place, self.needed, database=self.engine.url.database)
 
-    def refusal(self, error: Exception, place: Place, *, server_spoke: bool) -> Exception | None:
+    def refusal(self, error: Exception, place: TableNames, *, server_spoke: bool) -> Exception | None:
         """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
         if told := self._meaning(error, place):
             return told
         return None if server_spoke else unreachable(self.engine, error, "Nothing is known")
 
-    def too_late(self, request: Request, busy: Busy) -> None:
+    def too_late(self, request: LockRequest, busy: Busy) -> None:
         """Raise that it was not free in time; return where the caller did not want to wait.
 
         Raises:
@@ -289,28 +295,28 @@ class LeaseDomain(Domain[S]):
         if request.waits:
             raise self.timed_out(request, [busy.holder] if busy.holder else [])
 
-    def no_session(self, request: Request | None) -> PgfenceError:
+    def no_session(self, request: LockRequest | None) -> PgfenceError:
         """Return that all connections are in use."""
         if request is not None and request.waits:
             return self.timed_out(request, (), why=NO_CONNECTION)
         return UnreachableError("all connections for leases are in use (max_lock_connections)")
 
-    def nap(self, remaining: float, left: float, *, naps: int) -> float:
+    def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
         """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left.
 
         Only the first sleep is of random length: it is enough to keep waiters apart, and from then on each asks once a second.
         """
-        longest = LONGEST_SLEEP if naps else LONGEST_SLEEP * between(0.5, 1.0)
+        longest = LONGEST_SLEEP if polls else LONGEST_SLEEP * between(0.5, 1.0)
         return min(left, longest, max(0.0, remaining) + between(0.005, 0.05))
 
-    def news(self, request: Request, began: float, busy: Busy) -> None:
+    def news(self, request: LockRequest, began: float, busy: Busy) -> None:
         """Say once in the log who is waited for, when that has taken long."""
         age = clock() - began
         if age > WARN_AFTER and not request.told:
             request.told = True
-            self.narrate(request, (logging.WARNING, age), [busy.holder] if busy.holder else [])
+            self.log_wait(request, (logging.WARNING, age), [busy.holder] if busy.holder else [])
 
-    def holders_here(self, request: Request) -> list[Holder]:
+    def holders_here(self, request: LockRequest) -> list[Holder]:
         with MUTEX:
             first = next(iter(self.lines.line(request.sql.places[0])), None)
             hold = None if first is None else first.hold
@@ -357,7 +363,7 @@ def ask_again(error: BaseException) -> bool:
     return isinstance(error, UnreachableError) or again(error) or row_locked(error)
 
 
-def not_adopted(claim: Claim, token: int, outcome: str) -> LockLostError:
+def not_adopted(claim: AcquireRequest, token: int, outcome: str) -> LockLostError:
     """Return why a reference cannot be adopted."""
     why = {
         "superseded": "it was adopted already, or somebody else has it by now",
@@ -365,7 +371,7 @@ def not_adopted(claim: Claim, token: int, outcome: str) -> LockLostError:
         "overdue": "its max_hold is over",
     }.get(outcome, "it has expired: nobody adopted it within its TTL")
     return LockLostError(
-        f"the lease {named(claim.names)} cannot be adopted: {why}",
+        f"the lease {format_names(claim.names)} cannot be adopted: {why}",
         names=claim.names,
         reason=outcome,  # type: ignore[arg-type]
         token=token,

@@ -14,13 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._connections.connection_async import AsyncSession, on_loop
-from pgfence._connections.pool_async import AsyncKeeper, Bell
-from pgfence._holds.queue import Lines, Ticket
+from pgfence._connections.connection_async import AsyncLockConnection, on_loop
+from pgfence._connections.pool_async import AsyncLockPool, TaskEvent
+from pgfence._holds.queue import LocalQueue, QueueEntry
 from pgfence._leases import terms
 from pgfence._leases.manager import (
     RETRIES,
-    LeaseDomain,
+    LeaseManager,
     again,
     ask_again,
     row_locked,
@@ -29,9 +29,9 @@ from pgfence._leases.manager import (
 from pgfence._leases.request import Busy, Granted, Refused, adoption
 from pgfence._locks.manager_async import contender
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence._process.monitor import WATCHER
-from pgfence._process.registry import Homes
+from pgfence._process.lifecycle import MUTEX
+from pgfence._process.monitor import MONITOR
+from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import NO_RIGHT
@@ -45,77 +45,77 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._leases.grant import Grant
-    from pgfence._leases.request import Claim, Outcome
-    from pgfence._locks.manager import Request
-    from pgfence._sql.storage import Place
+    from pgfence._leases.request import AcquireRequest, Outcome
+    from pgfence._locks.manager import LockRequest
+    from pgfence._sql.storage import TableNames
     from pgfence.config import Config
 
 HandleT = TypeVar("HandleT")
-LeasesT = TypeVar("LeasesT", bound="AsyncLeases")
+LeasesT = TypeVar("LeasesT", bound="AsyncLeaseManager")
 
 
-class AsyncLeases(LeaseDomain[AsyncSession]):
+class AsyncLeaseManager(LeaseManager[AsyncLockConnection]):
     """The leases that the tasks of one loop take through one engine."""
 
     def __init__(self, engine: AsyncEngine, config: Config) -> None:
         super().__init__(engine.sync_engine, config)
         self.async_engine = engine
         self.loop = asyncio.get_running_loop()
-        self.keeper = AsyncKeeper(engine.sync_engine, config, _no_hold, any_pooler=True, warm=self.warm)
+        self.keeper = AsyncLockPool(engine.sync_engine, config, _no_hold, any_pooler=True, warm=self.warm)
 
     async def acquire(
-        self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
+        self, claim: AcquireRequest, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
     ) -> HandleT | None:
         """Return a handle, or None when somebody else has it and `timeout` is 0; see the sync twin."""
         request = self.asked(claim, contender(), timeout, patient=patient)
-        ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
+        entry = QueueEntry(claim.places, request.owner, self.lines, alone=True)
         try:
             with MUTEX:
-                if (front := self.line_up(request, ticket)) is None:
+                if (front := self.enqueue(request, entry)) is None:
                     return None
             if not front:
-                await self._in_line(request, ticket)
-            grant = await self._contend(request, ticket, claim)
+                await self._in_line(request, entry)
+            grant = await self._contend(request, entry, claim)
             if grant is not None:
                 return make(self, grant)
         except BaseException:
-            self.give_up(ticket)
+            self.abort_acquire(entry)
             raise
-        self.step_out(ticket)
+        self.dequeue(entry)
         return None
 
-    async def _in_line(self, request: Request, ticket: Ticket) -> None:
+    async def _in_line(self, request: LockRequest, entry: QueueEntry) -> None:
         """Wait to be the first in line of this process."""
-        bell = Bell()
+        bell = TaskEvent()
         with MUTEX:
-            ticket.wake = bell.ring
-            if self.lines.first(ticket):
+            entry.wake = bell.ring
+            if self.lines.first(entry):
                 bell.ring()
-            self.saw_line(request, ticket)
+            self.saw_line(request, entry)
         await bell.wait(request.left)
         with MUTEX:
             request.owner.waits = None
-            first = self.lines.first(ticket)
+            first = self.lines.first(entry)
         if not first:
-            raise self.late(request, ticket, self.holders_here(request))
+            raise self.late(request, entry, self.holders_here(request))
 
-    async def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
+    async def _contend(self, request: LockRequest, entry: QueueEntry, claim: AcquireRequest) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
         beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
-        bell, naps = asyncio.Event(), 0
+        bell, polls = asyncio.Event(), 0
         began = clock()
         cease: Callable[[], None] | None = None
         try:
             while True:
                 try:
-                    grant, busy = await self._attempt(request, ticket, claim)
+                    grant, busy = await self._attempt(request, entry, claim)
                 except (UnreachableError, StandbyError) as error:
-                    await _rest(bell, self.outlast(request, ticket, error))
+                    await _rest(bell, self.outlast(request, entry, error))
                     bell.clear()
                     continue
                 if grant is not None:
                     return grant
-                self.found(request, ticket, claim, busy)
+                self.found(request, entry, claim, busy)
                 self.news(request, began, busy)
                 left = request.left
                 if left <= 0:
@@ -123,20 +123,22 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     return None
                 if cease is None and self.tells:
                     cease = beat.listen(claim.place, claim.stored, partial(on_loop, self.loop, bell.set))
-                await _rest(bell, self.nap(busy.remaining, left, naps=naps))
+                await _rest(bell, self.poll_delay(busy.remaining, left, polls=polls))
                 bell.clear()
-                naps += 1
+                polls += 1
         finally:
             if cease is not None:
                 cease()
 
-    async def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
+    async def _attempt(
+        self, request: LockRequest, entry: QueueEntry, claim: AcquireRequest
+    ) -> tuple[Grant | None, Busy]:
         """Ask once, and once more at once where transactions met."""
         await self.verify(claim.place, request.budget)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
             session = await self._session(request)
-            ticket.session = session
+            entry.session = session
             started = clock()
             told: Outcome | None = None
             grant: Grant | None = None
@@ -144,7 +146,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             try:
                 told = await self._drive(session, request, claim, str(lease_id))
                 if isinstance(told, Granted):
-                    grant = self.granted(claim, ticket, lease_id, started, told)
+                    grant = self.granted(claim, entry, lease_id, started, told)
             except (Refused, TextError):
                 refused = True
                 raise
@@ -157,15 +159,17 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 if not refused and grant is None and not isinstance(error, LockLostError):
                     self.forget(claim, lease_id)
                 if isinstance(error, Exception):
-                    raise self.misfortune(error, claim, server_spoke=refused) from error
+                    raise self.translate_failure(error, claim, server_spoke=refused) from error
                 raise
             finally:
-                ticket.session = None
-                (self.keeper.park if told is not None or refused else self.keeper.discard)(session)
+                entry.session = None
+                (self.keeper.checkin if told is not None or refused else self.keeper.discard)(session)
             return grant, told if isinstance(told, Busy) else Busy(0.0)
         return None, Busy(0.0)
 
-    async def _drive(self, session: AsyncSession, request: Request, claim: Claim, lease_id: str) -> Outcome:
+    async def _drive(
+        self, session: AsyncLockConnection, request: LockRequest, claim: AcquireRequest, lease_id: str
+    ) -> Outcome:
         steps = claim.attempt(self.style, lease_id)
         row: Any = None
         while True:
@@ -176,13 +180,13 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 return outcome
             row = await session.row(self.engine, text, args, limit=request.budget)
 
-    async def _session(self, request: Request | None = None) -> AsyncSession:
+    async def _session(self, request: LockRequest | None = None) -> AsyncLockConnection:
         session = await self.keeper.checkout(RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET))
         if session is None:
             raise self.no_session(request)
         return session
 
-    async def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+    async def _ask(self, place: TableNames, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
         """Run one statement on a session that holds nothing, and return its row."""
         session = await self._session()
         kept = False
@@ -195,12 +199,12 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 raise told from error
             raise
         finally:
-            (self.keeper.park if kept else self.keeper.discard)(session)
+            (self.keeper.checkin if kept else self.keeper.discard)(session)
         return row
 
-    async def insist(
+    async def execute_with_retry(
         self,
-        place: Place,
+        place: TableNames,
         text: str,
         args: Sequence[Any],
         seconds: float,
@@ -229,7 +233,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     raise
             await asyncio.sleep(terms.retry_after(failures, 10.0))
 
-    async def verify(self, place: Place, limit: float = RELEASE_BUDGET) -> None:
+    async def verify(self, place: TableNames, limit: float = RELEASE_BUDGET) -> None:
         """Look once whether the tables are as they should be.
 
         Raises:
@@ -276,7 +280,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                 return
             self.answered(grant, answer)
         finally:
-            self.step_out(grant.ticket)
+            self.dequeue(grant.entry)
 
     async def renew(self, grant: Grant, ttl: float | None) -> None:
         """Renew now, in turn with the heartbeat.
@@ -287,7 +291,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
             UnreachableError: there was no answer; it stands until its deadline.
         """
         grant.check()
-        done = Bell()
+        done = TaskEvent()
         errors: list[Exception] = []
 
         def tell(error: Exception | None) -> None:
@@ -306,7 +310,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         return self.reference(grant)
 
     async def adopt(
-        self, claim: Claim, reference: dict[str, Any], make: Callable[[AsyncLeases, Grant], HandleT]
+        self, claim: AcquireRequest, reference: dict[str, Any], make: Callable[[AsyncLeaseManager, Grant], HandleT]
     ) -> HandleT:
         """Take over a lease by its reference.
 
@@ -317,7 +321,7 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
         beat = self.beat
         await self.verify(claim.place)
         new, token = uuid.uuid4(), reference["token"]
-        ticket = Ticket(claim.places, contender(), Lines(), alone=True)
+        entry = QueueEntry(claim.places, contender(), LocalQueue(), alone=True)
         text, args = adoption(self.style, claim, reference, str(new))
         until = clock() + RELEASE_BUDGET
         while True:
@@ -333,20 +337,20 @@ class AsyncLeases(LeaseDomain[AsyncSession]):
                     raise
             await asyncio.sleep(0.1)
         try:
-            return make(self, self.adopted(claim, ticket, new, started, token, row))
+            return make(self, self.adopted(claim, entry, new, started, token, row))
         except LockLostError:
             raise
         except BaseException:
-            self.give_up(ticket)
+            self.abort_acquire(entry)
             raise
 
     def abandon(self, hold: Any) -> None:
         """Free a lease whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
-        WATCHER.post(lambda: self.give_back_later(hold))
+        MONITOR.post(lambda: self.give_back_later(hold))
 
     # ------------------------------------------------------------ looking
 
-    async def look(self, place: Place, stored: str) -> Any:
+    async def look(self, place: TableNames, stored: str) -> Any:
         """Return the row of whoever holds it, or None."""
         await self.verify(place)
         return await self._ask(place, lease_sql(place, self.style).look, (stored,))
@@ -363,15 +367,5 @@ def _no_hold(_: Any) -> None:
 
 
 def leases_of(engine: AsyncEngine, config: Config, kind: type[LeasesT]) -> LeasesT:
-    """Return the domain of an engine on the running loop; a connection cannot leave its loop."""
-    home = Homes.of(engine.sync_engine)
-    loop = asyncio.get_running_loop()
-    domain = home.get((kind, id(loop)))
-    if isinstance(domain, kind) and domain.loop is loop and domain.pid == PROCESS.pid:
-        return domain
-    with MUTEX:
-        for place, other in list(home.items()):
-            if isinstance(other, AsyncLeases) and other.loop.is_closed():
-                del home[place]
-    domain = home[kind, id(loop)] = kind(engine, config)
-    return domain
+    """Return the lease manager of a kind that an engine has on the running loop."""
+    return ManagerRegistry.for_loop(engine.sync_engine, asyncio.get_running_loop(), kind, lambda: kind(engine, config))

@@ -8,25 +8,25 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._connections.connection_sync import SyncSession
-from pgfence._connections.pool_sync import Gate, SyncKeeper
+from pgfence._connections.connection_sync import SyncLockConnection
+from pgfence._connections.pool_sync import SyncLockPool, ThreadEvent
 from pgfence._holds.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, wait
-from pgfence._holds.queue import Lines, Ticket
+from pgfence._holds.queue import LocalQueue, QueueEntry
 from pgfence._leases import terms
 from pgfence._leases.manager import (
     RETRIES,
-    LeaseDomain,
+    LeaseManager,
     again,
     ask_again,
     row_locked,
     spoke,
 )
 from pgfence._leases.request import Busy, Granted, Refused, adoption
-from pgfence._locks.manager_sync import contender, for_certain
+from pgfence._locks.manager_sync import contender, run_cleanup
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence._process.monitor import WATCHER
-from pgfence._process.registry import Homes
+from pgfence._process.lifecycle import MUTEX
+from pgfence._process.monitor import MONITOR
+from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.encoding import TextError
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import NO_RIGHT, sqlstate
@@ -47,24 +47,24 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._leases.grant import Grant
-    from pgfence._leases.request import Claim, Outcome
-    from pgfence._locks.manager import Request
-    from pgfence._sql.storage import Place
+    from pgfence._leases.request import AcquireRequest, Outcome
+    from pgfence._locks.manager import LockRequest
+    from pgfence._sql.storage import TableNames
     from pgfence.config import Config
 
 HandleT = TypeVar("HandleT")
-LeasesT = TypeVar("LeasesT", bound="SyncLeases")
+LeasesT = TypeVar("LeasesT", bound="SyncLeaseManager")
 
 
-class SyncLeases(LeaseDomain[SyncSession]):
+class SyncLeaseManager(LeaseManager[SyncLockConnection]):
     """The leases that the threads of this process take through one engine."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
         super().__init__(engine, config)
-        self.keeper = SyncKeeper(engine, config, _no_hold, any_pooler=True, warm=self.warm)
+        self.keeper = SyncLockPool(engine, config, _no_hold, any_pooler=True, warm=self.warm)
 
     def acquire(
-        self, claim: Claim, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
+        self, claim: AcquireRequest, timeout: float, make: Callable[[Any, Grant], HandleT], *, patient: bool = False
     ) -> HandleT | None:
         """Return a handle, or None when somebody else has it and `timeout` is 0.
 
@@ -81,57 +81,57 @@ class SyncLeases(LeaseDomain[SyncSession]):
         """
         request = self.asked(claim, contender(), timeout, patient=patient)
         request.cancel = cancel_here() if request.waits else None
-        ticket = Ticket(claim.places, request.owner, self.lines, alone=True)
+        entry = QueueEntry(claim.places, request.owner, self.lines, alone=True)
         try:
             expect_uncancelled(request.cancel)
             with MUTEX:
-                if (front := self.line_up(request, ticket)) is None:
+                if (front := self.enqueue(request, entry)) is None:
                     return None
             if not front:
-                self._in_line(request, ticket)
-            grant = self._contend(request, ticket, claim)
+                self._in_line(request, entry)
+            grant = self._contend(request, entry, claim)
             if grant is not None:
                 return make(self, grant)
-            self.step_out(ticket)
+            self.dequeue(entry)
         except BaseException as error:
-            for_certain(lambda: self.give_up(ticket))
+            run_cleanup(lambda: self.abort_acquire(entry))
             if isinstance(error, Cancelled):
                 raise cancelled(claim.names) from None
             raise
         return None
 
-    def _in_line(self, request: Request, ticket: Ticket) -> None:
+    def _in_line(self, request: LockRequest, entry: QueueEntry) -> None:
         """Wait to be the first in line of this process."""
-        gate = Gate()
+        gate = ThreadEvent()
         with MUTEX:
-            ticket.wake = gate.open
-            if self.lines.first(ticket):
+            entry.wake = gate.open
+            if self.lines.first(entry):
                 gate.open()
-            self.saw_line(request, ticket)
+            self.saw_line(request, entry)
         wait(gate.wait, request.left, request.cancel)
         with MUTEX:
             request.owner.waits = None
-            first = self.lines.first(ticket)
+            first = self.lines.first(entry)
         if not first:
-            raise self.late(request, ticket, self.holders_here(request))
+            raise self.late(request, entry, self.holders_here(request))
 
-    def _contend(self, request: Request, ticket: Ticket, claim: Claim) -> Grant | None:
+    def _contend(self, request: LockRequest, entry: QueueEntry, claim: AcquireRequest) -> Grant | None:
         """Ask until it is granted. None: not free, and no time to wait."""
         beat = self.beat  # before anything is granted: it refuses where no heartbeat could beat
-        bell, naps = threading.Event(), 0
+        bell, polls = threading.Event(), 0
         began = clock()
         cease: Callable[[], None] | None = None
         try:
             while True:
                 try:
-                    grant, busy = self._attempt(request, ticket, claim)
+                    grant, busy = self._attempt(request, entry, claim)
                 except (UnreachableError, StandbyError) as error:
-                    wait(bell.wait, self.outlast(request, ticket, error), request.cancel)
+                    wait(bell.wait, self.outlast(request, entry, error), request.cancel)
                     bell.clear()
                     continue
                 if grant is not None:
                     return grant
-                self.found(request, ticket, claim, busy)
+                self.found(request, entry, claim, busy)
                 self.news(request, began, busy)
                 left = request.left
                 if left <= 0:
@@ -139,20 +139,20 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     return None
                 if cease is None and self.tells:
                     cease = beat.listen(claim.place, claim.stored, bell.set)
-                wait(bell.wait, self.nap(busy.remaining, left, naps=naps), request.cancel)
+                wait(bell.wait, self.poll_delay(busy.remaining, left, polls=polls), request.cancel)
                 bell.clear()
-                naps += 1
+                polls += 1
         finally:
             if cease is not None:
                 cease()
 
-    def _attempt(self, request: Request, ticket: Ticket, claim: Claim) -> tuple[Grant | None, Busy]:
+    def _attempt(self, request: LockRequest, entry: QueueEntry, claim: AcquireRequest) -> tuple[Grant | None, Busy]:
         """Ask once, and once more at once where transactions met."""
         self.verify(claim.place, request.budget)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
             session = self._session(request)
-            ticket.session = session
+            entry.session = session
             started = clock()
             told: Outcome | None = None
             grant: Grant | None = None
@@ -160,7 +160,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
             try:
                 told = self._drive(session, request, claim, str(lease_id))
                 if isinstance(told, Granted):
-                    grant = self.granted(claim, ticket, lease_id, started, told)
+                    grant = self.granted(claim, entry, lease_id, started, told)
             except (Refused, TextError):
                 refused = True
                 raise
@@ -173,15 +173,17 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 if not refused and grant is None and not isinstance(error, LockLostError):
                     self.forget(claim, lease_id)
                 if isinstance(error, Exception):
-                    raise self.misfortune(error, claim, server_spoke=refused) from error
+                    raise self.translate_failure(error, claim, server_spoke=refused) from error
                 raise
             finally:
-                ticket.session = None
-                (self.keeper.park if told is not None or refused else self.keeper.discard)(session)
+                entry.session = None
+                (self.keeper.checkin if told is not None or refused else self.keeper.discard)(session)
             return grant, told if isinstance(told, Busy) else Busy(0.0)
         return None, Busy(0.0)
 
-    def _drive(self, session: SyncSession, request: Request, claim: Claim, lease_id: str) -> Outcome:
+    def _drive(
+        self, session: SyncLockConnection, request: LockRequest, claim: AcquireRequest, lease_id: str
+    ) -> Outcome:
         steps = claim.attempt(self.style, lease_id)
         row: Any = None
         while True:
@@ -192,14 +194,14 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 return outcome
             row = session.row(self.engine, text, args, limit=request.budget)
 
-    def _session(self, request: Request | None = None) -> SyncSession:
+    def _session(self, request: LockRequest | None = None) -> SyncLockConnection:
         left = RELEASE_BUDGET if request is None else max(request.left, RELEASE_BUDGET)
         session = self.keeper.checkout(left, cancel=request.cancel if request else None)
         if session is None:
             raise self.no_session(request)
         return session
 
-    def _ask(self, place: Place, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+    def _ask(self, place: TableNames, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
         """Run one statement on a session that holds nothing, and return its row."""
         session = self._session()
         kept = False
@@ -212,12 +214,12 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 raise told from error
             raise
         finally:
-            (self.keeper.park if kept else self.keeper.discard)(session)
+            (self.keeper.checkin if kept else self.keeper.discard)(session)
         return row
 
-    def insist(
+    def execute_with_retry(
         self,
-        place: Place,
+        place: TableNames,
         text: str,
         args: Sequence[Any],
         seconds: float,
@@ -246,7 +248,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     raise
             time.sleep(terms.retry_after(failures, 10.0))
 
-    def verify(self, place: Place, limit: float = RELEASE_BUDGET) -> None:
+    def verify(self, place: TableNames, limit: float = RELEASE_BUDGET) -> None:
         """Look once whether the tables are as they should be.
 
         Raises:
@@ -285,7 +287,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
         except (LockNotHeldError, LockLostError):
             raise
         except BaseException:
-            for_certain(lambda: self.end_torn(grant))
+            run_cleanup(lambda: self.finish_interrupted_release(grant))
             raise
 
     def _release(self, grant: Grant) -> None:
@@ -302,7 +304,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
                 return
             self.answered(grant, answer)
         finally:
-            self.step_out(grant.ticket)
+            self.dequeue(grant.entry)
 
     def renew(self, grant: Grant, ttl: float | None) -> None:
         """Renew now, in turn with the heartbeat.
@@ -334,10 +336,12 @@ class SyncLeases(LeaseDomain[SyncSession]):
         except LockNotHeldError:
             raise
         except BaseException:  # nobody has the reference
-            for_certain(lambda: self.end_torn(grant))
+            run_cleanup(lambda: self.finish_interrupted_release(grant))
             raise
 
-    def adopt(self, claim: Claim, reference: dict[str, Any], make: Callable[[SyncLeases, Grant], HandleT]) -> HandleT:
+    def adopt(
+        self, claim: AcquireRequest, reference: dict[str, Any], make: Callable[[SyncLeaseManager, Grant], HandleT]
+    ) -> HandleT:
         """Take over a lease by its reference.
 
         Raises:
@@ -347,7 +351,7 @@ class SyncLeases(LeaseDomain[SyncSession]):
         beat = self.beat
         self.verify(claim.place)
         new, token = uuid.uuid4(), reference["token"]
-        ticket = Ticket(claim.places, contender(), Lines(), alone=True)
+        entry = QueueEntry(claim.places, contender(), LocalQueue(), alone=True)
         text, args = adoption(self.style, claim, reference, str(new))
         until = clock() + RELEASE_BUDGET
         while True:
@@ -363,20 +367,20 @@ class SyncLeases(LeaseDomain[SyncSession]):
                     raise
             time.sleep(0.1)
         try:
-            return make(self, self.adopted(claim, ticket, new, started, token, row))
+            return make(self, self.adopted(claim, entry, new, started, token, row))
         except LockLostError:
             raise
         except BaseException:
-            for_certain(lambda: self.give_up(ticket))
+            run_cleanup(lambda: self.abort_acquire(entry))
             raise
 
     def abandon(self, hold: Any) -> None:
         """Free a lease whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
-        WATCHER.post(lambda: self.give_back_later(hold))
+        MONITOR.post(lambda: self.give_back_later(hold))
 
     # ------------------------------------------------------------ looking
 
-    def look(self, place: Place, stored: str) -> Any:
+    def look(self, place: TableNames, stored: str) -> Any:
         """Return the row of whoever holds it, or None."""
         self.verify(place)
         return self._ask(place, lease_sql(place, self.style).look, (stored,))
@@ -387,13 +391,5 @@ def _no_hold(_: Any) -> None:
 
 
 def leases_of(engine: Engine, config: Config, kind: type[LeasesT]) -> LeasesT:
-    """Return the domain of an engine in this process; a forked child gets one of its own."""
-    home = Homes.of(engine)
-    domain = home.get(kind)
-    if isinstance(domain, kind) and domain.pid == PROCESS.pid:
-        return domain
-    with MUTEX:
-        domain = home.get(kind)
-        if not isinstance(domain, kind) or domain.pid != PROCESS.pid:
-            domain = home[kind] = kind(engine, config)
-    return domain
+    """Return the lease manager of a kind that an engine has in this process."""
+    return ManagerRegistry.for_process(engine, kind, kind, lambda: kind(engine, config))

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._leases import terms
 from pgfence._sql.activity import lease_holder
 from pgfence._sql.lease import lease_sql
-from pgfence.keys import shown
+from pgfence.keys import display_name
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
     from datetime import datetime
 
-    from pgfence._leases.terms import Heartbeat, Terms
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._leases.terms import Heartbeat, LeaseTerms
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
@@ -73,7 +73,7 @@ class Identity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim(ABC):
+class AcquireRequest(ABC):
     """One name that is asked for.
 
     Attributes:
@@ -85,21 +85,21 @@ class Claim(ABC):
     """
 
     stored: str
-    place: Place
-    terms: Terms
+    place: TableNames
+    terms: LeaseTerms
     identity: Identity = field(default_factory=Identity)
     heartbeat: Heartbeat = "auto"
 
     kind = "lease"
 
     @property
-    def row(self) -> tuple[Place, str] | None:
+    def row(self) -> tuple[TableNames, str] | None:
         """The row of the lease table that it asks for; None for an attempt at an effect, which has a row of its own."""
         return None if self.kind == "effect" else (self.place, self.stored)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        return (shown(self.stored),)
+        return (display_name(self.stored),)
 
     @property
     def keys(self) -> tuple[LockKey, ...]:
@@ -111,15 +111,15 @@ class Claim(ABC):
         return ((self.place, self.stored),)
 
     @abstractmethod
-    def attempt(self, style: Style, lease_id: str) -> Steps:
+    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
         """Yield the statements of one attempt, get the row of each, and return what came of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaseClaim(Claim):
+class LeaseRequest(AcquireRequest):
     """A lease."""
 
-    def attempt(self, style: Style, lease_id: str) -> Steps:
+    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
         terms, identity = self.terms, self.identity
         row = yield (
             lease_sql(self.place, style).acquire,
@@ -146,12 +146,12 @@ class LeaseClaim(Claim):
         return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
 
 
-def holder_of(claim: Claim, row: Sequence[Any]) -> Holder:
+def holder_of(claim: AcquireRequest, row: Sequence[Any]) -> Holder:
     """Return the holder that a row of `look` describes."""
     return lease_holder(claim.names[0], row)
 
 
-def warn_of_clock(claim: Claim, set_back: float | None) -> None:
+def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
     """Log that the server's clock was set back while the name was blocked, and what that means."""
     if set_back is not None and set_back >= terms.NOTABLE_STEP:
         log.warning(
@@ -160,7 +160,7 @@ def warn_of_clock(claim: Claim, set_back: float | None) -> None:
             " server",
             set_back,
             claim.kind,
-            named(claim.names),
+            format_names(claim.names),
         )
 
 
@@ -178,14 +178,16 @@ def owner_of(identity: Identity) -> str:
     return identity.owner or f"{host()}:{os.getpid()}"
 
 
-def adoption(style: Style, claim: Claim, reference: dict[str, Any], new: str) -> tuple[str, tuple[Any, ...]]:
+def adoption(
+    style: ParamStyle, claim: AcquireRequest, reference: dict[str, Any], new: str
+) -> tuple[str, tuple[Any, ...]]:
     """Return the statement that takes a lease over, and its arguments."""
     owner = claim.identity.owner
     args = (claim.stored, reference["lease_id"], reference["token"], new, owner, host(), os.getpid())
     return lease_sql(claim.place, style).adopt, args
 
 
-def adopted(claim: Claim, token: int, row: Sequence[Any]) -> tuple[Claim, Granted] | str:
+def adopted(claim: AcquireRequest, token: int, row: Sequence[Any]) -> tuple[AcquireRequest, Granted] | str:
     """Return what was adopted, with the terms it has in the table; or why it was not."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)

@@ -68,7 +68,7 @@ def patience(left: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LeaseTerms:
     """What a lease is asked for, in seconds."""
 
     ttl: float
@@ -103,7 +103,7 @@ def ttl_of(value: Seconds) -> float:
     return _finite(ttl, "ttl")
 
 
-def terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_delay: Seconds) -> Terms:
+def terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_delay: Seconds) -> LeaseTerms:
     """Return what a lease is asked for.
 
     Raises:
@@ -125,7 +125,7 @@ def terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_del
         if least > most:
             raise ValueError(f"min_hold={least:g} is longer than max_hold={most:g}")
         _finite(most, "max_hold")
-    return Terms(length, least, delay, most)
+    return LeaseTerms(length, least, delay, most)
 
 
 def _finite(value: float, what: str) -> float:
@@ -134,7 +134,7 @@ def _finite(value: float, what: str) -> float:
     return value
 
 
-Family: TypeAlias = Literal["lease", "effect"]
+LeaseKind: TypeAlias = Literal["lease", "effect"]
 """Whose statements renew and end a grant."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connect import lost_connection
-from pgfence._connections.connection import GoneError, Session
-from pgfence._holds.events import named
+from pgfence._connections.connection import ConnectionGoneError, LockConnection
+from pgfence._holds.events import format_names
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
 from pgfence.errors import CapacityError, DeadlockError, TransactionStateError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
 
-def translated(session: Session, error: Exception, sql: LockSql) -> Exception:
+def translate_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
     """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
     state = sqlstate(error)
     if told := sql.meaning(error):
@@ -30,7 +30,7 @@ def translated(session: Session, error: Exception, sql: LockSql) -> Exception:
             sqlstate=state,
         )
     if lost_connection(session, error):
-        gone = GoneError()
+        gone = ConnectionGoneError()
         gone.__cause__ = error
         return gone
     return error
@@ -40,10 +40,10 @@ def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> Transacti
     """The caller's connection is in a transaction while its lock is to be given back."""
     if closed:
         return TransactionStateError(
-            f"the block of {named(names)} ended inside a transaction: whoever takes the lock next would not see its writes."
+            f"the block of {format_names(names)} ended inside a transaction: whoever takes the lock next would not see its writes."
             " The connection was closed and the transaction is rolled back. Commit inside the block"
         )
     return TransactionStateError(
-        f"{named(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
+        f"{format_names(names)} cannot be released inside a transaction: whoever takes the lock next would not see its writes."
         " Commit or roll back first, then release; the lock is still held"
     )

@@ -17,11 +17,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic
 
-from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, GoneError, Session
+from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, ConnectionGoneError, LockConnection
 from pgfence._connections.pool import S
-from pgfence._holds.events import emit, named
+from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.hold import Hold, here
-from pgfence._holds.queue import BURST, BURST_TIME, Contender, Lines, Ticket, closes_circle
+from pgfence._holds.queue import BURST, BURST_TIME, Contender, LocalQueue, QueueEntry, closes_circle
 from pgfence._holds.wait_plan import NESTED_LIMIT
 from pgfence._locks.errors import in_transaction
 from pgfence._locks.outages import Patience, gone_error
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pgfence._locks.outages import Away
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
-    from pgfence._sql.params import Style
+    from pgfence._sql.params import ParamStyle
     from pgfence.config import Config
     from pgfence.keys import LockKey
     from pgfence.types import Holder
@@ -59,7 +59,7 @@ _NOW = Deadline(0.0, 0.0)
 
 
 @dataclass(slots=True)
-class Request:
+class LockRequest:
     """One call: who wants what until when."""
 
     names: tuple[str, ...]
@@ -102,18 +102,18 @@ class Request:
         return RELEASE_BUDGET + left if left > 0.0 else RELEASE_BUDGET
 
 
-class Domain(ABC, Generic[S]):
+class LockManager(ABC, Generic[S]):
     """Lines and connections of one engine in this process."""
 
     once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
 
     def __init__(self, engine: Engine, config: Config) -> None:
-        threads.refuse_without_threads()
+        threads.require_native_threads()
         self.engine = engine
         self.config = config
-        self.style: Style = style_of(engine.dialect)
+        self.style: ParamStyle = style_of(engine.dialect)
         self.pid = PROCESS.pid
-        self.lines = Lines(engine.dialect)
+        self.lines = LocalQueue(engine.dialect)
 
     # ------------------------------------------------------------ lines
 
@@ -125,12 +125,12 @@ class Domain(ABC, Generic[S]):
 
     def request(
         self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float, *, patient: bool = False
-    ) -> Request:
+    ) -> LockRequest:
         """Return a call; `patient`: it waits for a server that is away from its first question on."""
         deadline = Deadline(clock() + timeout, timeout) if timeout else _NOW
-        return Request(names, sql, owner, deadline, patient and timeout > 0)
+        return LockRequest(names, sql, owner, deadline, patient and timeout > 0)
 
-    def line_up(self, request: Request, ticket: Ticket) -> bool | None:
+    def enqueue(self, request: LockRequest, entry: QueueEntry) -> bool | None:
         """Enter the lines, under the mutex, and return whether it stands first in all of them.
 
         None: another contender is ahead, or this one holds it, and the call does not wait.
@@ -145,36 +145,36 @@ class Domain(ABC, Generic[S]):
             if not request.waits:  # a try cannot deadlock
                 return None
             raise SelfDeadlockError(
-                f"this {owner.kind} holds {named(names)} already: {self.once_only}",
+                f"this {owner.kind} holds {format_names(names)} already: {self.once_only}",
                 names=names,
             )
-        if self.lines.arrive(ticket):
+        if self.lines.arrive(entry):
             return True
-        circle = request.waits and closes_circle(ticket)
+        circle = request.waits and closes_circle(entry)
         if request.waits and not circle:
-            owner.waits = ticket
+            owner.waits = entry
             return False
-        self.lines.leave(ticket)
+        self.lines.leave(entry)
         if circle:
             raise SelfDeadlockError(
-                f"waiting for {named(names)} would never end: its holder in this process waits for"
-                f" {named(_held_here(owner))}, held here. Take both at once: one lock with many names",
+                f"waiting for {format_names(names)} would never end: its holder in this process waits for"
+                f" {format_names(_held_here(owner))}, held here. Take both at once: one lock with many names",
                 names=names,
             )
         return None
 
-    def step_out(self, ticket: Ticket) -> None:
+    def dequeue(self, entry: QueueEntry) -> None:
         """Leave the lines; a second time does nothing."""
         with MUTEX:
-            self._leave(ticket)
+            self._leave(entry)
 
-    def _leave(self, ticket: Ticket) -> None:
-        if ticket.owner.waits is ticket:
-            ticket.owner.waits = None
-        ticket.lines.leave(ticket)
+    def _leave(self, entry: QueueEntry) -> None:
+        if entry.owner.waits is entry:
+            entry.owner.waits = None
+        entry.lines.leave(entry)
 
     def expect_others(
-        self, session: Session, request: Request, own: Sequence[Hold[Any]], found: Sequence[Holder]
+        self, session: LockConnection, request: LockRequest, own: Sequence[Hold[Any]], found: Sequence[Holder]
     ) -> None:
         """Before a wait in the server: raise if the holder is this contender itself, through another engine.
 
@@ -186,25 +186,25 @@ class Domain(ABC, Generic[S]):
 
     # ------------------------------------------------------------ holds
 
-    def torn(self, ticket: Ticket) -> None:
+    def torn(self, entry: QueueEntry) -> None:
         """Forget what a grant left behind that was interrupted before its handle was there."""
         with MUTEX:
-            ticket.owner.holds[:] = [hold for hold in ticket.owner.holds if hold.ticket is not ticket]
-            self._leave(ticket)
+            entry.owner.holds[:] = [hold for hold in entry.owner.holds if hold.entry is not entry]
+            self._leave(entry)
 
-    def held(self, request: Request, ticket: Ticket, session: S) -> Hold[S]:
+    def held(self, request: LockRequest, entry: QueueEntry, session: S) -> Hold[S]:
         """Record a grant."""
-        hold = Hold(request.names, request.sql, ticket, session)
+        hold = Hold(request.names, request.sql, entry, session)
         if isinstance(request.sql, TokenSql):
             hold.token, hold.stored, hold.place = session.token, request.sql.name, request.sql.place
         with MUTEX:
-            ticket.owner.waits = ticket.away = None
-            ticket.owner.holds.append(hold)
-            session.hold = ticket.hold = hold
+            entry.owner.waits = entry.away = None
+            entry.owner.holds.append(hold)
+            session.hold = entry.hold = hold
         if session.dead is not None:  # it died between the answer and this line
             session.died(session.dead)
         if self.config.on_event is not None:
-            emit(self.config, "acquired", request.names, hold.token)
+            emit_event(self.config, "acquired", request.names, hold.token)
         return hold
 
     def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
@@ -222,24 +222,24 @@ class Domain(ABC, Generic[S]):
             session.hold = None
             if hold.reason is not None or session.dead or session.lent or not session.ours:
                 return True, False
-            heir = self.lines.next_for(hold.ticket)
-            if heir is None or session.burst >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
+            heir = self.lines.next_for_same_keys(hold.entry)
+            if heir is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
                 return True, False
-            session.burst += 1
-            heir.gift = session
-            self._leave(hold.ticket)
+            session.handoffs += 1
+            heir.handed_over = session
+            self._leave(hold.entry)
             return True, True
 
     def session_died(self, hold: Hold[Any] | None) -> None:
         """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
         if hold is not None:
-            self.step_out(hold.ticket)
-            emit(self.config, "lost", hold.names, hold.token)
-            log.warning("the lock %s was lost: %s", named(hold.names), hold.reason)
-        self.tidy()
+            self.dequeue(hold.entry)
+            emit_event(self.config, "lost", hold.names, hold.token)
+            log.warning("the lock %s was lost: %s", format_names(hold.names), hold.reason)
+        self.close_dead()
 
     @abstractmethod
-    def tidy(self) -> None:
+    def close_dead(self) -> None:
         """Close the connections that died."""
 
     def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
@@ -261,22 +261,22 @@ class Domain(ABC, Generic[S]):
         if hold.reason is not None:
             raise hold.lost_error()
         if self.config.on_event is not None:
-            emit(self.config, "released", hold.names, hold.token)
+            emit_event(self.config, "released", hold.names, hold.token)
         if spoiled:
             raise in_transaction(hold.names, closed=True)
 
     # ------------------------------------------------------------ telling
 
-    def timed_out(self, request: Request, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
+    def timed_out(self, request: LockRequest, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
         owner, held_here = request.owner, _held_here(request.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
-        emit(self.config, "timeout", request.names)
+        emit_event(self.config, "timeout", request.names)
         if is_held_by(owner, self.lines, request.sql):
             nested = f"; this {owner.kind} holds it already, and {self.once_only}"
         else:
-            nested = f". This {owner.kind} also holds {named(held_here)}" if held_here else ""
+            nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         return LockTimeoutError(
-            f"could not acquire {named(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
+            f"could not acquire {format_names(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
             names=request.names,
             keys=request.keys,
             timeout=request.deadline.timeout,
@@ -284,35 +284,35 @@ class Domain(ABC, Generic[S]):
             held_here=held_here,
         )
 
-    def late(self, request: Request, ticket: Ticket, holders: Sequence[Holder]) -> Exception:
+    def late(self, request: LockRequest, entry: QueueEntry, holders: Sequence[Holder]) -> Exception:
         """Return what a contender raises that was not first in line in time: it is held, or the first one found no server."""
         with MUTEX:
-            fronts = [next(iter(self.lines.line(place)), ticket) for place in ticket.places]
+            fronts = [next(iter(self.lines.line(place)), entry) for place in entry.places]
         away = [front.away for front in fronts if front.away is not None]
         if not away:
             return self.timed_out(request, holders)
         request.patience.failures += 1  # so that it gets an error of its own, and not that of another contender
         return self.ended(request, away[0])
 
-    def ended(self, request: Request, error: Away) -> Away:
+    def ended(self, request: LockRequest, error: Away) -> Away:
         """Return the error that a call ends with that finds no server."""
         return request.patience.ended(request.names, error, request.deadline.timeout)
 
-    def saw_line(self, request: Request, ticket: Ticket) -> None:
+    def saw_line(self, request: LockRequest, entry: QueueEntry) -> None:
         """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
         # A loop, because an interrupt that comes while a generator is dropped partway is swallowed there.
-        for place in ticket.places:
-            front = next(iter(self.lines.line(place)), ticket)
+        for place in entry.places:
+            front = next(iter(self.lines.line(place)), entry)
             if front.hold is not None or front.told_held:
                 request.patience.held()
                 return
 
-    def saw_held(self, request: Request, ticket: Ticket, holders: Sequence[Holder] = ()) -> None:
+    def saw_held(self, request: LockRequest, entry: QueueEntry, holders: Sequence[Holder] = ()) -> None:
         """Note that the server has responded, and that it is held."""
         request.patience.held(holders)
-        ticket.told_held, ticket.away = True, None
+        entry.told_held, entry.away = True, None
 
-    def outlast(self, request: Request, ticket: Ticket, error: Away) -> float:
+    def outlast(self, request: LockRequest, entry: QueueEntry, error: Away) -> float:
         """Return how many seconds to pause before a server that is away is asked again.
 
         Raises:
@@ -320,23 +320,23 @@ class Domain(ABC, Generic[S]):
         """
         pause = request.patience.pause(request.names, error, request.left)
         if pause is not None:
-            ticket.away = error
+            entry.away = error
             return pause
         ended = self.ended(request, error)
         if ended is error:
             raise error
         raise ended from error
 
-    def holders_here(self, request: Request) -> list[Holder]:
+    def holders_here(self, request: LockRequest) -> list[Holder]:
         """Return the holders in this process that a contender stands in line behind."""
         with MUTEX:
             first = [
                 (key, next(iter(self.lines.line(place)), None))
                 for key, place in zip(request.keys, request.sql.places, strict=True)
             ]
-        return [here(key, ticket.hold) for key, ticket in first if ticket is not None and ticket.hold is not None]
+        return [here(key, entry.hold) for key, entry in first if entry is not None and entry.hold is not None]
 
-    def gone(self, request: Request, ticket: Ticket, gone: GoneError, failures: int) -> float:
+    def gone(self, request: LockRequest, entry: QueueEntry, gone: ConnectionGoneError, failures: int) -> float:
         """Return how many seconds to pause after a session that ended while it asked; the first of them is replaced at once.
 
         Raises:
@@ -346,15 +346,22 @@ class Domain(ABC, Generic[S]):
             return 0.0
         error = gone_error(request.names, gone)
         error.__cause__ = gone.__cause__
-        return self.outlast(request, ticket, error)
+        return self.outlast(request, entry, error)
 
-    def narrate(self, request: Request, news: tuple[int, float], holders: Sequence[Holder]) -> None:
+    def log_wait(self, request: LockRequest, news: tuple[int, float], holders: Sequence[Holder]) -> None:
         """Say in the log who is waited for."""
         keys = ", ".join(str(key.value) for key in request.keys)
         by = ", ".join(map(str, holders)) or "nobody by now"
         if not log.isEnabledFor(news[0]):
             return
-        log.log(news[0], "waiting for the lock %s (%s) for %.1f s, held by %s", named(request.names), keys, news[1], by)
+        log.log(
+            news[0],
+            "waiting for the lock %s (%s) for %.1f s, held by %s",
+            format_names(request.names),
+            keys,
+            news[1],
+            by,
+        )
 
 
 NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"

@@ -13,21 +13,21 @@ import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._connections.connect import lost_connection, unreachable
-from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE, GoneError
-from pgfence._connections.connection_async import AsyncSession, keep, on_loop
+from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE, ConnectionGoneError
+from pgfence._connections.connection_async import AsyncLockConnection, keep, on_loop
 from pgfence._connections.pool import MANY_KEYS
-from pgfence._connections.pool_async import AsyncKeeper, Bell
-from pgfence._holds.queue import Contender, Ticket
+from pgfence._connections.pool_async import AsyncLockPool, TaskEvent
+from pgfence._holds.queue import Contender, QueueEntry
 from pgfence._holds.wait_plan import WARN_AFTER, WaitPlan
-from pgfence._locks.errors import translated
-from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, Domain
+from pgfence._locks.errors import translate_error
+from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, LockManager
 from pgfence._locks.outages import gone_error
 from pgfence._locks.own_holds import on_these_keys
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.references import weak_method
-from pgfence._process.registry import Homes
+from pgfence._process.registry import ManagerRegistry
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
 from pgfence._sql.token import TokenSql
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
     from pgfence._holds.hold import Hold
-    from pgfence._locks.manager import Request
+    from pgfence._locks.manager import LockRequest
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
     from pgfence.types import Holder
 
-__all__ = ["AsyncDomain", "contender", "contender_here", "domain_of", "keep", "on_loop"]
+__all__ = ["AsyncLockManager", "contender", "contender_here", "keep", "manager_for", "on_loop"]
 
 HandleT = TypeVar("HandleT")
 
@@ -72,21 +72,21 @@ def contender() -> Contender:
     return me
 
 
-class AsyncDomain(Domain[AsyncSession]):
+class AsyncLockManager(LockManager[AsyncLockConnection]):
     """The lines and connections that the tasks of one loop share for one engine."""
 
     def __init__(self, engine: AsyncEngine, config: Config) -> None:
         super().__init__(engine.sync_engine, config)
         self.async_engine = engine
         self.loop = asyncio.get_running_loop()
-        self.keeper = AsyncKeeper(engine.sync_engine, config, weak_method(self.session_died))
+        self.keeper = AsyncLockPool(engine.sync_engine, config, weak_method(self.session_died))
 
     async def acquire(
         self,
         names: tuple[str, ...],
         sql: LockSql,
         timeout: Seconds | None,
-        make: Callable[[AsyncDomain, Hold[AsyncSession]], HandleT],
+        make: Callable[[AsyncLockManager, Hold[AsyncLockConnection]], HandleT],
         *,
         on: AsyncConnection | None = None,
     ) -> HandleT | None:
@@ -106,66 +106,66 @@ class AsyncDomain(Domain[AsyncSession]):
         owner = contender()
         limit = self.timeout(timeout, owner)
         request = self.request(names, sql, owner, limit, patient=timeout is not None and on is None)
-        ticket = Ticket(sql.places, owner, self.lines, alone=isinstance(sql, TokenSql))
+        entry = QueueEntry(sql.places, owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             with MUTEX:
-                if (front := self.line_up(request, ticket)) is None:
+                if (front := self.enqueue(request, entry)) is None:
                     return None
                 if front and on is None:
-                    ticket.session = self.keeper.roster.warm()
+                    entry.session = self.keeper.roster.warm()
             if not front:
-                await self._in_line(request, ticket, on)
-            if ticket.gift is not None or await self._at_server(request, ticket, on):
-                session: AsyncSession = ticket.gift or ticket.session
-                return make(self, self.held(request, ticket, session))
+                await self._in_line(request, entry, on)
+            if entry.handed_over is not None or await self._at_server(request, entry, on):
+                session: AsyncLockConnection = entry.handed_over or entry.session
+                return make(self, self.held(request, entry, session))
         except BaseException:
-            self._give_up(ticket)
+            self._abort_acquire(entry)
             raise
-        self.step_out(ticket)
+        self.dequeue(entry)
         return None
 
-    async def _in_line(self, request: Request, ticket: Ticket, on: AsyncConnection | None) -> None:
+    async def _in_line(self, request: LockRequest, entry: QueueEntry, on: AsyncConnection | None) -> None:
         """Wait to be the first in line. The ticket's gift is the session that was handed over with the lock, if one was."""
-        bell = Bell()
+        bell = TaskEvent()
         with MUTEX:
-            ticket.wake = bell.ring
-            if self.lines.first(ticket):
+            entry.wake = bell.ring
+            if self.lines.first(entry):
                 bell.ring()
-            self.saw_line(request, ticket)
+            self.saw_line(request, entry)
         if request.left > WARN_AFTER and not await bell.wait(WARN_AFTER):
-            self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
+            self.log_wait(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
         await bell.wait(request.left)
         with MUTEX:
             request.owner.waits = None
-            first = self.lines.first(ticket)
+            first = self.lines.first(entry)
         if not first:
-            raise self.late(request, ticket, self.holders_here(request) or await self._look_quietly(request.sql))
-        if ticket.gift is not None and on is not None:
-            ticket.session, ticket.gift = ticket.gift, None
-            await self._pass_by(ticket.session, request.sql)
-            ticket.session = None
+            raise self.late(request, entry, self.holders_here(request) or await self._look_quietly(request.sql))
+        if entry.handed_over is not None and on is not None:
+            entry.session, entry.handed_over = entry.handed_over, None
+            await self._pass_by(entry.session, request.sql)
+            entry.session = None
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _abort_acquire(self, entry: QueueEntry) -> None:
         """Leave nothing behind, whatever happened."""
-        for session in (ticket.session, ticket.gift):
+        for session in (entry.session, entry.handed_over):
             if session is not None:
                 self.keeper.discard(session)
-        self.torn(ticket)
+        self.torn(entry)
 
-    async def _at_server(self, request: Request, ticket: Ticket, on: AsyncConnection | None) -> bool:
+    async def _at_server(self, request: LockRequest, entry: QueueEntry, on: AsyncConnection | None) -> bool:
         """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""
         failures, many = 0, len(request.sql.keys) > MANY_KEYS
         while True:
-            if ticket.session is None:
+            if entry.session is None:
                 try:
-                    ticket.session = await self._session(request, on, failures)
+                    entry.session = await self._session(request, on, failures)
                 except (UnreachableError, StandbyError) as error:
                     if on is not None:
                         raise
                     failures += 1
-                    await asyncio.sleep(self.outlast(request, ticket, error))
+                    await asyncio.sleep(self.outlast(request, entry, error))
                     continue
-            session: AsyncSession = ticket.session
+            session: AsyncLockConnection = entry.session
             began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it came
             try:
                 try:
@@ -173,33 +173,33 @@ class AsyncDomain(Domain[AsyncSession]):
                         await self._make_room(session, request)
                     granted = await session.try_lock(self.engine, request.sql, request.budget)
                     if not granted and request.waits:
-                        self.saw_held(request, ticket)
-                        granted = await self._wait(session, request, ticket)
+                        self.saw_held(request, entry)
+                        granted = await self._wait(session, request, entry)
                 except TextError:
                     raise
                 except Exception as error:
-                    raise translated(session, error, request.sql) from error
+                    raise translate_error(session, error, request.sql) from error
                 if granted:
-                    session.burst, session.granted_at = 0, time.monotonic()
+                    session.handoffs, session.granted_at = 0, time.monotonic()
                     if many:
                         self.keeper.took(len(request.keys))
                     return True
                 holders = await self._look_on(session, request.sql) if request.waits else []
-            except GoneError as gone:
+            except ConnectionGoneError as gone:
                 self.keeper.discard(session)
-                ticket.session = None
+                entry.session = None
                 if on is not None:
                     raise gone_error(request.names, gone) from gone.__cause__
                 failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
-                await asyncio.sleep(self.gone(request, ticket, gone, failures))
+                await asyncio.sleep(self.gone(request, entry, gone, failures))
                 continue
-            ticket.session = None
-            self.keeper.park(session)
+            entry.session = None
+            self.keeper.checkin(session)
             if request.waits:
                 raise self.timed_out(request, holders)
             return False
 
-    async def _session(self, request: Request, on: AsyncConnection | None, failures: int) -> AsyncSession:
+    async def _session(self, request: LockRequest, on: AsyncConnection | None, failures: int) -> AsyncLockConnection:
         if on is not None:
             return await self.keeper.borrow(on, request.budget)
         session = await self.keeper.checkout(request.left, len(request.keys), again=failures > 0)
@@ -207,13 +207,13 @@ class AsyncDomain(Domain[AsyncSession]):
             raise self.timed_out(request, (), why=NO_CONNECTION)
         return session
 
-    async def _make_room(self, session: AsyncSession, request: Request) -> None:
+    async def _make_room(self, session: AsyncLockConnection, request: LockRequest) -> None:
         """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
         if self.keeper.must_count():
             self.keeper.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=request.budget))
         self.keeper.room_for(len(request.keys))
 
-    async def _wait(self, session: AsyncSession, request: Request, ticket: Ticket) -> bool:
+    async def _wait(self, session: AsyncLockConnection, request: LockRequest, entry: QueueEntry) -> bool:
         if own := on_these_keys(request.owner, request.keys):
             self.expect_others(session, request, own, await self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
@@ -225,15 +225,15 @@ class AsyncDomain(Domain[AsyncSession]):
                 granted = await session.wait_lock(self.engine, request.sql, step.milliseconds, quiet=step.quiet)
             if granted:
                 return True
-            self.saw_held(request, ticket)
+            self.saw_held(request, entry)
             if (news := plan.news(clock())) is not None and log.isEnabledFor(news[0]):
-                self.narrate(request, news, holders := await self._look_on(session, request.sql))
-                self.saw_held(request, ticket, holders)
+                self.log_wait(request, news, holders := await self._look_on(session, request.sql))
+                self.saw_held(request, entry, holders)
         return False
 
     # ------------------------------------------------------------ release
 
-    async def release(self, hold: Hold[AsyncSession], *, leaving: bool = False, failing: bool = False) -> None:
+    async def release(self, hold: Hold[AsyncLockConnection], *, leaving: bool = False, failing: bool = False) -> None:
         """Give the lock back, provably, or close its connection.
 
         Args:
@@ -257,17 +257,17 @@ class AsyncDomain(Domain[AsyncSession]):
                     kept = await self._unlock(hold, hold.session)
             finally:
                 if kept:
-                    self.keeper.park(hold.session)
+                    self.keeper.checkin(hold.session)
                 else:
                     self.keeper.discard(hold.session)
-                self.step_out(hold.ticket)
+                self.dequeue(hold.entry)
         self.released(hold, spoiled=spoiled and not failing)
 
-    async def _unlock(self, hold: Hold[AsyncSession], session: AsyncSession) -> bool:
+    async def _unlock(self, hold: Hold[AsyncLockConnection], session: AsyncLockConnection) -> bool:
         """Unlock on the server. Returns whether the session may be used again."""
         try:
             if session.lent:
-                await session.take_back(self.engine)
+                await session.reclaim(self.engine)
             done = await session.unlock(self.engine, hold.sql)
         except Exception as error:
             if not lost_connection(session, error):
@@ -278,27 +278,27 @@ class AsyncDomain(Domain[AsyncSession]):
             hold.reason = "killed"
         return done and not session.lent
 
-    async def _pass_by(self, session: AsyncSession, sql: LockSql) -> None:
+    async def _pass_by(self, session: AsyncLockConnection, sql: LockSql) -> None:
         """Unlock a session that was handed over to somebody who cannot use it."""
         try:
             await session.unlock(self.engine, sql)
         except BaseException:
             self.keeper.discard(session)
             raise
-        self.keeper.park(session)
+        self.keeper.checkin(session)
 
-    def abandon(self, hold: Hold[AsyncSession]) -> None:
+    def abandon(self, hold: Hold[AsyncLockConnection]) -> None:
         """Free a lock whose handle was dropped; called by a finaliser, so the work is done on the loop."""
 
         def close() -> None:
             mine, handed_over = self.let_go(hold)
             if mine and not handed_over:
                 self.keeper.discard(hold.session)
-                self.step_out(hold.ticket)
+                self.dequeue(hold.entry)
 
         on_loop(self.loop, close)
 
-    def tidy(self) -> None:
+    def close_dead(self) -> None:
         self.keeper.reap(time.monotonic())
 
     # ------------------------------------------------------------ looking
@@ -310,7 +310,7 @@ class AsyncDomain(Domain[AsyncSession]):
             UnreachableError: there is no server.
             PoolerError, StandbyError, UnsupportedServerError: as `acquire`.
         """
-        session = await self.keeper.visitor()
+        session = await self.keeper.checkout_for_query()
         try:
             found = await self._look(session, sql)
         except BaseException as error:
@@ -318,19 +318,19 @@ class AsyncDomain(Domain[AsyncSession]):
             if isinstance(error, Exception) and (told := unreachable(self.engine, error)):
                 raise told from error
             raise
-        self.keeper.park(session)
+        self.keeper.checkin(session)
         return found
 
-    async def _look(self, session: AsyncSession, sql: LockSql, limit: float = STATEMENT_BUDGET) -> list[Holder]:
+    async def _look(self, session: AsyncLockConnection, sql: LockSql, limit: float = STATEMENT_BUDGET) -> list[Holder]:
         return await session.through(self.engine, sql.holders, limit=limit)
 
-    async def _look_on(self, session: AsyncSession, sql: LockSql) -> list[Holder]:
+    async def _look_on(self, session: AsyncLockConnection, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail for it."""
         try:
             return await self._look(session, sql, WAIT_GRACE)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
-            session.retired = True
+            session.close_after_use = True
             return []
 
     async def _look_quietly(self, sql: LockSql) -> list[Holder]:
@@ -344,20 +344,11 @@ class AsyncDomain(Domain[AsyncSession]):
         except BaseException:
             self.keeper.discard(idle)
             raise
-        self.keeper.park(idle)
+        self.keeper.checkin(idle)
         return found
 
 
-def domain_of(engine: AsyncEngine, config: Config) -> AsyncDomain:
-    """Return the domain of an engine on the running loop; a connection cannot leave its loop."""
-    home = Homes.of(engine.sync_engine)
-    loop = asyncio.get_running_loop()
-    domain = home.get(id(loop))
-    if isinstance(domain, AsyncDomain) and domain.loop is loop and domain.pid == PROCESS.pid:
-        return domain
-    with MUTEX:
-        for place, other in list(home.items()):
-            if isinstance(other, AsyncDomain) and other.loop.is_closed():
-                del home[place]
-    domain = home[id(loop)] = AsyncDomain(engine, config)
-    return domain
+def manager_for(engine: AsyncEngine, config: Config) -> AsyncLockManager:
+    """Return the lock manager of an engine on the running loop."""
+    loop, make = asyncio.get_running_loop(), lambda: AsyncLockManager(engine, config)
+    return ManagerRegistry.for_loop(engine.sync_engine, loop, AsyncLockManager, make)

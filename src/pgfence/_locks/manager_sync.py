@@ -8,23 +8,23 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._connections.connect import lost_connection, unreachable
-from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE, GoneError
-from pgfence._connections.connection_sync import SyncSession
+from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE, ConnectionGoneError
+from pgfence._connections.connection_sync import SyncLockConnection
 from pgfence._connections.pool import MANY_KEYS
-from pgfence._connections.pool_sync import Gate, SyncKeeper
+from pgfence._connections.pool_sync import SyncLockPool, ThreadEvent
 from pgfence._holds.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, pause, wait
-from pgfence._holds.queue import Contender, Ticket
+from pgfence._holds.queue import Contender, QueueEntry
 from pgfence._holds.wait_plan import WARN_AFTER, WaitPlan
-from pgfence._locks.errors import translated
-from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, Domain
+from pgfence._locks.errors import translate_error
+from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, LockManager
 from pgfence._locks.outages import gone_error
 from pgfence._locks.own_holds import on_these_keys
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence._process.monitor import WATCHER
+from pgfence._process.monitor import MONITOR
 from pgfence._process.references import weak_method
-from pgfence._process.registry import Homes
+from pgfence._process.registry import ManagerRegistry
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
 from pgfence._sql.token import TokenSql
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from pgfence._holds.hold import Hold
-    from pgfence._locks.manager import Request
+    from pgfence._locks.manager import LockRequest
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.config import Config
@@ -58,19 +58,19 @@ def contender() -> Contender:
     return me
 
 
-class SyncDomain(Domain[SyncSession]):
+class SyncLockManager(LockManager[SyncLockConnection]):
     """The lines and connections that the threads of this process share for one engine."""
 
     def __init__(self, engine: Engine, config: Config) -> None:
         super().__init__(engine, config)
-        self.keeper = SyncKeeper(engine, config, weak_method(self.session_died))
+        self.keeper = SyncLockPool(engine, config, weak_method(self.session_died))
 
     def acquire(
         self,
         names: tuple[str, ...],
         sql: LockSql,
         timeout: Seconds | None,
-        make: Callable[[SyncDomain, Hold[SyncSession]], HandleT],
+        make: Callable[[SyncLockManager, Hold[SyncLockConnection]], HandleT],
         *,
         on: Connection | None = None,
     ) -> HandleT | None:
@@ -91,79 +91,79 @@ class SyncDomain(Domain[SyncSession]):
         limit = self.timeout(timeout, owner)
         request = self.request(names, sql, owner, limit, patient=timeout is not None and on is None)
         cancel = cancel_here() if limit else None
-        ticket = Ticket(sql.places, owner, self.lines, alone=isinstance(sql, TokenSql))
+        entry = QueueEntry(sql.places, owner, self.lines, alone=isinstance(sql, TokenSql))
         try:
             if cancel is not None:
                 request.cancel = cancel
                 expect_uncancelled(cancel)
             with MUTEX:
-                if (front := self.line_up(request, ticket)) is None:
+                if (front := self.enqueue(request, entry)) is None:
                     return None
                 if front and on is None:
-                    ticket.session = self.keeper.roster.warm()
+                    entry.session = self.keeper.roster.warm()
             if not front:
-                self._in_line(request, ticket, on)
-            if ticket.gift is not None or self._at_server(request, ticket, on):
-                session: SyncSession = ticket.gift or ticket.session
-                return make(self, self.held(request, ticket, session))
+                self._in_line(request, entry, on)
+            if entry.handed_over is not None or self._at_server(request, entry, on):
+                session: SyncLockConnection = entry.handed_over or entry.session
+                return make(self, self.held(request, entry, session))
         except BaseException as error:
-            self._give_up(ticket)
+            self._abort_acquire(entry)
             if isinstance(error, Cancelled):
                 raise cancelled(names) from None
             raise
-        self.step_out(ticket)
+        self.dequeue(entry)
         return None
 
-    def _in_line(self, request: Request, ticket: Ticket, on: Connection | None) -> None:
+    def _in_line(self, request: LockRequest, entry: QueueEntry, on: Connection | None) -> None:
         """Wait to be the first in line. The ticket's gift is the session that was handed over with the lock, if one was."""
-        gate = Gate()
+        gate = ThreadEvent()
         with MUTEX:
-            ticket.wake = gate.open
-            if self.lines.first(ticket):
+            entry.wake = gate.open
+            if self.lines.first(entry):
                 gate.open()
-            self.saw_line(request, ticket)
+            self.saw_line(request, entry)
         if request.left > WARN_AFTER and not wait(gate.wait, WARN_AFTER, request.cancel):
-            self.narrate(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
+            self.log_wait(request, (logging.WARNING, WARN_AFTER), self.holders_here(request))
         wait(gate.wait, request.left, request.cancel)
         with MUTEX:
             request.owner.waits = None
-            first = self.lines.first(ticket)
+            first = self.lines.first(entry)
         if not first:
-            raise self.late(request, ticket, self.holders_here(request) or self._look_quietly(request.sql))
-        if ticket.gift is not None and on is not None:
-            ticket.session, ticket.gift = ticket.gift, None
-            self._pass_by(ticket.session, request.sql)
-            ticket.session = None
+            raise self.late(request, entry, self.holders_here(request) or self._look_quietly(request.sql))
+        if entry.handed_over is not None and on is not None:
+            entry.session, entry.handed_over = entry.handed_over, None
+            self._pass_by(entry.session, request.sql)
+            entry.session = None
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _abort_acquire(self, entry: QueueEntry) -> None:
         """Leave nothing behind, whatever happened; certainly, for the exception may be a signal's, and another may follow."""
 
         def clean() -> None:
-            self._discard(ticket)
-            self.torn(ticket)
-            self._discard(ticket)  # until it left the line, another thread could hand its lock over to it
+            self._discard(entry)
+            self.torn(entry)
+            self._discard(entry)  # until it left the line, another thread could hand its lock over to it
 
-        for_certain(clean)
+        run_cleanup(clean)
 
-    def _discard(self, ticket: Ticket) -> None:
-        for session in (ticket.session, ticket.gift):
+    def _discard(self, entry: QueueEntry) -> None:
+        for session in (entry.session, entry.handed_over):
             if session is not None:
                 self.keeper.discard(session)
 
-    def _at_server(self, request: Request, ticket: Ticket, on: Connection | None) -> bool:
+    def _at_server(self, request: LockRequest, entry: QueueEntry, on: Connection | None) -> bool:
         """Contend with other processes, at the ticket's session. False: not free, and no time to wait."""
         failures, many = 0, len(request.sql.keys) > MANY_KEYS
         while True:
-            if ticket.session is None:
+            if entry.session is None:
                 try:
-                    ticket.session = self._session(request, on, failures)
+                    entry.session = self._session(request, on, failures)
                 except (UnreachableError, StandbyError) as error:
                     if on is not None:
                         raise
                     failures += 1
-                    pause(self.outlast(request, ticket, error), request.cancel)
+                    pause(self.outlast(request, entry, error), request.cancel)
                     continue
-            session: SyncSession = ticket.session
+            session: SyncLockConnection = entry.session
             began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it came
             try:
                 try:
@@ -171,33 +171,33 @@ class SyncDomain(Domain[SyncSession]):
                         self._make_room(session, request)
                     granted = session.try_lock(self.engine, request.sql, request.budget)
                     if not granted and request.waits:
-                        self.saw_held(request, ticket)
-                        granted = self._wait(session, request, ticket)
+                        self.saw_held(request, entry)
+                        granted = self._wait(session, request, entry)
                 except TextError:
                     raise
                 except Exception as error:
-                    raise translated(session, error, request.sql) from error
+                    raise translate_error(session, error, request.sql) from error
                 if granted:
-                    session.burst, session.granted_at = 0, time.monotonic()
+                    session.handoffs, session.granted_at = 0, time.monotonic()
                     if many:
                         self.keeper.took(len(request.keys))
                     return True
                 holders = self._look_on(session, request.sql) if request.waits else []
-            except GoneError as gone:
+            except ConnectionGoneError as gone:
                 self.keeper.discard(session)
-                ticket.session = None
+                entry.session = None
                 if on is not None:
                     raise gone_error(request.names, gone) from gone.__cause__
                 failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
-                pause(self.gone(request, ticket, gone, failures), request.cancel)
+                pause(self.gone(request, entry, gone, failures), request.cancel)
                 continue
-            ticket.session = None
-            self.keeper.park(session)
+            entry.session = None
+            self.keeper.checkin(session)
             if request.waits:
                 raise self.timed_out(request, holders)
             return False
 
-    def _session(self, request: Request, on: Connection | None, failures: int) -> SyncSession:
+    def _session(self, request: LockRequest, on: Connection | None, failures: int) -> SyncLockConnection:
         if on is not None:
             return self.keeper.borrow(on, request.budget)
         session = self.keeper.checkout(request.left, len(request.keys), again=failures > 0, cancel=request.cancel)
@@ -205,13 +205,13 @@ class SyncDomain(Domain[SyncSession]):
             raise self.timed_out(request, (), why=NO_CONNECTION)
         return session
 
-    def _make_room(self, session: SyncSession, request: Request) -> None:
+    def _make_room(self, session: SyncLockConnection, request: LockRequest) -> None:
         """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
         if self.keeper.must_count():
             self.keeper.counted(session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=request.budget))
         self.keeper.room_for(len(request.keys))
 
-    def _wait(self, session: SyncSession, request: Request, ticket: Ticket) -> bool:
+    def _wait(self, session: SyncLockConnection, request: LockRequest, entry: QueueEntry) -> bool:
         if own := on_these_keys(request.owner, request.keys):
             self.expect_others(session, request, own, self._look_on(session, request.sql))
         plan = WaitPlan(request.deadline, session.slice, len(request.keys), clock())
@@ -224,15 +224,15 @@ class SyncDomain(Domain[SyncSession]):
                 granted = session.wait_lock(self.engine, request.sql, step.milliseconds, quiet=step.quiet)
             if granted:
                 return True
-            self.saw_held(request, ticket)
+            self.saw_held(request, entry)
             if (news := plan.news(clock())) is not None and log.isEnabledFor(news[0]):
-                self.narrate(request, news, holders := self._look_on(session, request.sql))
-                self.saw_held(request, ticket, holders)
+                self.log_wait(request, news, holders := self._look_on(session, request.sql))
+                self.saw_held(request, entry, holders)
         return False
 
     # ------------------------------------------------------------ release
 
-    def release(self, hold: Hold[SyncSession], *, leaving: bool = False, failing: bool = False) -> None:
+    def release(self, hold: Hold[SyncLockConnection], *, leaving: bool = False, failing: bool = False) -> None:
         """Give the lock back, provably, or close its connection.
 
         Args:
@@ -252,30 +252,30 @@ class SyncDomain(Domain[SyncSession]):
                 raise hold.not_held_error()
             if not handed_over:
                 kept = hold.reason is None and not spoiled and self._unlock(hold, hold.session)
-                (self.keeper.park if kept else self.keeper.discard)(hold.session)
-                self.step_out(hold.ticket)
+                (self.keeper.checkin if kept else self.keeper.discard)(hold.session)
+                self.dequeue(hold.entry)
         except LockNotHeldError:
             raise
         except BaseException:
-            for_certain(lambda: self._end(hold))
+            run_cleanup(lambda: self._end(hold))
             raise
         self.released(hold, spoiled=spoiled and not failing)
 
-    def _end(self, hold: Hold[SyncSession]) -> None:
+    def _end(self, hold: Hold[SyncLockConnection]) -> None:
         """Finish a release that was torn, by closing the connection, unless it serves somebody else already."""
         session = hold.session
         if session.hold in (None, hold):
             if session.since:  # somebody else is inside a statement on it by now
-                WATCHER.shut_down(session)
+                MONITOR.shut_down(session)
             else:
                 self.keeper.discard(session)
-        self.torn(hold.ticket)
+        self.torn(hold.entry)
 
-    def _unlock(self, hold: Hold[SyncSession], session: SyncSession) -> bool:
+    def _unlock(self, hold: Hold[SyncLockConnection], session: SyncLockConnection) -> bool:
         """Unlock on the server. Returns whether the session may be used again."""
         try:
             if session.lent:
-                session.take_back(self.engine)
+                session.reclaim(self.engine)
             done = session.unlock(self.engine, hold.sql)
         except Exception as error:
             if not lost_connection(session, error):
@@ -286,27 +286,27 @@ class SyncDomain(Domain[SyncSession]):
             hold.reason = "killed"
         return done and not session.lent
 
-    def _pass_by(self, session: SyncSession, sql: LockSql) -> None:
+    def _pass_by(self, session: SyncLockConnection, sql: LockSql) -> None:
         """Unlock a session that was handed over to somebody who cannot use it."""
         try:
             session.unlock(self.engine, sql)
         except BaseException:
             self.keeper.discard(session)
             raise
-        self.keeper.park(session)
+        self.keeper.checkin(session)
 
-    def abandon(self, hold: Hold[SyncSession]) -> None:
+    def abandon(self, hold: Hold[SyncLockConnection]) -> None:
         """Free a lock whose handle was dropped; called by a finaliser, so the work is done on the jobs thread."""
 
         def close() -> None:
             mine, handed_over = self.let_go(hold)
             if mine and not handed_over:
                 self.keeper.discard(hold.session)
-                self.step_out(hold.ticket)
+                self.dequeue(hold.entry)
 
-        WATCHER.post(close)
+        MONITOR.post(close)
 
-    def tidy(self) -> None:
+    def close_dead(self) -> None:
         self.keeper.reap(time.monotonic())
 
     # ------------------------------------------------------------ looking
@@ -318,7 +318,7 @@ class SyncDomain(Domain[SyncSession]):
             UnreachableError: there is no server.
             PoolerError, StandbyError, UnsupportedServerError: as `acquire`.
         """
-        session = self.keeper.visitor()
+        session = self.keeper.checkout_for_query()
         try:
             found = self._look(session, sql)
         except BaseException as error:
@@ -326,19 +326,19 @@ class SyncDomain(Domain[SyncSession]):
             if isinstance(error, Exception) and (told := unreachable(self.engine, error)):
                 raise told from error
             raise
-        self.keeper.park(session)
+        self.keeper.checkin(session)
         return found
 
-    def _look(self, session: SyncSession, sql: LockSql, limit: float = STATEMENT_BUDGET) -> list[Holder]:
+    def _look(self, session: SyncLockConnection, sql: LockSql, limit: float = STATEMENT_BUDGET) -> list[Holder]:
         return session.through(self.engine, sql.holders, limit=limit)
 
-    def _look_on(self, session: SyncSession, sql: LockSql) -> list[Holder]:
+    def _look_on(self, session: SyncLockConnection, sql: LockSql) -> list[Holder]:
         """For a message: nothing must fail for it."""
         try:
             return self._look(session, sql, WAIT_GRACE)
         except Exception:
             log.debug("could not look who holds a lock", exc_info=True)
-            session.retired = True
+            session.close_after_use = True
             return []
 
     def _look_quietly(self, sql: LockSql) -> list[Holder]:
@@ -350,26 +350,20 @@ class SyncDomain(Domain[SyncSession]):
         try:
             return self._look_on(idle, sql)
         finally:
-            self.keeper.park(idle)
+            self.keeper.checkin(idle)
 
 
-def for_certain(clean: Callable[[], None]) -> None:
+def run_cleanup(clean: Callable[[], None]) -> None:
     """Run a clean-up that may be run twice, also if a signal's exception tears it: then once more, where none arrives."""
     try:
         clean()
     except BaseException:
-        WATCHER.post(clean)
+        MONITOR.post(clean)
         raise
 
 
-def domain_of(engine: Engine, config: Config) -> SyncDomain:
-    """Return the domain of an engine in this process; a forked child gets one of its own."""
-    home = Homes.of(engine)
-    domain = home.get("sync")
-    if isinstance(domain, SyncDomain) and domain.pid == PROCESS.pid:
-        return domain
-    with MUTEX:
-        domain = home.get("sync")
-        if not isinstance(domain, SyncDomain) or domain.pid != PROCESS.pid:
-            domain = home["sync"] = SyncDomain(engine, config)
-    return domain
+def manager_for(engine: Engine, config: Config) -> SyncLockManager:
+    """Return the lock manager of an engine in this process."""
+    return ManagerRegistry.for_process(
+        engine, SyncLockManager, SyncLockManager, lambda: SyncLockManager(engine, config)
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connect import UNKNOWN
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._process.callbacks import log
 from pgfence._process.clock import between, clock
 from pgfence.errors import StandbyError, UnreachableError
@@ -14,7 +14,7 @@ from pgfence.errors import StandbyError, UnreachableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence._connections.connection import GoneError
+    from pgfence._connections.connection import ConnectionGoneError
     from pgfence.types import Holder
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
@@ -49,7 +49,9 @@ class Patience:
             return None
         self.failures += 1
         if self.failures == 1:
-            log.warning("no server while waiting for %s, asking again until the timeout: %s", named(names), error)
+            log.warning(
+                "no server while waiting for %s, asking again until the timeout: %s", format_names(names), error
+            )
         longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures, 20))
         return min(left, longest * between(0.5, 1.0))
 
@@ -58,7 +60,7 @@ class Patience:
         if self.heard_at is None and not self.failures:
             return error
         reason = str(error).removesuffix(UNKNOWN).rstrip(" .")
-        message = f"{reason}. Waited {timeout:g} s for {named(names)}: "
+        message = f"{reason}. Waited {timeout:g} s for {format_names(names)}: "
         if self.heard_at is None:
             message += f"the server could not be reached. {UNKNOWN}"
         else:
@@ -69,8 +71,8 @@ class Patience:
         return UnreachableError(message, sqlstate=error.sqlstate, retryable=error.retryable)
 
 
-def gone_error(names: tuple[str, ...], gone: GoneError) -> UnreachableError:
+def gone_error(names: tuple[str, ...], gone: ConnectionGoneError) -> UnreachableError:
     """The session ended under the question, and so did its successor."""
     return UnreachableError(
-        f"the session ended while it asked for {named(names)}: {gone.__cause__}. Nothing is held; try again"
+        f"the session ended while it asked for {format_names(names)}: {gone.__cause__}. Nothing is held; try again"
     )

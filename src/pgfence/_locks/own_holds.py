@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._holds.hold import Hold
 from pgfence._sql import activity, server
 from pgfence.errors import SelfDeadlockError
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._holds.queue import Contender, Lines
+    from pgfence._holds.queue import Contender, LocalQueue
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
 
-def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
+def is_held_by(owner: Contender, lines: LocalQueue, sql: Any) -> bool:
     """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
 
     A lease and a session lock with a token wait in different lines, and exclude each other by their row.
@@ -32,8 +32,8 @@ def is_held_by(owner: Contender, lines: Lines, sql: Any) -> bool:
         return False
     places, row = set(sql.places), sql.row
     for hold in tuple(owner.holds):
-        theirs = hold.ticket.lines
-        same_place = theirs is lines and not places.isdisjoint(hold.ticket.places)
+        theirs = hold.entry.lines
+        same_place = theirs is lines and not places.isdisjoint(hold.entry.places)
         same_row = row is not None and theirs.home is lines.home is not None and hold.row == row
         if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True
@@ -72,7 +72,7 @@ def self_deadlock(
     if not own:
         return None
     return SelfDeadlockError(
-        f"waiting for {named(names)} would never end: this {owner.kind} holds {named(own)} itself, as an AdvisoryLock on another"
+        f"waiting for {format_names(names)} would never end: this {owner.kind} holds {format_names(own)} itself, as an AdvisoryLock on another"
         " connection. Pass the handle on, or work on the lock's own connection (AdvisoryLock.connect())",
         names=names,
     )

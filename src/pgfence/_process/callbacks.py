@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.advisory")
 
 
-def tell(listener: Callable[[], object]) -> None:
+def call_logged(listener: Callable[[], object]) -> None:
     """Call a listener; its exception is logged, for it must not break the lock or the other listeners."""
     try:
         listener()

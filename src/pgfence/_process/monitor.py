@@ -27,7 +27,7 @@ import weakref
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from pgfence._process.callbacks import tell
+from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
 
@@ -45,7 +45,7 @@ SocketId: TypeAlias = tuple[int, int]
 _CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ECONNABORTED}
 
 
-class Watched(Protocol):
+class Monitored(Protocol):
     """What the watcher needs of a session."""
 
     dup: int
@@ -57,13 +57,13 @@ class Watched(Protocol):
     def tick(self, now: float, paused: bool) -> None: ...
 
 
-class Idles(Protocol):
+class IdleReaper(Protocol):
     """What the watcher needs of those who keep sessions."""
 
     def reap(self, now: float) -> None: ...
 
 
-class Watcher:
+class ConnectionMonitor:
     """The threads; the first two start with the first session."""
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ class Watcher:
         self._lock = threading.RLock()  # a finaliser may come in here while its own thread is inside
         self._epoll: select.epoll | None = None
         self._epoll_id: SocketId | None = None
-        self._sessions: dict[int, weakref.ref[Watched]] = {}
-        self._keepers: weakref.WeakSet[Idles] = weakref.WeakSet()
+        self._sessions: dict[int, weakref.ref[Monitored]] = {}
+        self._keepers: weakref.WeakSet[IdleReaper] = weakref.WeakSet()
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._calls: SimpleQueue[Callable[[], object]] | None = None
         self._watches = self._works = False
 
-    def keep(self, keeper: Idles) -> None:
+    def keep(self, keeper: IdleReaper) -> None:
         with self._lock:
             self._keepers.add(keeper)
 
-    def watch(self, session: Watched, fd: int) -> None:
+    def watch(self, session: Monitored, fd: int) -> None:
         """Watch a session whose socket has the number `fd` at this moment."""
         with self._lock:
             self._start()
@@ -94,7 +94,7 @@ class Watcher:
             if self._epoll is not None:
                 self._epoll.register(session.dup, select.EPOLLRDHUP)
 
-    def unwatch(self, session: Watched) -> None:
+    def unwatch(self, session: Monitored) -> None:
         """Forget a session, before its connection is closed: the duplicate would keep the socket open."""
         with self._lock:
             dup = session.dup
@@ -108,7 +108,7 @@ class Watcher:
                 session.dup = -1
                 os.close(dup)
 
-    def shut_down(self, session: Watched) -> None:
+    def shut_down(self, session: Monitored) -> None:
         """End the conversation from any thread; whoever waits for an answer gets an error at once."""
         with self._lock:
             if session.dup < 0:
@@ -174,7 +174,7 @@ class Watcher:
                 with contextlib.suppress(OSError):
                     self._epoll.unregister(dup)
             reason = reason_of(dup)
-        tell(lambda: session.died(reason))
+        call_logged(lambda: session.died(reason))
 
     def _renew(self) -> None:
         """Watch again only what is to be watched.
@@ -199,9 +199,9 @@ class Watcher:
             sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
             keepers = list(self._keepers)
         for session in sessions:
-            tell(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
+            call_logged(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
         for keeper in keepers:
-            tell(lambda keeper=keeper: keeper.reap(now))  # type: ignore[misc]
+            call_logged(lambda keeper=keeper: keeper.reap(now))  # type: ignore[misc]
 
     def forget(self) -> None:
         """In a forked child: give up everything of the parent without a word on its sockets.
@@ -258,7 +258,7 @@ def _start_thread(name: str, target: Callable[..., None], *args: object) -> None
 
 def _serve(jobs: SimpleQueue[Callable[[], object]]) -> None:
     while True:
-        tell(jobs.get())
+        call_logged(jobs.get())
 
 
-WATCHER = Watcher()
+MONITOR = ConnectionMonitor()

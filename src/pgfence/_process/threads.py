@@ -22,17 +22,17 @@ LAST_PAUSE = 5.0
 """Seconds after which a daemon thread goes on although the interpreter ends: somebody must be waiting for it."""
 
 
-class Ends(Protocol):
+class Closable(Protocol):
     """What wants to hear of the end."""
 
     def end(self, seconds: float) -> None: ...
 
 
-_ALL: weakref.WeakSet[Ends] = weakref.WeakSet()
-_GRAVEYARD: list[Ends] = []
+_ALL: weakref.WeakSet[Closable] = weakref.WeakSet()
+_GRAVEYARD: list[Closable] = []
 
 
-def register(one: Ends) -> None:
+def register(one: Closable) -> None:
     """Have `one.end(seconds)` called when the interpreter ends; a forked child keeps its copy and never touches it."""
     _ALL.add(one)
 
@@ -46,7 +46,7 @@ def end_all() -> None:
         one.end(max(0.0, end - clock()))
 
 
-def pause_at_the_end() -> None:
+def block_during_shutdown() -> None:
     """Keep a daemon thread from entering a driver while the interpreter ends.
 
     It would be in C code there, and exit() takes OpenSSL down under it. If the end does not come, for a hook of atexit waits
@@ -56,14 +56,14 @@ def pause_at_the_end() -> None:
         time.sleep(LAST_PAUSE)
 
 
-def _bury_in_child() -> None:
+def _forget_threads_in_child() -> None:
     # Finalising an event loop here would take the parent's sockets out of the epoll that both have.
     _GRAVEYARD.extend(_ALL)
     _ALL.clear()
 
 
 atexit.register(end_all)
-PROCESS.renew_in_child(_bury_in_child)
+PROCESS.renew_in_child(_forget_threads_in_child)
 
 
 def start(name: str, target: Callable[..., object], *args: object) -> threading.Thread:
@@ -78,7 +78,7 @@ _EVENTLET = ("thread", "select", "socket")
 """What our threads use and cannot share with the greenlets of a hub: without it they end, hang, or never run."""
 
 
-def refuse_without_threads() -> None:
+def require_native_threads() -> None:
     """Raise where our native threads do not run: no loss would be noticed, and no lease renewed.
 
     Raises:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import Style
+    from pgfence._sql.params import ParamStyle
     from pgfence.keys import LockKey
 
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
@@ -56,7 +56,7 @@ _TABLE_USE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class HolderTexts:
     """The texts for one way of marking parameters; all take `arguments(keys)`."""
 
     holders: str
@@ -64,9 +64,9 @@ class Texts:
     mine: str
 
 
-TEXTS: dict[Style, Texts] = {
-    "format": Texts(*(text.format("%s", "%s") for text in (_HOLDERS, _HELD, _MINE))),
-    "numeric": Texts(*(text.format("$1", "$2") for text in (_HOLDERS, _HELD, _MINE))),
+TEXTS: dict[ParamStyle, HolderTexts] = {
+    "format": HolderTexts(*(text.format("%s", "%s") for text in (_HOLDERS, _HELD, _MINE))),
+    "numeric": HolderTexts(*(text.format("$1", "$2") for text in (_HOLDERS, _HELD, _MINE))),
 }
 
 
@@ -80,7 +80,7 @@ def arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
 
 
 def decode(rows: Iterable[Sequence[Any]], keys: Iterable[LockKey]) -> list[Holder]:
-    """Return the holders that the rows of `Texts.holders` tell of; `keys` are those that were asked for."""
+    """Return the holders that the rows of `HolderTexts.holders` tell of; `keys` are those that were asked for."""
     known = {(key.value, 1 if key.space == "bigint" else 2): key for key in keys}
     return [_holder(row, known[row[0], row[1]]) for row in rows]
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.errors import PgfenceError
     from pgfence.keys import LockKey
     from pgfence.types import Holder
@@ -87,7 +87,7 @@ QUIET_CHECK = f"SELECT 1 WHERE pg_catalog.current_setting('{_GRANTED}', true) OP
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class LockTexts:
     """The texts for one way of marking parameters."""
 
     try_one: str
@@ -98,13 +98,13 @@ class Texts:
     unlock_many: str
 
 
-def _texts(style: Style) -> Texts:
+def _texts(style: ParamStyle) -> LockTexts:
     marks = [f"${n}" if style == "numeric" else "%s" for n in range(5)]
     parts = (_TRY_ONE, _WAIT_ONE, _UNLOCK_ONE, _TRY_MANY, _WAIT_MANY, _UNLOCK_MANY)
-    return Texts(*(part.format(*marks) for part in parts))
+    return LockTexts(*(part.format(*marks) for part in parts))
 
 
-_TEXTS: dict[Style, Texts] = {"format": _texts("format"), "numeric": _texts("numeric")}
+_TEXTS: dict[ParamStyle, LockTexts] = {"format": _texts("format"), "numeric": _texts("numeric")}
 
 
 class LockSql:
@@ -112,7 +112,7 @@ class LockSql:
 
     __slots__ = ("_one", "_texts", "_values", "keys", "places", "style", "try_text", "unlock_args", "unlock_text")
 
-    def __init__(self, keys: tuple[LockKey, ...], style: Style) -> None:
+    def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
         self.style = style
         self.places: tuple[Hashable, ...] = tuple(k.value if k.space == "bigint" else (k.value,) for k in keys)
@@ -132,7 +132,7 @@ class LockSql:
         self.unlock_args: tuple[Any, ...] = self._values
 
     @property
-    def row(self) -> tuple[Place, str] | None:
+    def row(self) -> tuple[TableNames, str] | None:
         """The row of the lease table that they use: none."""
         return None
 

@@ -24,13 +24,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateColumn
 
-from pgfence._sql.storage import KEYS, LEASES, VERSION, Place
+from pgfence._sql.storage import KEYS, LEASES, VERSION, TableNames
 
 OWN = "pgfence"
 """In the `info` of our tables: the prefix of their names, for migrations that compare a MetaData with the database."""
 
 
-def define(metadata: MetaData, place: Place, version: int = VERSION) -> tuple[Table, ...]:
+def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tuple[Table, ...]:
     """Add our tables of a version to a MetaData and return them; those that it has already are taken as they are."""
     schema = metadata.schema if place.schema is None else place.schema
 
@@ -69,7 +69,7 @@ def _token(constraint: str) -> tuple[Any, ...]:
     return Column("token", BigInteger, nullable=False), CheckConstraint("token > 0", name=f"{constraint}_token_check")
 
 
-def _lease(place: Place) -> tuple[Any, ...]:
+def _lease(place: TableNames) -> tuple[Any, ...]:
     return (
         Column("name", Text, primary_key=True),
         *_token(place.prefix + "lease"),
@@ -103,7 +103,7 @@ def _lease_since_3(version: int) -> tuple[Any, ...]:
     )
 
 
-def _gate(place: Place) -> tuple[Any, ...]:
+def _gate(place: TableNames) -> tuple[Any, ...]:
     return Column("resource", Text, primary_key=True), *_token(place.prefix + "gate"), _at("updated_at", nullable=False)
 
 
@@ -151,7 +151,7 @@ def _schema_version() -> tuple[Any, ...]:
     )
 
 
-def _idempotency_key(place: Place) -> tuple[Any, ...]:
+def _idempotency_key(place: TableNames) -> tuple[Any, ...]:
     return (
         Column("scope", Text, primary_key=True),
         Column("key", Text, primary_key=True),
@@ -191,7 +191,7 @@ def column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
     types = dialect()
     return {
         table.name: {column.name: column.type.compile(types).lower() for column in table.columns}
-        for table in define(MetaData(), Place(prefix=""), version)
+        for table in define(MetaData(), TableNames(prefix=""), version)
     }
 
 
@@ -199,7 +199,7 @@ def column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
 def added_columns(version: int) -> dict[str, tuple[str, ...]]:
     """Return the columns that tables of an older version lack, by table without the prefix, as ALTER TABLE adds them."""
     found: dict[str, tuple[str, ...]] = {}
-    for table in define(MetaData(), Place(prefix=""), version):
+    for table in define(MetaData(), TableNames(prefix=""), version):
         first = next(columns for older in range(1, version + 1) if (columns := column_types(older).get(table.name)))
         texts = [
             str(CreateColumn(column).compile(dialect=dialect())) for column in table.columns if column.name not in first

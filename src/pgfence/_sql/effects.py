@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
 
 LATE_ATTEMPT = "PF005"
 
@@ -80,7 +80,7 @@ class EffectSql:
 
 
 @cache
-def effect_sql(place: Place, style: Style) -> EffectSql:
+def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
     """Return the texts for one place."""
 
     def ask(function: str, kinds: Sequence[str], columns: str = "r") -> str:
@@ -118,7 +118,7 @@ def effect_sql(place: Place, style: Style) -> EffectSql:
     )
 
 
-def _end(keys: str, style: Style) -> str:
+def _end(keys: str, style: ParamStyle) -> str:
     name, claim, attempt, note = (f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(_ENDED, 1))
     here = "k.key = n.key AND k.scope = pg_catalog.left(n.name, -1 - pg_catalog.length(n.key))"
     return (
@@ -133,7 +133,7 @@ def _end(keys: str, style: Style) -> str:
     )
 
 
-def finish_inside(connection: Connection, place: Place, values: tuple[Any, ...]) -> int | None:
+def finish_inside(connection: Connection, place: TableNames, values: tuple[Any, ...]) -> int | None:
     """Store what came of an attempt in the caller's own transaction; answers as `finish`.
 
     Another answer than the attempt has aborted the transaction.

@@ -27,7 +27,7 @@ from pgfence._sql.sqlstate import (
 )
 from pgfence._sql.storage import LEASES, VERSION, primary, translated
 from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
-from pgfence.keys import shown
+from pgfence.keys import display_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
 
 _ROW = (
@@ -69,7 +69,7 @@ _RETRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EvictionRequest:
     """What is to be done.
 
     Attributes:
@@ -83,7 +83,7 @@ class Order:
 
     name: str
     key: LockKey
-    place: Place
+    place: TableNames
     reason: str
     actor: str
     only: Found | None = None
@@ -119,7 +119,7 @@ class Found:
         return {(holder.kind, holder.token, holder.backend_pid) for holder in self.holders}
 
 
-def look(connection: Connection, order: Order) -> Found:
+def look(connection: Connection, order: EvictionRequest) -> Found:
     """Return who holds the name: the lease's last holder unless it was released, and sessions that hold its key."""
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
     held = [] if row is None else [_lease(order, row)]
@@ -129,13 +129,13 @@ def look(connection: Connection, order: Order) -> Found:
     return Found((*leases, *activity.with_token(sessions, held)), None if row is None else row.token)
 
 
-def _lease(order: Order, row: Sequence[Any]) -> Holder:
+def _lease(order: EvictionRequest, row: Sequence[Any]) -> Holder:
     _, *known, since, expires_at = row
     times = (None if at is None else moment(at) for at in (since, expires_at))
-    return activity.lease_holder(shown(order.name), (*known, *times))
+    return activity.lease_holder(display_name(order.name), (*known, *times))
 
 
-def evict(connection: Connection, order: Order) -> Found:
+def evict(connection: Connection, order: EvictionRequest) -> Found:
     """Evict whoever holds the name, in a transaction of its own on a connection at READ COMMITTED.
 
     Where neither a row nor a session has the name, nothing is done.
@@ -157,8 +157,8 @@ def evict(connection: Connection, order: Order) -> Found:
             failures += 1
             if failures > _RETRIES:
                 raise LockTimeoutError(
-                    f"{shown(order.name)!r} changes hands faster than it can be evicted; nothing was done",
-                    names=(shown(order.name),),
+                    f"{display_name(order.name)!r} changes hands faster than it can be evicted; nothing was done",
+                    names=(display_name(order.name),),
                 ) from None
         except DBAPIError as error:
             failures += 1
@@ -173,7 +173,7 @@ class _Changed(Exception):
     """Another grant was made between the look and the eviction. Never leaves this module."""
 
 
-def _attempt(connection: Connection, order: Order) -> Found:
+def _attempt(connection: Connection, order: EvictionRequest) -> Found:
     found = look(connection, order)
     if order.only is not None and not found.same_as(order.only):
         return found
@@ -196,7 +196,7 @@ def _attempt(connection: Connection, order: Order) -> Found:
     return Found(found.holders, found.token, newest)
 
 
-def _end_sessions(connection: Connection, order: Order, pids: list[int | None]) -> None:
+def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int | None]) -> None:
     try:
         _run(connection, order.place, _END, order.key.value, pids)
     except DBAPIError as error:
@@ -204,7 +204,7 @@ def _end_sessions(connection: Connection, order: Order, pids: list[int | None]) 
             raise
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
-            f"this role may not end the session that holds {shown(order.name)!r}: {primary(error)}. {command}, or evict as"
+            f"this role may not end the session that holds {display_name(order.name)!r}: {primary(error)}. {command}, or evict as"
             " the holder's own role; nothing was done",
             needed=VERSION,
             command=command,
@@ -212,7 +212,7 @@ def _end_sessions(connection: Connection, order: Order, pids: list[int | None]) 
         ) from error
 
 
-def _occupied(connection: Connection, order: Order) -> LockTimeoutError:
+def _occupied(connection: Connection, order: EvictionRequest) -> LockTimeoutError:
     rows = _run(connection, order.place, _INSIDE, order.place.name("gate")).all()
     writers = [
         Holder(
@@ -234,9 +234,9 @@ def _occupied(connection: Connection, order: Order) -> LockTimeoutError:
     ]
     inside = f", one of {'; '.join(map(str, writers))}" if writers else ""
     return LockTimeoutError(
-        f"{shown(order.name)!r} was not evicted and nothing was done: a transaction that writes under its token is still"
+        f"{display_name(order.name)!r} was not evicted and nothing was done: a transaction that writes under its token is still"
         f" open after 2 s{inside}. End it (SELECT pg_terminate_backend(...)), then evict again",
-        names=(shown(order.name),),
+        names=(display_name(order.name),),
         timeout=2.0,
         holders=writers,
     )
@@ -248,7 +248,7 @@ def _as_data(holder: Holder) -> dict[str, Any]:
     return {name: getattr(holder, name) for name in known} | times
 
 
-def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
+def _run(connection: Connection, place: TableNames, text: str, *args: Any) -> Any:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v2")}

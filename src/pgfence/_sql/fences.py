@@ -7,9 +7,9 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgfence._sql.storage import Place, block, quoted
+from pgfence._sql.storage import TableNames, block, quoted
 from pgfence._sql.tables import literal, plainly
-from pgfence.keys import stored
+from pgfence.keys import qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
         TypeError: it is no str.
         ValueError: it is empty, too long, or a field of it is anything but the name of a column.
     """
-    whole = stored(resource, namespace, "a resource")
+    whole = qualified_name(resource, namespace, "a resource")
     try:
         fields = list(string.Formatter().parse(whole))
     except ValueError as error:
@@ -126,7 +126,7 @@ def _same(args: tuple[str, ...]) -> str:
     return f"t.tgargs = {written}''"
 
 
-def add(connection: Connection, place: Place, target: Target, parts: tuple[str, ...]) -> None:
+def add(connection: Connection, place: TableNames, target: Target, parts: tuple[str, ...]) -> None:
     """Put the triggers on a table, unless the same ones are there.
 
     Raises:
@@ -155,7 +155,7 @@ def add(connection: Connection, place: Place, target: Target, parts: tuple[str, 
         plainly(connection, trigger.completion(target))
 
 
-def _put(connection: Connection, place: Place, target: Target, fence: _Trigger, *, by_row: bool) -> None:
+def _put(connection: Connection, place: TableNames, target: Target, fence: _Trigger, *, by_row: bool) -> None:
     if _is_copied(connection, place, target):
         plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quoted(fence.name)}")
         return
@@ -165,7 +165,7 @@ def _put(connection: Connection, place: Place, target: Target, fence: _Trigger, 
         _drop_truncate(connection, place, target)
 
 
-def _drop_truncate(connection: Connection, place: Place, target: Target) -> None:
+def _drop_truncate(connection: Connection, place: TableNames, target: Target) -> None:
     """Drop what stands against TRUNCATE, on those of the table and its partitions that have it."""
     name = place.prefix + "fence_truncate"
     has_it = f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = c.oid AND t.tgname = {literal(name)})"
@@ -173,7 +173,7 @@ def _drop_truncate(connection: Connection, place: Place, target: Target) -> None
         plainly(connection, f"DROP TRIGGER {quoted(name)} ON {table}")
 
 
-def drop(connection: Connection, place: Place, target: Target) -> None:
+def drop(connection: Connection, place: TableNames, target: Target) -> None:
     """Take the triggers off a table; those that are not there are no error, and a partition keeps those of its parent.
 
     Raises:
@@ -188,7 +188,7 @@ def drop(connection: Connection, place: Place, target: Target) -> None:
     _drop_truncate(connection, place, target)
 
 
-def copied(place: Place, target: Target) -> str:
+def copied(place: TableNames, target: Target) -> str:
     """Return the query for a fence that a partition has from its parent."""
     return (
         f"SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgname = {literal(place.prefix + 'fence')}"
@@ -196,7 +196,7 @@ def copied(place: Place, target: Target) -> str:
     )
 
 
-def contradicting(place: Place, target: Target, parts: tuple[str, ...]) -> str:
+def contradicting(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
     """Return the query for another fence that a table's parent, or a partition of it, has by itself."""
     table = f"pg_catalog.to_regclass({literal(target.quoted)})"
     return (
@@ -208,11 +208,11 @@ def contradicting(place: Place, target: Target, parts: tuple[str, ...]) -> str:
     )
 
 
-def _is_copied(connection: Connection, place: Place, target: Target) -> bool:
+def _is_copied(connection: Connection, place: TableNames, target: Target) -> bool:
     return bool(plainly(connection, f"SELECT EXISTS ({copied(place, target)})").scalar_one())
 
 
-def fenced(connection: Connection, place: Place) -> list[str]:
+def fenced(connection: Connection, place: TableNames) -> list[str]:
     """Return the tables that have triggers of ours, by name."""
     names = ", ".join(literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1"))
     found = plainly(
@@ -224,7 +224,7 @@ def fenced(connection: Connection, place: Place) -> list[str]:
     return list(found.scalars())
 
 
-def foreign(place: Place, target: Target) -> str:
+def foreign(place: TableNames, target: Target) -> str:
     """Return the query for triggers that have our names, on a table or its partitions, and are none of ours."""
     names = ", ".join(literal(place.prefix + name) for name in ("fence", "fence_truncate"))
     ours = ", ".join(literal(place.prefix + name) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1"))
@@ -237,7 +237,7 @@ def foreign(place: Place, target: Target) -> str:
     )
 
 
-def _expect_own(connection: Connection, place: Place, target: Target) -> None:
+def _expect_own(connection: Connection, place: TableNames, target: Target) -> None:
     if (found := plainly(connection, foreign(place, target)).first()) is not None:
         raise ValueError(
             f"{found.place} has a trigger {found.tgname!r} that is none of pgfence's: rename it, or take another prefix"
@@ -245,7 +245,7 @@ def _expect_own(connection: Connection, place: Place, target: Target) -> None:
 
 
 def triggers(
-    place: Place, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
+    place: TableNames, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
 ) -> list[_Trigger]:
     """Return the triggers of a fence: one for every statement, or for each row and each table that can be truncated."""
     fence, truncate = place.prefix + "fence", place.prefix + "fence_truncate"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import event
 
 from pgfence._sql.params import call, style_of
-from pgfence._sql.savepoints import Record
+from pgfence._sql.savepoints import TransactionRecord
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import GATE_TIMEOUT, NO_TOKEN, STALE_TOKEN, Place, translated
+from pgfence._sql.storage import GATE_TIMEOUT, NO_TOKEN, STALE_TOKEN, TableNames, translated
 from pgfence._sql.transaction import begin_anew, send_quick
 from pgfence.errors import StaleFencingTokenError
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine import ExceptionContext
 
-    from pgfence._sql.params import Style
+    from pgfence._sql.params import ParamStyle
 
 _STALE = "_pgfence_stale"
 _TRANSLATING = "_pgfence_translating"
 
 
-class Gates(Record):
+class EnteredGates(TransactionRecord):
     """The gates that one transaction entered, each with its token."""
 
     __slots__ = ()
 
-    def token(self, place: Place, resource: str) -> int | None:
+    def token(self, place: TableNames, resource: str) -> int | None:
         """Return the token that entered the gate of a resource, as its name is stored in the tables; None: not entered."""
         token: int | None = self._keys.get((place, resource))
         return token
 
     def send(
-        self, connection: Connection, place: Place, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]
+        self, connection: Connection, place: TableNames, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]
     ) -> None:
         """Send a statement of ours that enters gates, and note them."""
         first = self.first
@@ -48,7 +48,9 @@ class Gates(Record):
             self._keys[place, resource] = token
 
 
-def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[str, int], wait: float) -> None:
+def enter(
+    connection: Connection, place: TableNames, gates: EnteredGates, tokens: Mapping[str, int], wait: float
+) -> None:
     """Enter gates, in one round trip, all or none; a newer holder waits for the older ones inside, `wait` seconds for each."""
     style = style_of(connection.dialect)
     if len(tokens) == 1:
@@ -59,7 +61,7 @@ def enter(connection: Connection, place: Place, gates: Gates, tokens: Mapping[st
 
 
 def save_checkpoint(
-    connection: Connection, place: Place, gates: Gates, resource: str, token: int, data: str | None
+    connection: Connection, place: TableNames, gates: EnteredGates, resource: str, token: int, data: str | None
 ) -> None:
     """Write a checkpoint behind its gate, which is entered if it was not."""
     text = _save(place, style_of(connection.dialect))
@@ -67,17 +69,17 @@ def save_checkpoint(
 
 
 @cache
-def _enter_one(place: Place, style: Style) -> str:
+def _enter_one(place: TableNames, style: ParamStyle) -> str:
     return f"SELECT {call(place, style, 'enter_gate_v1', ('text', 'bigint', 'double precision'))}"
 
 
 @cache
-def _enter(place: Place, style: Style) -> str:
+def _enter(place: TableNames, style: ParamStyle) -> str:
     return f"SELECT {call(place, style, 'enter_gates_v1', ('text[]', 'bigint[]', 'double precision'))}"
 
 
 @cache
-def _save(place: Place, style: Style) -> str:
+def _save(place: TableNames, style: ParamStyle) -> str:
     return f"SELECT {call(place, style, 'save_checkpoint_v1', ('text', 'bigint', 'text'))}"
 
 
@@ -97,13 +99,13 @@ def translate(connection: Connection) -> None:
 def _told(context: ExceptionContext) -> BaseException | None:
     if sqlstate(context.original_exception) not in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT):
         return None
-    error = translated(context.original_exception, Place())
+    error = translated(context.original_exception, TableNames())
     if isinstance(error, StaleFencingTokenError) and context.connection is not None:
-        poison(context.connection, error)
+        block_commit(context.connection, error)
     return error
 
 
-def poison(connection: Connection, error: StaleFencingTokenError) -> None:
+def block_commit(connection: Connection, error: StaleFencingTokenError) -> None:
     """Keep the connection's present transaction from committing, also where a savepoint has swallowed the error."""
     root = connection.get_transaction()
     if root is None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.exc import DBAPIError
 
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
 
 NEEDED = KEYS
 
@@ -37,7 +37,7 @@ _LIFT = "SELECT pg_catalog.current_setting('statement_timeout'), pg_catalog.set_
 _PUT_BACK = "SELECT pg_catalog.set_config('statement_timeout', {}, true)"
 
 
-class Row(NamedTuple):
+class KeyRow(NamedTuple):
     """What names a key, and what it is claimed with."""
 
     scope: str
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     keep: float
 
 
-class Answer(NamedTuple):
+class ClaimResult(NamedTuple):
     """What the server says to a claim.
 
     Attributes:
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
     text: str
 
 
-def claim(connection: Connection, place: Place, row: Row, wait: float) -> Answer:
+def claim(connection: Connection, place: TableNames, row: KeyRow, wait: float) -> ClaimResult:
     """Ask for a key, and wait for whoever has it at most so many seconds. None of its answers aborts the transaction."""
     style = style_of(connection.dialect)
     values = (*row, min(wait, _LONGEST))
@@ -74,7 +74,7 @@ def claim(connection: Connection, place: Place, row: Row, wait: float) -> Answer
     return answer
 
 
-class Attempt(NamedTuple):
+class EffectAttempt(NamedTuple):
     """The attempt of an effect that has a key.
 
     Attributes:
@@ -90,14 +90,14 @@ class Attempt(NamedTuple):
     ended: str | None
 
 
-def attempt_at(connection: Connection, place: Place, row: Row) -> Attempt | None:
+def attempt_at(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
     """Return the attempt of an effect that has a key; None if a transaction has it."""
     style = style_of(connection.dialect)
     found = send(connection, _attempt(place, style), (row.scope, row.key)).one_or_none()
-    return None if found is None else Attempt._make(found)
+    return None if found is None else EffectAttempt._make(found)
 
 
-def finish(connection: Connection, place: Place, row: Row, status: str, text: str) -> bool:
+def finish(connection: Connection, place: TableNames, row: KeyRow, status: str, text: str) -> bool:
     """Store what came of it; False: this transaction has not claimed the key, or a rollback has taken the claim back."""
     style = style_of(connection.dialect)
     done: bool = send_quick(connection, _finish(place, style), (row.scope, row.key, status, text))
@@ -124,19 +124,19 @@ def _unfinished(context: ExceptionContext) -> BaseException | None:
     )
 
 
-def _answer(told: str) -> Answer:
+def _answer(told: str) -> ClaimResult:
     outcome, _, text = told.partition(" ")
-    return Answer(outcome, text)
+    return ClaimResult(outcome, text)
 
 
 @cache
-def _claim(place: Place, style: Style) -> str:
+def _claim(place: TableNames, style: ParamStyle) -> str:
     kinds = ("text", "text", "bytea", "double precision", "double precision")
     return f"SELECT {call(place, style, 'claim_key_v1', kinds)}"
 
 
 @cache
-def _attempt(place: Place, style: Style) -> str:
+def _attempt(place: TableNames, style: ParamStyle) -> str:
     now = "pg_catalog.clock_timestamp()"
     return (
         f"SELECT k.attempt, GREATEST(0, EXTRACT(epoch FROM k.locked_until - {now}))::double precision,"
@@ -147,7 +147,7 @@ def _attempt(place: Place, style: Style) -> str:
 
 
 @cache
-def _finish(place: Place, style: Style) -> str:
+def _finish(place: TableNames, style: ParamStyle) -> str:
     return f"SELECT {call(place, style, 'finish_key_v1', ('text', 'text', 'text', 'text'))}"
 
 

@@ -17,8 +17,8 @@ from pgfence._sql.params import call, mark, name_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
 
 BATCH = 500
@@ -84,7 +84,7 @@ class LeaseSql:
 
 
 @cache
-def lease_sql(place: Place, style: Style) -> LeaseSql:
+def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     """Return the texts for one place."""
 
     def ask(function: str, kinds: Sequence[str], columns: str) -> str:
@@ -135,7 +135,7 @@ Verdict: TypeAlias = Literal["ok", "busy", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LeaseResult:
     """What the server said about one renewal."""
 
     verdict: Verdict
@@ -144,10 +144,10 @@ class Answer:
     reason: LossReason | None = None
 
 
-_BUSY = Answer("busy")
+_BUSY = LeaseResult("busy")
 
 
-def answers(text: str) -> list[Answer]:
+def answers(text: str) -> list[LeaseResult]:
     """Return what `renew` answered, in the order of its lists."""
     return [_answer(item) for item in json.loads(text)]
 
@@ -157,10 +157,10 @@ def losses(text: str) -> list[LossReason | None]:
     return [None if found == "held" else found for found in json.loads(text)]
 
 
-def _answer(item: list[Any]) -> Answer:
+def _answer(item: list[Any]) -> LeaseResult:
     match item:
         case ["ok", float() | int() as epoch, float() | int() as left]:
-            return Answer("ok", float(left), datetime.fromtimestamp(epoch, UTC))
+            return LeaseResult("ok", float(left), datetime.fromtimestamp(epoch, UTC))
         case ["lost", str() as reason]:
-            return Answer("lost", reason=reason)  # type: ignore[arg-type]
+            return LeaseResult("lost", reason=reason)  # type: ignore[arg-type]
     return _BUSY

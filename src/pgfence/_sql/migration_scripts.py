@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pgfence._sql import versions
 from pgfence._sql.columns import column_types
 from pgfence._sql.fences import COMMENT, Target, contradicting, copied, foreign, kind_query, triggers
-from pgfence._sql.storage import Place, block, quoted
+from pgfence._sql.storage import TableNames, block, quoted
 from pgfence._sql.tables import literal, plainly
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Counting(NamedTuple):
     copied: bool
 
 
-def counting(connection: Connection, place: Place) -> list[Counting]:
+def counting(connection: Connection, place: TableNames) -> list[Counting]:
     """Return the version triggers with a prefix, in the order of their tables: each counts, wherever its function is."""
     found = plainly(
         connection,
@@ -98,7 +98,7 @@ def counting(connection: Connection, place: Place) -> list[Counting]:
     ]
 
 
-def version(connection: Connection, place: Place) -> int:
+def version(connection: Connection, place: TableNames) -> int:
     """Return the version of the tables; 0 where there are none, or no functions."""
     there = plainly(
         connection,
@@ -111,23 +111,23 @@ def version(connection: Connection, place: Place) -> int:
     return found or 0
 
 
-def installations(connection: Connection) -> set[Place]:
+def installations(connection: Connection) -> set[TableNames]:
     """Return where this database has functions of ours, whatever their prefix."""
     found = plainly(
         connection,
         "SELECT n.nspname, p.proname FROM pg_catalog.pg_proc AS p"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace WHERE p.proname LIKE '%enter\\_gate\\_v1'",
     )
-    return {Place(row.nspname, row.proname.removesuffix("enter_gate_v1")) for row in found}
+    return {TableNames(row.nspname, row.proname.removesuffix("enter_gate_v1")) for row in found}
 
 
-def is_first(connection: Connection, place: Place) -> bool:
+def is_first(connection: Connection, place: TableNames) -> bool:
     """Return whether a place is where the search path makes something."""
     query = f"SELECT pg_catalog.current_schema() IS NOT DISTINCT FROM {literal(place.schema or '')}"
     return bool(plainly(connection, query).scalar_one())
 
 
-def expecting_first(place: Place) -> str:
+def expecting_first(place: TableNames) -> str:
     """Return a statement that fails where the search path finds an installation, and not in its first schema."""
     return block(
         "DECLARE\n    found text;\nBEGIN\n    SELECT n.nspname INTO found FROM pg_catalog.pg_class AS c"
@@ -139,7 +139,7 @@ def expecting_first(place: Place) -> str:
     )
 
 
-def expecting_installed(place: Place) -> str:
+def expecting_installed(place: TableNames) -> str:
     """Return a statement that fails where there is no installation."""
     return block(
         f"BEGIN\n    IF pg_catalog.to_regproc({literal(place.name('enter_gate_v1'))}) IS NULL THEN\n"
@@ -155,7 +155,7 @@ _USE = {
 """What the tables say of somebody who works at this moment: what it is called, its column, and when."""
 
 
-def used(connection: Connection, place: Place, version: int = 0) -> list[str]:
+def used(connection: Connection, place: TableNames, version: int = 0) -> list[str]:
     """Return the leases and keys that somebody works under at this moment, of the tables that a version has not, if any."""
     found: list[str] = []
     for name, (what, column, condition) in _USE.items():
@@ -169,7 +169,7 @@ def used(connection: Connection, place: Place, version: int = 0) -> list[str]:
     return found
 
 
-def expecting_unused(place: Place, version: int = 0) -> str:
+def expecting_unused(place: TableNames, version: int = 0) -> str:
     """Return a statement that fails where `used` finds something."""
     checks = (
         f"    IF pg_catalog.to_regclass({literal(place.name(name))}) IS NOT NULL THEN\n"
@@ -183,17 +183,17 @@ def expecting_unused(place: Place, version: int = 0) -> str:
     return block(f"DECLARE\n    found text;\nBEGIN\n{''.join(checks)}END")
 
 
-def adding_version(place: Place, target: Target, column: str) -> list[str]:
+def adding_version(place: TableNames, target: Target, column: str) -> list[str]:
     """Return statements that do what `versions.add` does and ask nothing beforehand."""
     return [_not_theirs(place, target), *versions.creation(place, target.quoted, column)]
 
 
-def removing_version(place: Place, target: Target) -> list[str]:
+def removing_version(place: TableNames, target: Target) -> list[str]:
     """Return statements that do what `versions.drop` does, likewise."""
     return [_not_theirs(place, target), versions.removal(place, target.quoted)]
 
 
-def _not_theirs(place: Place, target: Target) -> str:
+def _not_theirs(place: TableNames, target: Target) -> str:
     query = (
         "SELECT FROM pg_catalog.pg_trigger AS t JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
         f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
@@ -203,7 +203,7 @@ def _not_theirs(place: Place, target: Target) -> str:
     return block(f"BEGIN\n{_refusing(query, target)}END")
 
 
-def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
+def adding(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
     """Return a statement that does what `fences.add` does, and puts its questions to the server when it runs."""
     whole, one = triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
     first, truncate = triggers(place, target, [_MARK], parts, by_row=True)
@@ -232,7 +232,7 @@ def adding(place: Place, target: Target, parts: tuple[str, ...]) -> str:
     )
 
 
-def removing(place: Place, target: Target) -> str:
+def removing(place: TableNames, target: Target) -> str:
     """Return a statement that does what `fences.drop` does, likewise."""
     return block(
         f"DECLARE\n    part text;\nBEGIN\n{_refusing(foreign(place, target), target)}{_unless_copied(place, target)}"
@@ -240,11 +240,11 @@ def removing(place: Place, target: Target) -> str:
     )
 
 
-def _unless_copied(place: Place, target: Target) -> str:
+def _unless_copied(place: TableNames, target: Target) -> str:
     return f"    IF EXISTS ({copied(place, target)}) THEN\n        RETURN;\n    END IF;\n"
 
 
-def _removal(place: Place, target: Target) -> str:
+def _removal(place: TableNames, target: Target) -> str:
     truncate = f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON "
     return (
         f"    DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted};\n"

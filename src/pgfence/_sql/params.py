@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 
     from sqlalchemy.engine.interfaces import Dialect
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 
-def mark(style: Style, n: int) -> str:
+def mark(style: ParamStyle, n: int) -> str:
     """Return the mark of the n-th parameter, from 1 on."""
     return f"${n}" if style == "numeric" else "%s"
 
 
-def name_of(place: Place, what: str, style: Style) -> str:
+def name_of(place: TableNames, what: str, style: ParamStyle) -> str:
     """Return the name of a table or function for a statement with parameters, where a per cent sign means something."""
     name = place.name(what)
     return name if style == "numeric" else name.replace("%", "%%")
 
 
-def call(place: Place, style: Style, function: str, kinds: Sequence[str], start: int = 1) -> str:
+def call(place: TableNames, style: ParamStyle, function: str, kinds: Sequence[str], start: int = 1) -> str:
     """Return a call with as many parameters as kinds, the first of them the `start`-th of the statement."""
     arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds, start))
     return f"{name_of(place, function, style)}({arguments})"
 
 
-Style: TypeAlias = Literal["format", "numeric"]
+ParamStyle: TypeAlias = Literal["format", "numeric"]
 """How a driver marks parameters: %s, or $1, $2, ..."""
 
 
-DRIVERS: dict[str, Style] = {
+DRIVERS: dict[str, ParamStyle] = {
     "psycopg": "format",
     "psycopg_async": "format",
     "psycopg2": "format",
@@ -46,7 +46,7 @@ DRIVERS: dict[str, Style] = {
 }
 
 
-def style_of(dialect: Dialect) -> Style:
+def style_of(dialect: Dialect) -> ParamStyle:
     """Return how the dialect's driver marks parameters.
 
     Raises:

@@ -18,7 +18,7 @@ from pgfence.errors import PgfenceError, StandbyError
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 BEGINNING = float("-inf")
 
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     end: float
 
 
-def purge(connection: Connection, place: Place, size: int, begin: float) -> Batch:
+def purge(connection: Connection, place: TableNames, size: int, begin: float) -> Batch:
     """Take at most so many expired keys away, in a transaction of its own on a connection at READ COMMITTED."""
     style = style_of(connection.dialect)
     text = _PURGE.format(mark(style, 1), mark(style, 2), table=name_of(place, "idempotency_key", style))
@@ -64,7 +64,7 @@ def purge(connection: Connection, place: Place, size: int, begin: float) -> Batc
     return Batch(count, begin if end is None else end)
 
 
-def meaning(error: BaseException, place: Place) -> PgfenceError | None:
+def meaning(error: BaseException, place: TableNames) -> PgfenceError | None:
     """Return what an error of this statement means; None if nothing of ours."""
     if sqlstate(error) == READ_ONLY:
         return StandbyError("this server takes no writes (a standby, or read-only): purge on the primary. " + SWITCHING)

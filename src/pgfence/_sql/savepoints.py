@@ -40,7 +40,7 @@ _RECORDS = "_pgfence_records"
 _ENDS = re.compile(r"\b(?:ROLLBACK|ABORT|COMMIT|RELEASE|END|PREPARE)\b", re.IGNORECASE)
 
 
-class Record:
+class TransactionRecord:
     """The keys that one transaction took, each with its mode, and its open savepoints."""
 
     __slots__ = ("_keys", "_root", "_savepoints", "first")
@@ -56,7 +56,7 @@ class Record:
     def of(cls, connection: Connection) -> Self:
         """Return the record of the connection's present transaction, empty where nothing is known of it."""
         # Not by vars(): that would give the Connection a dict of its own, and make all its attributes slow.
-        records: dict[type[Record], Any] | None = getattr(connection, _RECORDS, None)
+        records: dict[type[TransactionRecord], Any] | None = getattr(connection, _RECORDS, None)
         if records is None:
             records = {}
             setattr(connection, _RECORDS, records)

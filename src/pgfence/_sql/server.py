@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import Style
+    from pgfence._sql.params import ParamStyle
     from pgfence.config import PoolerSetting
 
 OLDEST = 140000
@@ -81,7 +81,7 @@ _SET_UP = _FACTS.format(
         " THEN pg_catalog.set_config(s.name, o.value, false) IS NOT NULL ELSE true END",
     )
 )
-SET_UP: dict[Style, str] = {"format": _SET_UP.format("%s"), "numeric": _SET_UP.format("$1")}
+SET_UP: dict[ParamStyle, str] = {"format": _SET_UP.format("%s"), "numeric": _SET_UP.format("$1")}
 
 BACKEND_PID = "SELECT pg_catalog.pg_backend_pid()"
 STARTED = "SELECT EXTRACT(epoch FROM pg_catalog.pg_postmaster_start_time())::text"
@@ -89,7 +89,7 @@ LOCK_TABLE_USE = "SELECT pg_catalog.count(*) FROM pg_catalog.pg_locks"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerInfo:
     """What one round trip tells of a server and of our session there."""
 
     backend_pid: int
@@ -113,17 +113,17 @@ class Facts:
         return 0.0 if self.set_up else int(self.settings.get("statement_timeout", "0")) / 1000
 
     @classmethod
-    def of(cls, row: Sequence[Any], *, set_up: bool) -> Facts:
+    def of(cls, row: Sequence[Any], *, set_up: bool) -> ServerInfo:
         pid, standby, version, number, deadlock_ms, limit, used, seen, started, settings = row
         deadlock, found = deadlock_ms / 1000, json.loads(settings)
         return cls(pid, standby, version, number, deadlock, limit, used, seen, started, found, set_up)
 
 
-UNKNOWN = Facts(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
+UNKNOWN = ServerInfo(0, False, "", 0, 1.0, 0, 0, 0, "", {}, False)
 """Before anything was asked."""
 
 
-def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Facts:
+def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> ServerInfo:
     """Return the facts of a connection in autocommit; `set_up` also makes the session fit for holding locks.
 
     Args:
@@ -132,9 +132,9 @@ def read_facts(connection: Connection, driver_pid: int, *, set_up: bool) -> Fact
         set_up: set what a quiet holder needs.
     """
     if not set_up:
-        return Facts.of(connection.exec_driver_sql(READ_FACTS).one(), set_up=False)
+        return ServerInfo.of(connection.exec_driver_sql(READ_FACTS).one(), set_up=False)
     row = connection.exec_driver_sql(SET_UP[style_of(connection.dialect)], (driver_pid,)).one()
-    return Facts.of(row, set_up=True)
+    return ServerInfo.of(row, set_up=True)
 
 
 _THEIRS = (
@@ -147,7 +147,7 @@ _THEIRS = (
 )
 
 
-def put_back(connection: Connection, facts: Facts) -> None:
+def put_back(connection: Connection, facts: ServerInfo) -> None:
     """Put the site's own limits into force again, for statements of the user on a session of ours.
 
     The idle timeouts stay off: they would end the session that holds the lock.
@@ -155,12 +155,12 @@ def put_back(connection: Connection, facts: Facts) -> None:
     _put_back(connection, facts, _THEIRS)
 
 
-def restore(connection: Connection, facts: Facts) -> None:
+def restore(connection: Connection, facts: ServerInfo) -> None:
     """Put back everything that `read_facts` has set, on a connection that goes on to be somebody's."""
     _put_back(connection, facts, tuple(_OURS))
 
 
-def _put_back(connection: Connection, facts: Facts, names: Sequence[str]) -> None:
+def _put_back(connection: Connection, facts: ServerInfo, names: Sequence[str]) -> None:
     values = {name: facts.settings[name].replace("'", "''") for name in names if name in facts.settings}
     asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())
     if asked:
@@ -174,12 +174,12 @@ def backend_pid(connection: Connection) -> int:
 
 
 def started(connection: Connection) -> str:
-    """Return when the server was started, as in `Facts`."""
+    """Return when the server was started, as in `ServerInfo`."""
     moment: str = connection.exec_driver_sql(STARTED).scalar_one()
     return moment
 
 
-def verdict(facts: Facts, driver_pid: int, pooler: PoolerSetting, other_pid: int | None) -> PgfenceError | None:
+def verdict(facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid: int | None) -> PgfenceError | None:
     """Return the reason why a session lock must not be trusted here, or None.
 
     Args:
@@ -216,7 +216,7 @@ def verdict(facts: Facts, driver_pid: int, pooler: PoolerSetting, other_pid: int
     return None
 
 
-def unsupported(facts: Facts) -> UnsupportedServerError | None:
+def unsupported(facts: ServerInfo) -> UnsupportedServerError | None:
     """Return why this is no PostgreSQL that pgfence can trust, or None."""
     if not facts.version.startswith("PostgreSQL ") or "-YB-" in facts.version:
         return UnsupportedServerError(f"pgfence needs PostgreSQL; this server says it is {facts.version[:60]!r}")

@@ -10,8 +10,8 @@ from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.tables import literal
 
 if TYPE_CHECKING:
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
 
 _ACQUIRE = (
     "text",
@@ -54,7 +54,7 @@ class SlotSql:
     acquire: str
 
 
-def repair(place: Place, stored: str) -> str:
+def repair(place: TableNames, stored: str) -> str:
     """Return the statement with which a person lets a job run again whose slot was finished by a clock that was ahead.
 
     It may be pasted into psql, and does nothing once the server's clock has passed the slot.
@@ -80,7 +80,7 @@ def _pasteable(value: str) -> str:
 
 
 @cache
-def slot_sql(place: Place, style: Style) -> SlotSql:
+def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
     """Return the texts for one place."""
     return SlotSql(
         read=(

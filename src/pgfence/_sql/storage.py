@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pgfence._sql.sqlstate import sqlstate
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, LockTimeoutError, SchemaError, StaleFencingTokenError
-from pgfence.keys import shown
+from pgfence.keys import display_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def block(body: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TableNames:
     """One set of tables and functions."""
 
     schema: str | None = None
@@ -71,7 +71,7 @@ class Place:
         name = quoted(self.prefix + what)
         return name if self.schema is None else f"{quoted(self.schema)}.{name}"
 
-    def contradicts(self, other: Place) -> bool:
+    def contradicts(self, other: TableNames) -> bool:
         """Return whether these are certainly two sets of tables. One without a schema may be any that the search path finds."""
         schemas = {self.schema, other.schema} - {None}
         return self.prefix != other.prefix or len(schemas) > 1
@@ -103,7 +103,7 @@ class Place:
         return f"pgfence install{schema}{prefix}"
 
 
-def place_of(thing: Any) -> Place:
+def table_names(thing: Any) -> TableNames:
     """Return the place for an Engine, AsyncEngine, Connection or AsyncConnection.
 
     It is what was configured, and a `schema_translate_map` on top of it, so that each tenant's schema may have its own.
@@ -113,8 +113,8 @@ def place_of(thing: Any) -> Place:
 
 
 @lru_cache(maxsize=1024)
-def _place(schema: str | None, prefix: str) -> Place:
-    return Place(schema, prefix)
+def _place(schema: str | None, prefix: str) -> TableNames:
+    return TableNames(schema, prefix)
 
 
 def translated_schema(thing: Any, schema: str | None) -> str | None:
@@ -127,7 +127,7 @@ def translated_schema(thing: Any, schema: str | None) -> str | None:
 
 
 @cache
-def function_texts(place: Place, version: int = VERSION) -> dict[str, str]:
+def function_texts(place: TableNames, version: int = VERSION) -> dict[str, str]:
     """Return the statements that create the functions of a version, by name without the prefix, in order.
 
     A later version may replace the body of a function of an earlier one: then the later body counts.
@@ -141,7 +141,7 @@ def function_texts(place: Place, version: int = VERSION) -> dict[str, str]:
     }
 
 
-def _statements(name: str, since: int, place: Place) -> list[tuple[str, str]]:
+def _statements(name: str, since: int, place: TableNames) -> list[tuple[str, str]]:
     source = files("pgfence._sql").joinpath(f"v{since}", f"{name}.sql")
     if not source.is_file():
         return []
@@ -164,7 +164,7 @@ def _statements(name: str, since: int, place: Place) -> list[tuple[str, str]]:
 
 def translated(
     error: BaseException,
-    place: Place,
+    place: TableNames,
     needed: int = 1,
     key_rights: str = "SELECT, INSERT, UPDATE",
     *,
@@ -186,7 +186,7 @@ def translated(
         )
     told = detail_of(error) if state in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT) else {}
     if state == STALE_TOKEN and "token" in told:  # another program may use the SQLSTATE too
-        resource, token, newest = shown(str(told.get("resource"))), int(told["token"]), int(told["newest"])
+        resource, token, newest = display_name(str(told.get("resource"))), int(told["token"]), int(told["newest"])
         why = (
             "a newer holder has taken over"
             if token < newest
@@ -205,7 +205,7 @@ def translated(
         name = told.get("resource")
         return FenceRequiredError(
             f"{primary(error)}. Write inside lease.begin(...), or fenced(session, resource, token)",
-            resource=None if name is None else shown(str(name)),
+            resource=None if name is None else display_name(str(name)),
             sqlstate=state,
         )
     if state == GATE_TIMEOUT and "inside" in told:
@@ -213,7 +213,7 @@ def translated(
     return None
 
 
-def missing(place: Place, needed: int, state: str | None, row: Sequence[Any]) -> SchemaError:
+def missing(place: TableNames, needed: int, state: str | None, row: Sequence[Any]) -> SchemaError:
     """Return the error of a place where tables or functions are not there.
 
     Args:
@@ -233,7 +233,7 @@ def missing(place: Place, needed: int, state: str | None, row: Sequence[Any]) ->
 
 
 def _timed_out(told: Mapping[str, Any]) -> LockTimeoutError:
-    name, seconds = shown(str(told["resource"])), told["milliseconds"] / 1000
+    name, seconds = display_name(str(told["resource"])), told["milliseconds"] / 1000
     holders = [
         Holder(
             name=name,
@@ -263,7 +263,7 @@ def _timed_out(told: Mapping[str, Any]) -> LockTimeoutError:
     )
 
 
-def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:
+def grants(place: TableNames, role: str, *, evict: bool = False) -> list[str]:
     """Return the rights that a role needs for leases, tokens and fences; with `evict` also for ending those of others."""
     tables = ", ".join(place.name(table) for table in ("lease", "gate", "checkpoint", "slot"))
     asked = [f"GRANT SELECT, INSERT, UPDATE ON {tables} TO {role}"]
@@ -275,7 +275,7 @@ def grants(place: Place, role: str, *, evict: bool = False) -> list[str]:
     return asked
 
 
-def key_grants(place: Place, role: str, rights: str) -> list[str]:
+def key_grants(place: TableNames, role: str, rights: str) -> list[str]:
     """Return the rights that a role needs for something it does with idempotency keys."""
     asked = [f"GRANT {rights} ON {place.name('idempotency_key')} TO {role}"]
     asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")

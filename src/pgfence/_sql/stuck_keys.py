@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 _TIMES = ", ".join(map(number, ("k.created_at", "k.locked_until", "k.expires_at")))
 _ROW = (
@@ -61,7 +61,7 @@ _AUDIT = (
 )
 
 
-class Row(NamedTuple):
+class StuckKeyRow(NamedTuple):
     """A key as it stands in the table, without what is stored under it."""
 
     scope: str
@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StuckKeyQuery:
     """Which keys are wanted.
 
     Attributes:
@@ -89,7 +89,7 @@ class Look:
         older: seconds since their claim.
     """
 
-    place: Place
+    place: TableNames
     namespace: str
     prefix: str
     older: float
@@ -100,7 +100,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FreeKeyRequest:
     """What is to be done.
 
     Attributes:
@@ -112,12 +112,12 @@ class Order:
         only: free it only if this attempt is still the newest; None frees whatever is found.
     """
 
-    place: Place
+    place: TableNames
     scope: str
     key: str
     reason: str
     actor: str
-    only: Row | None = None
+    only: StuckKeyRow | None = None
 
     def __str__(self) -> str:
         return f"the idempotency key {self.key!r} of scope {self.scope.rpartition(SEPARATOR)[2]!r}"
@@ -140,20 +140,20 @@ class Order:
         return translated(error, self.place, NEEDED, "SELECT, UPDATE")
 
 
-def look(connection: Connection, wanted: Look) -> list[Row]:
+def look(connection: Connection, wanted: StuckKeyQuery) -> list[StuckKeyRow]:
     """Return the keys that are wanted, the oldest first."""
     begin = wanted.namespace + SEPARATOR if wanted.namespace else ""
     values = (begin + wanted.prefix, len(begin) + 1, wanted.older)
     return [_read(row) for row in _run(connection, wanted.place, _ROW + _LOOK, *values)]
 
 
-def find(connection: Connection, order: Order) -> Row | None:
+def find(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
     """Return one key; None if nobody has begun it, or it is finished or free."""
     row = _run(connection, order.place, _ROW + _ONE, order.scope, order.key).one_or_none()
     return None if row is None else _read(row)
 
 
-def free(connection: Connection, order: Order) -> Row | None:
+def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
     """Set a key free and write that down, in a transaction of its own on a connection at READ COMMITTED.
 
     Returns:
@@ -183,23 +183,23 @@ def free(connection: Connection, order: Order) -> Row | None:
         ) from error
 
 
-def _locked(connection: Connection, order: Order) -> Row | None:
+def _locked(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
     row = _run(connection, order.place, _ROW + _ONE + " FOR NO KEY UPDATE", order.scope, order.key).one_or_none()
     return None if row is None else _read(row)
 
 
-def _read(row: Sequence[Any]) -> Row:
+def _read(row: Sequence[Any]) -> StuckKeyRow:
     *known, since, locked_until, expires_at, running = row
-    return Row._make((*known, moment(since), moment(locked_until), moment(expires_at), running))
+    return StuckKeyRow._make((*known, moment(since), moment(locked_until), moment(expires_at), running))
 
 
-def _detail(found: Row) -> str:
+def _detail(found: StuckKeyRow) -> str:
     known = ("attempt", "steps", "owner", "host", "pid", "running")
     times = {name: getattr(found, name).isoformat() for name in ("since", "locked_until", "expires_at")}
     return json.dumps({name: getattr(found, name) for name in known} | times)
 
 
-def _run(connection: Connection, place: Place, text: str, *args: Any) -> Any:
+def _run(connection: Connection, place: TableNames, text: str, *args: Any) -> Any:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}

@@ -11,7 +11,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from pgfence._sql.columns import added_columns, column_types, define, dialect
 from pgfence._sql.encoding import sending
-from pgfence._sql.storage import KEYS, VERSION, WHERE, Place, block, function_texts, quoted
+from pgfence._sql.storage import KEYS, VERSION, WHERE, TableNames, block, function_texts, quoted
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -41,7 +41,7 @@ _HALF_FULL = ("lease", "gate", "slot")
 
 
 @cache
-def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
+def creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]:
     """Return the statements that make what is missing of tables and functions up to a version, in order.
 
     Run twice they change nothing, and an older version becomes this one.
@@ -60,7 +60,7 @@ def creation(place: Place, version: int = VERSION) -> tuple[str, ...]:
     )
 
 
-def _creating(place: Place, function: str, version: int) -> str:
+def _creating(place: TableNames, function: str, version: int) -> str:
     """Return the statement that creates a function; a body that a later version replaces does not go over that one."""
     body = function_texts(place, version)[function]
     if body == function_texts(place)[function]:
@@ -78,7 +78,7 @@ def _unless(there: str, made: str, end: str = "END") -> str:
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
 
 
-def _adding(place: Place, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _adding(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the statement that adds the columns that tables lack, if any may lack some."""
     return _altering(
         place,
@@ -87,7 +87,7 @@ def _adding(place: Place, columns: Mapping[str, Sequence[str]]) -> tuple[str, ..
     )
 
 
-def _dropping(place: Place, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _dropping(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the statement that drops columns of tables, if there are any."""
     return _altering(
         place,
@@ -96,14 +96,14 @@ def _dropping(place: Place, columns: Mapping[str, Sequence[str]]) -> tuple[str, 
     )
 
 
-def _has_column(place: Place, table: str, column: str) -> str:
+def _has_column(place: TableNames, table: str, column: str) -> str:
     return (
         "EXISTS (SELECT FROM pg_catalog.pg_attribute AS a WHERE a.attrelid ="
         f" pg_catalog.to_regclass({literal(place.name(table))}) AND a.attname = {literal(column)} AND NOT a.attisdropped)"
     )
 
 
-def _altering(place: Place, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _altering(place: TableNames, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return a statement that alters tables if one of the conditions holds; none if there is nothing to change.
 
     ALTER TABLE waits for every open transaction that has used the table, and everything that comes after waits behind it,
@@ -134,13 +134,13 @@ def _schema(name: str) -> str:
     return _unless(there, f"CREATE SCHEMA IF NOT EXISTS {called}")
 
 
-def _index(place: Place, index: Index) -> str:
+def _index(place: TableNames, index: Index) -> str:
     name = place.name(str(index.name).removeprefix(place.prefix))
     made = str(CreateIndex(index, if_not_exists=True).compile(dialect=dialect())).strip()
     return _unless(f"pg_catalog.to_regclass({literal(name)}) IS NOT NULL", made)
 
 
-def _trigger(place: Place) -> str:
+def _trigger(place: TableNames) -> str:
     """Return what keeps a transaction from committing while a key that it claimed has no result."""
     table, name = place.name("idempotency_key"), place.prefix + "unfinished_key"
     return _unless(
@@ -153,12 +153,12 @@ def _trigger(place: Place) -> str:
     )
 
 
-def script(place: Place) -> str:
+def script(place: TableNames) -> str:
     """Return `creation` as a text for psql, in one transaction."""
     return "".join(f"{statement};\n\n" for statement in ("BEGIN", *creation(place), "COMMIT"))
 
 
-def removal(place: Place) -> tuple[str, ...]:
+def removal(place: TableNames) -> tuple[str, ...]:
     """Return the statements that drop functions and tables, in order."""
     return (
         f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
@@ -167,7 +167,7 @@ def removal(place: Place) -> tuple[str, ...]:
     )
 
 
-def lowering(place: Place, version: int) -> tuple[str, ...]:
+def lowering(place: TableNames, version: int) -> tuple[str, ...]:
     """Return the statements that drop what came after a version, with what is in it, in order."""
     kept, older = column_types(version), function_texts(place, version)
     tables = [name for name in column_types() if name not in kept]
@@ -183,7 +183,7 @@ def lowering(place: Place, version: int) -> tuple[str, ...]:
 
 
 @cache
-def functions(place: Place, above: int = 0) -> tuple[str, ...]:
+def functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
     """Return the quoted names of our functions; with `above` only of those that came after that version."""
     older = function_texts(place, above)
     return tuple(place.name(name) for name in function_texts(place) if name not in older)
@@ -196,7 +196,7 @@ def literal(value: str) -> str:
 
 
 @cache
-def checking(place: Place, version: int = 1) -> str:
+def checking(place: TableNames, version: int = 1) -> str:
     """Return the statement that asks whether all of a version is there.
 
     Its one row is for `judged`; an error of it for `translated`. Without a version, what leases need.
@@ -218,7 +218,7 @@ def checking(place: Place, version: int = 1) -> str:
     )
 
 
-def _schema_of(place: Place) -> str:
+def _schema_of(place: TableNames) -> str:
     """Return the expression for the schema in which an installation is found."""
     return (
         "(SELECT n.nspname::text FROM pg_catalog.pg_class AS c"
@@ -227,7 +227,7 @@ def _schema_of(place: Place) -> str:
     )
 
 
-def judged(row: Sequence[Any], place: Place, version: int = 1) -> SchemaError | None:
+def judged(row: Sequence[Any], place: TableNames, version: int = 1) -> SchemaError | None:
     """Return what the answer to `checking` says against using this place; None if nothing does."""
     found, wrong, *there = row
     where = place.where(*there)
@@ -242,7 +242,7 @@ def judged(row: Sequence[Any], place: Place, version: int = 1) -> SchemaError | 
     return None if wrong is None else _differing(wrong, where, place, found, version)
 
 
-def _differing(wrong: str, where: str, place: Place, found: int, version: int) -> SchemaError:
+def _differing(wrong: str, where: str, place: TableNames, found: int, version: int) -> SchemaError:
     """Return the error of tables that lack something, or differ, and whether `pgfence install` repairs that."""
     parts = [re.fullmatch(r"(\w+)(?:\.(\w+))? is (.+)", part) for part in wrong.split(", ")]
     tables = [part[1] for part in parts if part and part[2] is None]
@@ -274,13 +274,13 @@ def _is_added(part: re.Match[str], version: int) -> bool:
     return part[3] == "missing" and part[2] in added
 
 
-def _restoring(place: Place, table: str, column: str, found: str, version: int) -> str:
+def _restoring(place: TableNames, table: str, column: str, found: str, version: int) -> str:
     kind = column_types(version)[table][column]
     how = f"ADD COLUMN {column} {kind}" if found == "missing" else f"ALTER COLUMN {column} TYPE {kind}"
     return f"ALTER TABLE {place.name(table)} {how}"
 
 
-def verify(connection: Connection, place: Place, version: int = VERSION) -> SchemaError | None:
+def verify(connection: Connection, place: TableNames, version: int = VERSION) -> SchemaError | None:
     """Ask the server whether tables and version are those that this release makes, or older ones. One round trip.
 
     Raises:
@@ -289,7 +289,7 @@ def verify(connection: Connection, place: Place, version: int = VERSION) -> Sche
     return judged(plainly(connection, checking(place, version)).one(), place, version)
 
 
-def installed(connection: Connection, place: Place, version: int = VERSION) -> bool:
+def installed(connection: Connection, place: TableNames, version: int = VERSION) -> bool:
     """Return whether tables and functions of a version are there, without an error in the caller's transaction."""
     newer = functions(place, version)
     names = ", ".join(literal(name) for name in functions(place) if name not in newer)
@@ -301,7 +301,7 @@ def installed(connection: Connection, place: Place, version: int = VERSION) -> b
     return bool(there) and verify(connection, place, version) is None
 
 
-def settled(connection: Connection, place: Place) -> Place:
+def settled(connection: Connection, place: TableNames) -> TableNames:
     """Return the place with its schema: where the search path finds an installation, else where it would make one.
 
     What the functions call is written with that schema, so that a writer with another search path meets the same gate.
@@ -319,30 +319,30 @@ def settled(connection: Connection, place: Place) -> Place:
             needed=VERSION,
             command=f"{place.command} --schema <schema>",
         )
-    return Place(schema, place.prefix)
+    return TableNames(schema, place.prefix)
 
 
-def create(connection: Connection, place: Place, version: int = VERSION) -> None:
+def create(connection: Connection, place: TableNames, version: int = VERSION) -> None:
     """Make what is missing, or raise an older version. Whoever calls it at the same time waits until this transaction ends."""
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     if not installed(connection, place, version):
         _execute(connection, place, creation(place, version), version)
 
 
-def lower(connection: Connection, place: Place, version: int) -> None:
+def lower(connection: Connection, place: TableNames, version: int) -> None:
     """Go back to an older version, likewise."""
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _execute(connection, place, lowering(place, version), version)
 
 
-def _execute(connection: Connection, place: Place, statements: Sequence[str], version: int) -> None:
+def _execute(connection: Connection, place: TableNames, statements: Sequence[str], version: int) -> None:
     for statement in statements:
         plainly(connection, statement)
     if (error := verify(connection, place, version)) is not None:
         raise error
 
 
-def drop(connection: Connection, place: Place) -> None:
+def drop(connection: Connection, place: TableNames) -> None:
     """Drop what is there."""
     plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     for statement in removal(place):

@@ -22,13 +22,13 @@ from pgfence._sql.params import call
 from pgfence._sql.sqlstate import READ_ONLY, sqlstate
 from pgfence._sql.storage import LEASES, translated
 from pgfence.errors import TransactionStateError
-from pgfence.keys import shown
+from pgfence.keys import display_name
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.errors import PgfenceError
     from pgfence.keys import LockKey
     from pgfence.types import Holder
@@ -46,7 +46,7 @@ class TokenSql(LockSql):
 
     __slots__ = ("lock_text", "name", "place")
 
-    def __init__(self, key: LockKey, name: str, place: Place, style: Style) -> None:
+    def __init__(self, key: LockKey, name: str, place: TableNames, style: ParamStyle) -> None:
         super().__init__((key,), style)
         self.name = name
         """Under which its token stands in the table."""
@@ -55,7 +55,7 @@ class TokenSql(LockSql):
         self.lock_text = f"SELECT {asked}"
 
     @property
-    def row(self) -> tuple[Place, str]:
+    def row(self) -> tuple[TableNames, str]:
         """The row of the lease table that they use."""
         return self.place, self.name
 
@@ -73,7 +73,7 @@ class TokenSql(LockSql):
             if (told := self.meaning(error)) is None:
                 raise
             raise told from error
-        found = [activity.lease_holder(shown(self.name), row) for row in leases]
+        found = [activity.lease_holder(display_name(self.name), row) for row in leases]
         sessions = activity.with_token(super().holders(connection), found)
         return sessions + [one for one in found if one.kind != "session lock"]
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, CursorResult
     from sqlalchemy.engine import RootTransaction
 
-    from pgfence._sql.params import Style
+    from pgfence._sql.params import ParamStyle
     from pgfence.keys import LockKey
 
 _PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False, "yield_per": None})
@@ -63,7 +63,7 @@ _RELEASE = "RELEASE SAVEPOINT pgfence_lock"
 _ROLLBACK_TO = "ROLLBACK TO SAVEPOINT pgfence_lock"
 
 
-class Answer(NamedTuple):
+class LockResult(NamedTuple):
     """What the server says to a request.
 
     Attributes:
@@ -78,7 +78,7 @@ class Answer(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def _request(style: Style, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:
+def _request(style: ParamStyle, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:
     call = "pg_catalog.pg_try_advisory_xact_lock" + ("_shared" if shared else "")
     marks = iter(f"${n + 1}" if style == "numeric" else "%s" for n in range(2 * len(spaces)))
     branches = ["pg_catalog.pg_is_in_recovery() THEN -1"]
@@ -92,7 +92,7 @@ def _request(style: Style, spaces: tuple[str, ...], shared: bool, stale_snapshot
 
 
 @lru_cache(maxsize=8)
-def _wait(style: Style, shared: bool) -> str:
+def _wait(style: ParamStyle, shared: bool) -> str:
     marks = [f"${n + 1}" if style == "numeric" else "%s" for n in range(5)]
     return _WAIT.format(*marks, lock="pg_advisory_xact_lock" + ("_shared" if shared else ""))
 
@@ -145,15 +145,17 @@ def _seen(connection: Connection) -> bool:
     )
 
 
-def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> Answer:
+def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> LockResult:
     """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
     build = _request if len(keys) <= _KEPT else _request.__wrapped__
     text = build(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
     taken, statement_timeout, lock_timeout = send(connection, text, _values(keys)).scalar_one().split(" ")
-    return Answer(int(taken), statement_timeout, lock_timeout)
+    return LockResult(int(taken), statement_timeout, lock_timeout)
 
 
-def wait(connection: Connection, keys: Sequence[LockKey], answer: Answer, *, shared: bool, milliseconds: int) -> None:
+def wait(
+    connection: Connection, keys: Sequence[LockKey], answer: LockResult, *, shared: bool, milliseconds: int
+) -> None:
     """Wait for the keys in their order, inside our savepoint, and put the caller's settings back.
 
     Args:

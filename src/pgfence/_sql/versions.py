@@ -6,7 +6,7 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pgfence._sql.storage import Place, quoted
+from pgfence._sql.storage import TableNames, quoted
 from pgfence._sql.tables import literal, plainly
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
@@ -25,12 +25,12 @@ _LONGEST = 63
 _INTEGERS = ("smallint", "integer", "bigint")
 
 
-def trigger_name(place: Place) -> str:
+def trigger_name(place: TableNames) -> str:
     """Return what the trigger is called, not quoted."""
     return place.prefix + "version"
 
 
-def function_name(place: Place, column: str) -> str:
+def function_name(place: TableNames, column: str) -> str:
     """Return the quoted name of the function: one for each name of a column, since plpgsql wants it spelled out."""
     name = "version_v1" if column == "version" else f"version_v1_{column}"
     if len((place.prefix + name).encode()) > _LONGEST:
@@ -38,7 +38,7 @@ def function_name(place: Place, column: str) -> str:
     return place.name(name)
 
 
-def creation(place: Place, table: str, column: str) -> tuple[str, ...]:
+def creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
     """Return the statements that make function and trigger; run twice they change nothing.
 
     Args:
@@ -59,7 +59,7 @@ def _body(counted: str) -> str:
     return f"BEGIN NEW.{counted} := COALESCE(OLD.{counted}, 0) + 1; RETURN NEW; END"
 
 
-def removal(place: Place, table: str) -> str:
+def removal(place: TableNames, table: str) -> str:
     """Return the statement that drops the trigger. Its function stays: other tables may use it."""
     return f"DROP TRIGGER IF EXISTS {quoted(trigger_name(place))} ON {table}"
 
@@ -72,7 +72,7 @@ def backfill(table: str, column: str) -> str:
     )
 
 
-def add(connection: Connection, place: Place, target: Target, column: str) -> None:
+def add(connection: Connection, place: TableNames, target: Target, column: str) -> None:
     """Put the trigger on a table, unless it is there.
 
     Raises:
@@ -98,7 +98,7 @@ def add(connection: Connection, place: Place, target: Target, column: str) -> No
         plainly(connection, statement)
 
 
-def _is_made(connection: Connection, place: Place, column: str) -> bool:
+def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
     """Return whether the function is there as it would be made: only its owner could make it again."""
     found = plainly(
         connection,
@@ -109,7 +109,7 @@ def _is_made(connection: Connection, place: Place, column: str) -> bool:
     return bool(found.scalar_one())
 
 
-def drop(connection: Connection, place: Place, target: Target) -> None:
+def drop(connection: Connection, place: TableNames, target: Target) -> None:
     """Take the trigger off a table; none there is no error, and a partition keeps that of its parent.
 
     Raises:
@@ -123,7 +123,7 @@ def drop(connection: Connection, place: Place, target: Target) -> None:
     plainly(connection, removal(place, target.quoted))
 
 
-def _found(connection: Connection, place: Place, target: Target) -> Any:
+def _found(connection: Connection, place: TableNames, target: Target) -> Any:
     """Return the function of the trigger that has our name, quoted, and whether it is switched on; None if there is none."""
     found = plainly(
         connection,

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
-from pgfence._api.contexts import AsyncBlock, no_engine
+from pgfence._api.cancel_on_loss import CancelOnLoss
+from pgfence._api.contexts import AsyncSafeContext, no_engine
 from pgfence._api.handles import AsyncHeld, given_back, lent
-from pgfence._api.locks import AH, AsyncVerbs, Watching
+from pgfence._api.locks import AH, AsyncLockBase
 from pgfence._locks import manager_async
 from pgfence._process.lifecycle import PROCESS
-from pgfence.advisory._named import Named, expect_no_session, lock_engine, look
+from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look
 from pgfence.config import config_of
 from pgfence.fence.handles import AsyncFencedHeld
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
     from pgfence._holds.hold import Hold
-    from pgfence._locks.manager_async import AsyncDomain
+    from pgfence._locks.manager_async import AsyncLockManager
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.keys import Name
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
 
 
-class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
+class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
     """A session-level advisory lock: exclusive, by name, on a connection of its own; the async twin of `AdvisoryLock`.
 
     ::
@@ -92,8 +93,8 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             )
         super().__init__(engine, names, namespace, token)
 
-    def _handle(self, domain: AsyncDomain, hold: Hold[Any]) -> AH:
-        return (AsyncFencedHeld if self._token else AsyncHeld)(domain, hold)  # type: ignore[return-value]
+    def _handle(self, manager: AsyncLockManager, hold: Hold[Any]) -> AH:
+        return (AsyncFencedHeld if self._token else AsyncHeld)(manager, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -103,8 +104,8 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         Raises:
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
-        domain, sql, on = self._place()
-        return await domain.acquire(self._labels, sql, 0.0, self._handle, on=on)
+        manager, sql, on = self._place()
+        return await manager.acquire(self._labels, sql, 0.0, self._handle, on=on)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
         """Wait until the lock is held.
@@ -124,11 +125,11 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
-        domain, sql, on = self._place()
-        handle = await domain.acquire(self._labels, sql, timeout, self._handle, on=on)
+        manager, sql, on = self._place()
+        handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
-            raise domain.timed_out(
-                domain.request(self._labels, sql, manager_async.contender(), 0.0), await self._seen()
+            raise manager.timed_out(
+                manager.request(self._labels, sql, manager_async.contender(), 0.0), await self._seen()
             )
         return handle
 
@@ -147,17 +148,17 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
         """
         if hasattr(self._engine, "sync_connection"):
             raise TypeError("connect() opens a connection of its own: make the lock with an AsyncEngine")
-        return AsyncBlock(self._connect(timeout))
+        return AsyncSafeContext(self._connect(timeout))
 
     @asynccontextmanager
     async def _connect(self, timeout: Seconds | None) -> AsyncIterator[AsyncConnection]:
-        domain, _, _ = self._place()
+        manager, _, _ = self._place()
         handle = await self.acquire(timeout=timeout)
         hold: Any = handle._hold
-        watching = Watching()
+        watching = CancelOnLoss()
         watching.start(handle)
         async with watching:
-            connection = await hold.session.lend(domain.engine, domain.async_engine)
+            connection = await hold.session.as_user_connection(manager.engine, manager.async_engine)
             inner = connection.sync_connection
             lent(inner, handle)
             try:
@@ -173,10 +174,10 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             UnreachableError: there is no server.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
-        domain, sql, on = self._place()
-        return await domain.holders(sql) if on is None else await on.run_sync(look, sql.keys)
+        manager, sql, on = self._place()
+        return await manager.holders(sql) if on is None else await on.run_sync(look, sql.keys)
 
-    def _place(self) -> tuple[AsyncDomain, LockSql, AsyncConnection | None]:
+    def _place(self) -> tuple[AsyncLockManager, LockSql, AsyncConnection | None]:
         engine = self._engine
         found = self._found
         if (
@@ -188,14 +189,14 @@ class AsyncAdvisoryLock(Named, AsyncVerbs[AH]):
             return *found, None
         if hasattr(engine, "sync_connection"):
             config = config_of(engine, pin=True)
-            domain = manager_async.domain_of(engine.engine, config)
-            return domain, self._in_terms_of(engine, config, domain.style), engine
+            manager = manager_async.manager_for(engine.engine, config)
+            return manager, self._in_terms_of(engine, config, manager.style), engine
         if not hasattr(engine, "sync_engine"):
             engine = engine()
         if not hasattr(engine, "sync_engine"):
             raise no_engine("AsyncAdvisoryLock", engine, twin="AdvisoryLock", asynchronous=True)
         config = config_of(engine, pin=True)
-        domain = manager_async.domain_of(lock_engine(engine, config), config)
-        sql = self._in_terms_of(engine, config, domain.style)
-        self._found = domain, sql
-        return domain, sql, None
+        manager = manager_async.manager_for(lock_engine(engine, config), config)
+        sql = self._in_terms_of(engine, config, manager.style)
+        self._found = manager, sql
+        return manager, sql, None

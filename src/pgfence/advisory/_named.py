@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from pgfence._api.contexts import is_factory, kinds
+from pgfence._api.contexts import is_factory, loaded_classes
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
-from pgfence._sql.storage import place_of
+from pgfence._sql.storage import table_names
 from pgfence._sql.token import TokenSql
-from pgfence.keys import resolve, stored
+from pgfence.keys import qualified_name, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.config import Config
     from pgfence.keys import LockKey, Name
     from pgfence.types import Holder
@@ -35,11 +35,11 @@ def expect_no_session(engine: object) -> None:
         TypeError: it is a session, a scoped session or a factory of sessions, sync or async.
     """
     if hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_factory(engine):
-        theirs = kinds("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session", "async_sessionmaker")
+        theirs = loaded_classes("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session", "async_sessionmaker")
         raise TypeError(THREE_WAYS.format("Async" if isinstance(engine, theirs) else ""))
 
 
-class Named:
+class LockNames:
     """What both twins know: where to lock, and on which names."""
 
     _engine: Any
@@ -47,10 +47,10 @@ class Named:
     _namespace: str | None
     _token: bool
     _labels: tuple[str, ...]
-    _made: tuple[str, Style, Place | None, LockSql]
+    _made: tuple[str, ParamStyle, TableNames | None, LockSql]
     """The statements, and what they were made with: namespace, style, and where our tables are if they are needed."""
     _found: tuple[Any, LockSql] | None = None
-    """The domain that was found last, and the statements for it, for an engine that is its own lock engine."""
+    """The manager that was found last, and the statements for it, for an engine that is its own lock engine."""
 
     def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None, token: bool) -> None:
         self._engine = engine
@@ -65,13 +65,13 @@ class Named:
 
     def _named(self, names: Sequence[Name]) -> Self:
         other = object.__new__(type(self))
-        Named.__init__(other, self._engine, names, self._namespace, self._token)
+        LockNames.__init__(other, self._engine, names, self._namespace, self._token)
         return other
 
-    def _in_terms_of(self, engine: Any, config: Config, style: Style) -> LockSql:
+    def _in_terms_of(self, engine: Any, config: Config, style: ParamStyle) -> LockSql:
         """The statements for this engine's namespace, driver and tables, made once."""
         namespace = config.namespace if self._namespace is None else self._namespace
-        place = place_of(engine) if self._token else None
+        place = table_names(engine) if self._token else None
         made = self._made
         if made[:3] != (namespace, style, place):
             keys = resolve(self._names, namespace)
@@ -91,7 +91,7 @@ class Named:
         """
         if len(self._names) != 1:
             raise ValueError("token=True takes exactly one name: a token belongs to one resource")
-        return stored(self._names[0], namespace, "the name of a lock with a token")
+        return qualified_name(self._names[0], namespace, "the name of a lock with a token")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"

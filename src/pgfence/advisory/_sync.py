@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
-from pgfence._api.contexts import Block, no_engine
+from pgfence._api.contexts import SafeContext, no_engine
 from pgfence._api.handles import Held, given_back, lent
-from pgfence._api.locks import H, Verbs
+from pgfence._api.locks import H, LockBase
 from pgfence._locks import manager_sync
 from pgfence._process.lifecycle import PROCESS
-from pgfence.advisory._named import Named, expect_no_session, lock_engine, look
+from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look
 from pgfence.config import config_of
 from pgfence.fence.handles import FencedHeld
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session
 
     from pgfence._holds.hold import Hold
-    from pgfence._locks.manager_sync import SyncDomain
+    from pgfence._locks.manager_sync import SyncLockManager
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.keys import Name
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     EngineSource: TypeAlias = Engine | Callable[[], Engine]
 
 
-class AdvisoryLock(Named, Verbs[H]):
+class AdvisoryLock(LockNames, LockBase[H]):
     """A session-level advisory lock: exclusive, by name, on a connection of its own.
 
     ::
@@ -111,8 +111,8 @@ class AdvisoryLock(Named, Verbs[H]):
             )
         super().__init__(engine, names, namespace, token)
 
-    def _handle(self, domain: SyncDomain, hold: Hold[Any]) -> H:
-        return (FencedHeld if self._token else Held)(domain, hold)  # type: ignore[return-value]
+    def _handle(self, manager: SyncLockManager, hold: Hold[Any]) -> H:
+        return (FencedHeld if self._token else Held)(manager, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -122,8 +122,8 @@ class AdvisoryLock(Named, Verbs[H]):
         Raises:
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
-        domain, sql, on = self._place()
-        return domain.acquire(self._labels, sql, 0.0, self._handle, on=on)
+        manager, sql, on = self._place()
+        return manager.acquire(self._labels, sql, 0.0, self._handle, on=on)
 
     def acquire(self, *, timeout: Seconds | None = None) -> H:
         """Wait until the lock is held.
@@ -144,10 +144,10 @@ class AdvisoryLock(Named, Verbs[H]):
             TransactionStateError: the caller's own connection is in a transaction or a pipeline.
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
-        domain, sql, on = self._place()
-        handle = domain.acquire(self._labels, sql, timeout, self._handle, on=on)
+        manager, sql, on = self._place()
+        handle = manager.acquire(self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
-            raise domain.timed_out(domain.request(self._labels, sql, manager_sync.contender(), 0.0), self._seen())
+            raise manager.timed_out(manager.request(self._labels, sql, manager_sync.contender(), 0.0), self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
@@ -167,15 +167,15 @@ class AdvisoryLock(Named, Verbs[H]):
         """
         if isinstance(self._engine, Connection):
             raise TypeError("connect() opens a connection of its own: make the lock with an Engine")
-        return Block(self._connect(timeout))
+        return SafeContext(self._connect(timeout))
 
     @contextmanager
     def _connect(self, timeout: Seconds | None) -> Iterator[Connection]:
-        domain, _, _ = self._place()
+        manager, _, _ = self._place()
         handle = self.acquire(timeout=timeout)
         hold: Any = handle._hold
         try:
-            connection = hold.session.lend(domain.engine)
+            connection = hold.session.as_user_connection(manager.engine)
             lent(connection, handle)
             yield connection
         except BaseException as exc:
@@ -192,27 +192,27 @@ class AdvisoryLock(Named, Verbs[H]):
             UnreachableError: there is no server.
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
-        domain, sql, on = self._place()
-        return domain.holders(sql) if on is None else look(on, sql.keys)
+        manager, sql, on = self._place()
+        return manager.holders(sql) if on is None else look(on, sql.keys)
 
-    def _place(self) -> tuple[SyncDomain, LockSql, Connection | None]:
+    def _place(self) -> tuple[SyncLockManager, LockSql, Connection | None]:
         engine = self._engine
         found = self._found
         if found is not None and found[0].engine is engine and found[0].pid == PROCESS.pid:
             return *found, None
         if isinstance(engine, Connection):
             config = config_of(engine, pin=True)
-            domain = manager_sync.domain_of(engine.engine, config)
-            return domain, self._in_terms_of(engine, config, domain.style), engine
+            manager = manager_sync.manager_for(engine.engine, config)
+            return manager, self._in_terms_of(engine, config, manager.style), engine
         if not isinstance(engine, Engine):
             engine = engine()
         if not isinstance(engine, Engine) or engine.dialect.is_async:
             raise no_engine("AdvisoryLock", engine, twin="AsyncAdvisoryLock", asynchronous=False)
         config = config_of(engine, pin=True)
-        domain = manager_sync.domain_of(lock_engine(engine, config), config)
-        sql = self._in_terms_of(engine, config, domain.style)
-        self._found = domain, sql
-        return domain, sql, None
+        manager = manager_sync.manager_for(lock_engine(engine, config), config)
+        sql = self._in_terms_of(engine, config, manager.style)
+        self._found = manager, sql
+        return manager, sql, None
 
 
 def _close(session: Any, connection: Connection | None) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from pgfence._sql.encoding import TextError
 from pgfence.cli.app import app
-from pgfence.cli.codes import Code, Finish, MisuseError
-from pgfence.cli.report import Speaker
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.report import Console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         app(args=words or ["--help"], prog_name="pgfence")
-    except Finish as end:
+    except CommandExit as end:
         return end.code
     except (MisuseError, TextError) as error:
-        Speaker().warn(str(error))
+        Console().warn(str(error))
         return Code.MISUSE
     except SystemExit as end:
         # The parser's own: 0 after --help and --version, 2 for words it cannot use.

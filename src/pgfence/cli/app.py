@@ -14,11 +14,11 @@ import typer
 from typer.core import TyperCommand
 
 from pgfence.cli import evict, init, install, keys, purge
-from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.locks import Terms
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
-from pgfence.cli.report import Speaker
-from pgfence.cli.run import OnLost, OnUnreachable, Options, Pooler
+from pgfence.cli.report import Console
+from pgfence.cli.run import OnLost, OnUnreachable, Pooler, RunOptions
 from pgfence.cli.run import run as run_guarded
 from pgfence.cli.supervise import has_terminal
 from pgfence.keys import LockKey
@@ -129,7 +129,7 @@ def run(
         raise MisuseError("give --wait or --nonblock, not both")
     terms = Terms(lease=lease, once_per=once_per, tz=tz, ttl=ttl, min_hold=min_hold, max_hold=max_hold)
     terms.check()
-    options = Options(
+    options = RunOptions(
         name=name,
         command=command,
         dsn=dsn,
@@ -145,7 +145,7 @@ def run(
         grace=_seconds(grace, "--grace"),
         terms=terms,
     )
-    _perform(options, Speaker(quiet=quiet, verbose=verbose), as_json=as_json)
+    _perform(options, Console(quiet=quiet, verbose=verbose), as_json=as_json)
 
 
 def _when_busy(on_busy: OnBusy, code: int | None) -> int:
@@ -156,7 +156,7 @@ def _when_busy(on_busy: OnBusy, code: int | None) -> int:
     return Code.BUSY if code is None else code
 
 
-def _perform(options: Options, speaker: Speaker, *, as_json: bool) -> NoReturn:
+def _perform(options: RunOptions, speaker: Console, *, as_json: bool) -> NoReturn:
     _fill_standard_descriptors()
     report = run_guarded(options, speaker, os.environ)
     if as_json:
@@ -167,7 +167,7 @@ def _perform(options: Options, speaker: Speaker, *, as_json: bool) -> NoReturn:
         # By this a shell knows that Ctrl-C was meant for its loop or script too. Its $? is the same.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    raise Finish(report.exit_code)
+    raise CommandExit(report.exit_code)
 
 
 @app.command(
@@ -186,11 +186,11 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object on stdout.")] = False,
 ) -> None:
     """Watch real processes move money on a real server: without a lock, with each of them, with holders killed."""
-    from pgfence.cli.demo import Options as DemoOptions
+    from pgfence.cli.demo import DemoOptions
     from pgfence.cli.demo import demo as play
 
     options = DemoOptions(dsn=dsn, seconds=seconds, processes=processes, keep=keep, as_json=as_json)
-    raise Finish(play(options, Speaker()))
+    raise CommandExit(play(options, Console()))
 
 
 install.register(app)

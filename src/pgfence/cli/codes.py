@@ -37,7 +37,7 @@ class MisuseError(Exception):
     """The user has to change something on the command line or in the environment; the message says what."""
 
 
-class Finish(Exception):
+class CommandExit(Exception):
     """Ends a command with an exit code."""
 
     def __init__(self, code: int) -> None:

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._demo.runner import Outcome
-    from pgfence.cli.report import Speaker
+    from pgfence.cli.report import Console
 
 _MOST_PROCESSES = 32
 _LEAST_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """What the user wants.
 
     Attributes:
@@ -54,7 +54,7 @@ class Options:
     as_json: bool
 
 
-class Interrupted(KeyboardInterrupt):
+class DemoInterrupted(KeyboardInterrupt):
     """A signal asks for the end. As its base class, no `except Exception` on the way takes it for an error."""
 
     def __init__(self, signum: int) -> None:
@@ -62,7 +62,7 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-def demo(options: Options, speaker: Speaker) -> int:
+def demo(options: DemoOptions, speaker: Console) -> int:
     """Play the demo, show what came of it, and return the exit code.
 
     Raises:
@@ -75,7 +75,7 @@ def demo(options: Options, speaker: Speaker) -> int:
     try:
         with _signals():
             return _played(options, speaker)
-    except Interrupted as stop:
+    except DemoInterrupted as stop:
         return Code.SIGNAL + stop.signum
     except LockTimeoutError:
         speaker.warn("another demo is being played in this database")
@@ -91,7 +91,7 @@ def demo(options: Options, speaker: Speaker) -> int:
         return Code.UNAVAILABLE
 
 
-def _played(options: Options, speaker: Speaker) -> int:
+def _played(options: DemoOptions, speaker: Console) -> int:
     begin = clock()
     with ExitStack() as stack:
         # Without the driver's name: whichever is installed will do.
@@ -106,7 +106,7 @@ def _played(options: Options, speaker: Speaker) -> int:
     return outcome.verdict
 
 
-def _show(outcome: Outcome, options: Options, seconds: float) -> None:
+def _show(outcome: Outcome, options: DemoOptions, seconds: float) -> None:
     if not options.as_json:
         show(outcome)
         return
@@ -115,14 +115,14 @@ def _show(outcome: Outcome, options: Options, seconds: float) -> None:
     print(json.dumps(outcome.as_data() | asked | answer, indent=2), flush=True)
 
 
-def _keep(engine: Engine, options: Options, speaker: Speaker) -> None:
+def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
     if options.dsn is not None:
         speaker.tell(
             f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them"
         )
         return
     speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {psql(engine)}\n")
-    with suppress(Interrupted):
+    with suppress(DemoInterrupted):
         threading.Event().wait()
 
 
@@ -134,7 +134,7 @@ def _signals() -> Iterator[None]:
     def interrupt(signum: int, _frame: FrameType | None) -> NoReturn:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
-        raise Interrupted(signum)
+        raise DemoInterrupted(signum)
 
     before = {number: signal.signal(number, interrupt) for number in numbers}
     try:

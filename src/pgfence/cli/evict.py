@@ -12,9 +12,9 @@ import typer
 
 from pgfence._admin import requests
 from pgfence._sql import evict as statements
-from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
-from pgfence.cli.report import Speaker, as_data
+from pgfence.cli.report import Console, as_data
 from pgfence.cli.server import engine_from, settle
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
@@ -65,12 +65,12 @@ def evict(
     elif report.code in {Code.OK, Code.NOBODY}:
         print("\n".join(report.lines))
     else:
-        Speaker().warn(" ".join(report.lines))
-    raise Finish(report.code)
+        Console().warn(" ".join(report.lines))
+    raise CommandExit(report.code)
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _EvictionReport:
     """How it went.
 
     Attributes:
@@ -111,29 +111,29 @@ class _Eviction:
         except ValueError as error:
             raise MisuseError(str(error)) from None
 
-    def run(self, *, dry_run: bool, yes: bool) -> _Report:
+    def run(self, *, dry_run: bool, yes: bool) -> _EvictionReport:
         if not (dry_run or yes or sys.stdin.isatty()):
             raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
         try:
             seen = requests.perform(self._engine, statements.look, self._order)
             if seen.token is None and not seen.holders:
-                return _Report(
+                return _EvictionReport(
                     "nobody",
                     Code.NOBODY,
                     [f"No lease and no session has the name {self._name!r}: nothing to evict."],
                     seen,
                 )
             if dry_run:
-                return _Report("seen", Code.OK, [*self._holders(seen), "Nothing was done."], seen)
+                return _EvictionReport("seen", Code.OK, [*self._holders(seen), "Nothing was done."], seen)
             if not yes and not self._confirmed(seen):
-                return _Report("declined", Code.DECLINED, ["nothing was done"], seen)
+                return _EvictionReport("declined", Code.DECLINED, ["nothing was done"], seen)
             return self._evict(seen)
         except LockTimeoutError as error:
-            return _Report("busy", Code.BUSY, [str(error)])
+            return _EvictionReport("busy", Code.BUSY, [str(error)])
         except UnreachableError as error:
-            return _Report("unavailable", Code.UNAVAILABLE, [str(error)])
+            return _EvictionReport("unavailable", Code.UNAVAILABLE, [str(error)])
         except PgfenceError as error:
-            return _Report("refused", Code.REFUSED, [str(error)])
+            return _EvictionReport("refused", Code.REFUSED, [str(error)])
 
     def _confirmed(self, seen: Found) -> bool:
         for line in self._holders(seen):
@@ -143,18 +143,18 @@ class _Eviction:
         except typer.Abort:  # the end of the input, or Ctrl-C
             return False
 
-    def _evict(self, seen: Found) -> _Report:
+    def _evict(self, seen: Found) -> _EvictionReport:
         # Between look, answer and eviction another one may have come: that one was not meant.
         order = replace(self._order, only=seen)
         found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
             who = "; ".join(map(str, found.holders)) or "nobody"
-            return _Report(
+            return _EvictionReport(
                 "changed", Code.BUSY, [f"{self._name!r} changed hands, and nothing was done: now {who}"], found
             )
         raised = f" Token {found.token} is refused from now on; {found.newest} counts." if found.token else ""
         done = "Evicted, and written to the audit." if found.holders else "Written to the audit."
-        return _Report("evicted", Code.OK, [*self._holders(found), done + raised], found)
+        return _EvictionReport("evicted", Code.OK, [*self._holders(found), done + raised], found)
 
     def _holders(self, found: Found) -> list[str]:
         if not found.holders:

@@ -42,7 +42,7 @@ PAUSE = 0.05
 PATIENCE = 10.0
 
 
-class Process(NamedTuple):
+class ProcessRow(NamedTuple):
     """A line of the process table. `started` counts ticks since boot and is 0 where only ps(1) can be asked."""
 
     parent: int
@@ -51,7 +51,7 @@ class Process(NamedTuple):
     running: bool
 
 
-def processes() -> dict[int, Process]:
+def processes() -> dict[int, ProcessRow]:
     """Return all processes by their number."""
     if not os.path.exists("/proc/self/stat"):  # noqa: PTH110 - pathlib would double the guard's start
         return _from_ps()
@@ -62,24 +62,25 @@ def processes() -> dict[int, Process]:
                 # The program's name before the last parenthesis may contain anything.
                 fields = file.read().rpartition(b") ")[2].split()
                 running = fields[0] not in {b"Z", b"X"}
-                found[int(name)] = Process(int(fields[1]), int(fields[2]), int(fields[19]), running)
+                found[int(name)] = ProcessRow(int(fields[1]), int(fields[2]), int(fields[19]), running)
     return found
 
 
-def _from_ps() -> dict[int, Process]:
+def _from_ps() -> dict[int, ProcessRow]:
     with subprocess.Popen(
         ["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as asked:
         assert asked.stdout is not None
         lines = [line.split() for line in asked.stdout]
     table = {
-        int(pid): Process(int(parent), int(group), 0, not state.startswith("Z")) for pid, parent, group, state in lines
+        int(pid): ProcessRow(int(parent), int(group), 0, not state.startswith("Z"))
+        for pid, parent, group, state in lines
     }
     table.pop(asked.pid, None)
     return table
 
 
-def below(roots: Iterable[int], table: dict[int, Process]) -> set[int]:
+def below(roots: Iterable[int], table: dict[int, ProcessRow]) -> set[int]:
     """Return those of `roots` that exist, and all their descendants."""
     found: set[int] = set()
     more = table.keys() & set(roots)

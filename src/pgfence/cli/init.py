@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from pgfence.cli.codes import Code, Finish, MisuseError
-from pgfence.cli.report import Speaker
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.report import Console
 from pgfence.migrations import _environment as environment
 
 
@@ -46,9 +46,9 @@ def init(
     kept = ini.exists()
     _make(directory, template, ini)
     if kept and (instead := _other_environment(ini, directory)):
-        Speaker(quiet=quiet).warn(instead)
+        Console(quiet=quiet).warn(instead)
         return
-    Speaker(quiet=quiet).tell(
+    Console(quiet=quiet).tell(
         f"made {directory}{'' if kept else f' and {ini}'}: set target_metadata in {directory / 'env.py'}, the database in"
         " DATABASE_URL, then `alembic revision --autogenerate` and `alembic upgrade head`"
     )
@@ -77,8 +77,8 @@ def _make(directory: Path, template: str, ini: Path) -> None:
     except ImportError as error:  # also where a folder called alembic is all there is of that name
         if error.name != "alembic":
             raise
-        Speaker().warn("Alembic is not installed here: pip install 'pgfence[alembic]'")
-        raise Finish(Code.REFUSED) from None
+        Console().warn("Alembic is not installed here: pip install 'pgfence[alembic]'")
+        raise CommandExit(Code.REFUSED) from None
     except FileExistsError:
         raise MisuseError(f"{directory} is there already, and not empty") from None
     except OSError as error:

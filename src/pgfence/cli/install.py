@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from pgfence import schema as tables
-from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath
-from pgfence.cli.report import Speaker
+from pgfence.cli.report import Console
 from pgfence.cli.server import engine_from, settle
 from pgfence.config import DEFAULT
 from pgfence.errors import PgfenceError, UnreachableError
@@ -48,11 +48,11 @@ def install(
     try:
         tables.create_all(target)
     except PgfenceError as error:
-        Speaker().warn(str(error))
-        raise Finish(Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED) from None
+        Console().warn(str(error))
+        raise CommandExit(Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED) from None
     finally:
         target.dispose()
-    Speaker(quiet=quiet).tell("tables and functions are there")
+    Console(quiet=quiet).tell("tables and functions are there")
 
 
 def _script(schema: str | None, prefix: str | None) -> str:

@@ -15,9 +15,9 @@ from pgfence import monitoring
 from pgfence._admin import stuck
 from pgfence._admin.requests import perform
 from pgfence._sql import stuck_keys as statements
-from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
-from pgfence.cli.report import Speaker
+from pgfence.cli.report import Console
 from pgfence.cli.server import engine_from, settle
 from pgfence.config import config_of
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
@@ -73,13 +73,13 @@ def keys(
         except ValueError as error:
             raise MisuseError(str(error)) from None
         except PgfenceError as error:
-            Speaker().warn(str(error))
-            raise Finish(_code(error)) from error
+            Console().warn(str(error))
+            raise CommandExit(_code(error)) from error
     if as_json:
         print(json.dumps({"keys": [_as_data(key) for key in found]}))
     else:
         print("\n".join(_table(found)) if found else _nothing(scope, older_than, space))
-    raise Finish(Code.OK)
+    raise CommandExit(Code.OK)
 
 
 def _nothing(scope: str, older_than: float, namespace: str) -> str:
@@ -119,8 +119,8 @@ def free(
     elif report.code in {Code.OK, Code.NOBODY}:
         print("\n".join(report.lines))
     else:
-        Speaker().warn(" ".join(report.lines))
-    raise Finish(report.code)
+        Console().warn(" ".join(report.lines))
+    raise CommandExit(report.code)
 
 
 def _option(parameter: str) -> str:
@@ -138,7 +138,7 @@ def _target(dsn: str | None, path: str | None, **given: str | None) -> Iterator[
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class _KeyReport:
     """How it went.
 
     Attributes:
@@ -169,33 +169,33 @@ class _Freeing:
         except ValueError as error:
             raise MisuseError(str(error)) from None
 
-    def run(self, *, dry_run: bool, yes: bool) -> _Report:
+    def run(self, *, dry_run: bool, yes: bool) -> _KeyReport:
         if not (dry_run or yes or sys.stdin.isatty()):
             raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
         try:
             row = perform(self._engine, statements.find, self._order)
             if row is None:
-                return _Report(
+                return _KeyReport(
                     "nobody", Code.NOBODY, [f"Nothing is stuck under {self._order}: it is unknown, finished or free."]
                 )
             seen = stuck.stuck_key(row)
             if dry_run:
-                return _Report("seen", Code.OK, [_line(seen), "Nothing was done."], seen)
+                return _KeyReport("seen", Code.OK, [_line(seen), "Nothing was done."], seen)
             if not yes and not _confirmed(seen):
-                return _Report("declined", Code.DECLINED, ["nothing was done"], seen)
+                return _KeyReport("declined", Code.DECLINED, ["nothing was done"], seen)
             # Between look, answer and this another attempt may have begun: that one was not meant.
             freed = perform(self._engine, statements.free, replace(self._order, only=row))
         except LockTimeoutError as error:
-            return _Report("busy", Code.BUSY, [str(error)])
+            return _KeyReport("busy", Code.BUSY, [str(error)])
         except PgfenceError as error:
             code = _code(error)
-            return _Report("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
+            return _KeyReport("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck.stuck_key(freed)
             said = f"something happened meanwhile, and nothing was done: now {now or 'nothing is stuck there'}"
-            return _Report("changed", Code.BUSY, [said], now)
+            return _KeyReport("changed", Code.BUSY, [said], now)
         done = f"Freed, and written to the audit. The next caller is attempt {seen.attempt + 1}."
-        return _Report("freed", Code.OK, [_line(seen), done], seen)
+        return _KeyReport("freed", Code.OK, [_line(seen), done], seen)
 
 
 def _confirmed(seen: StuckKey) -> bool:

@@ -12,9 +12,9 @@ from sqlalchemy.exc import DBAPIError
 from pgfence import monitoring
 from pgfence._admin.purge import expect_batch
 from pgfence._sql.storage import primary
-from pgfence.cli.codes import Code, Finish, MisuseError
+from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
-from pgfence.cli.report import Speaker
+from pgfence.cli.report import Console
 from pgfence.cli.server import engine_from, settle
 from pgfence.errors import PgfenceError, UnreachableError
 
@@ -57,10 +57,10 @@ def purge(
     if as_json:
         print(json.dumps({"purged": purged, "exit_code": int(code), "message": message}))
     elif code is not Code.OK:
-        Speaker().warn(message)
+        Console().warn(message)
     elif not quiet:
         print(message)
-    raise Finish(code)
+    raise CommandExit(code)
 
 
 def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:

@@ -77,7 +77,7 @@ def as_data(holder: Holder) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class Console:
     """Writes lines to stderr, at once and past any buffer. A reader that has gone ends neither us nor the command."""
 
     quiet: bool = False

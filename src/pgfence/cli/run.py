@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from pgfence._api.handles import Held
     from pgfence.advisory import AdvisoryLock
-    from pgfence.cli.report import Speaker
+    from pgfence.cli.report import Console
     from pgfence.lease import Lease
 
 # By it a script can tell that it is guarded, and by which lock.
@@ -57,7 +57,7 @@ class Pooler(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RunOptions:
     """What the user wants; times in seconds."""
 
     name: str
@@ -76,7 +76,7 @@ class Options:
     terms: Terms = field(default_factory=Terms)
 
 
-def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Report:
+def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Report:
     """Run one command under a lock and return how it went.
 
     Raises:
@@ -106,17 +106,17 @@ def run(options: Options, speaker: Speaker, environ: Mapping[str, str]) -> Repor
                 return report.end("zone", Code.TIME, str(error))
             return report.end("refused", Code.REFUSED, str(error))
         environment = {**environ, NAME_VARIABLE: options.name, **variables(held)}
-        return _Guarded(options, speaker, report, held).run(supervisor, environment)
+        return _GuardedRun(options, speaker, report, held).run(supervisor, environment)
 
 
-def _engine(options: Options, environ: Mapping[str, str]) -> Engine:
+def _engine(options: RunOptions, environ: Mapping[str, str]) -> Engine:
     engine = engine_from(dsn=options.dsn, path=options.engine, environ=environ)
     pooler = None if options.pooler is None else options.pooler.value
     settle(engine, pooler=pooler, schema=options.schema, prefix=options.prefix)
     return engine
 
 
-def _acquire(options: Options, speaker: Speaker, environ: Mapping[str, str], report: Report) -> Held:
+def _acquire(options: RunOptions, speaker: Console, environ: Mapping[str, str], report: Report) -> Held:
     lock = lock_on(_engine(options, environ), options.name, options.namespace, options.terms, report)
     start = clock()
     try:
@@ -128,7 +128,7 @@ def _acquire(options: Options, speaker: Speaker, environ: Mapping[str, str], rep
     return held
 
 
-def _taken(lock: Once | Lease | AdvisoryLock[Held], options: Options, speaker: Speaker, start: float) -> Held:
+def _taken(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker: Console, start: float) -> Held:
     try:
         return lock.acquire(timeout=0)
     except SlotOverError:
@@ -153,11 +153,11 @@ def _taken(lock: Once | Lease | AdvisoryLock[Held], options: Options, speaker: S
                 raise
 
 
-def _left(options: Options, start: float) -> float:
+def _left(options: RunOptions, start: float) -> float:
     return max(0.0, options.wait - (clock() - start))
 
 
-def _busy(options: Options, report: Report, error: LockTimeoutError) -> Report:
+def _busy(options: RunOptions, report: Report, error: LockTimeoutError) -> Report:
     report.holders = [as_data(holder) for holder in error.holders]
     if isinstance(error, SlotOverError):
         report.slot = error.slot.isoformat()
@@ -175,16 +175,16 @@ def _interrupted(report: Report, stop: Interrupted) -> Report:
     return report.end("interrupted", Code.SIGNAL + stop.signum, f"{name} came before the command was started")
 
 
-def _unreachable(options: Options, report: Report, error: UnreachableError) -> Report:
+def _unreachable(options: RunOptions, report: Report, error: UnreachableError) -> Report:
     if options.on_unreachable is OnUnreachable.SKIP and error.retryable:
         return report.end("skipped", Code.OK, f"{error}. The command was not run, as --on-unreachable=skip says")
     return report.end("unavailable", Code.UNAVAILABLE, str(error))
 
 
-class _Guarded:
+class _GuardedRun:
     """The command and its lock, from start to release."""
 
-    def __init__(self, options: Options, speaker: Speaker, report: Report, held: Held | None) -> None:
+    def __init__(self, options: RunOptions, speaker: Console, report: Report, held: Held | None) -> None:
         self._options = options
         self._speaker = speaker
         self._report = report

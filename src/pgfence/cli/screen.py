@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pgfence._demo.runner import Outcome
-    from pgfence._demo.scenario import Shown
-    from pgfence._demo.workload import Act, Figures
+    from pgfence._demo.scenario import ScenarioResult
+    from pgfence._demo.workload import Figures, Workload
 
 # With acts of up to 22 letters narrow enough for 80 columns.
 _COLUMNS = ("trans-\nfers", "per\nsecond", "cents\nlost", "wait\np50", "wait\np99", "longest\nwait", "take-\nover")
@@ -31,7 +31,7 @@ class Screen:
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False, markup=False)
         self._rows: list[tuple[str, ...]] = []
-        self._seen: Act | None = None
+        self._seen: Workload | None = None
         animated = self._console.is_terminal and not self._console.is_dumb_terminal
         self._live = Live(console=self._console, transient=True) if animated else None
 
@@ -48,7 +48,7 @@ class Screen:
         """Hear what is done before the acts."""
         self._console.print(what)
 
-    def progress(self, act: Act, seconds: float, transfers: int) -> None:
+    def progress(self, act: Workload, seconds: float, transfers: int) -> None:
         """Hear how an act goes, several times a second."""
         if self._live is not None:
             now = (act.title, f"{transfers:,}", f"{transfers / seconds:,.0f}")
@@ -119,7 +119,7 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds:.2f} s"
 
 
-def _seen(shown: Shown) -> list[str]:
+def _seen(shown: ScenarioResult) -> list[str]:
     """Return what a scene showed, in words."""
     if shown.verdict is Verdict.CONTROL_FAILED:
         return ["Nothing went wrong without a guard, so this proves nothing."]

@@ -205,7 +205,7 @@ class _Job:
         """Return what still runs of it, wherever it has gone."""
         return self._all(processes())
 
-    def _all(self, table: dict[int, guard.Process]) -> set[int]:
+    def _all(self, table: dict[int, guard.ProcessRow]) -> set[int]:
         us = os.getpid()
         # Orphans have come to us; other children, such as the guard, were there before the command.
         roots = {pid for pid, process in table.items() if process.parent == us} - self._strangers

@@ -6,11 +6,11 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence._api.contexts import attach
-from pgfence.effects._attempts import WHY, Stored, claim_async
+from pgfence.effects._attempts import WHY, StoredResult, claim_async
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_no_generator
 from pgfence.effects._handles import NOTHING, AsyncAttempt
-from pgfence.effects._request import Effects
+from pgfence.effects._request import EffectOptions
 from pgfence.idempotency._functions import DAY
 from pgfence.lease._aio import source_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class AsyncIdempotentEffect(Effects[T]):
+class AsyncIdempotentEffect(EffectOptions[T]):
     """Do something outside of the database once, however often it is asked for; see `IdempotentEffect`.
 
     Promises, arguments and errors are those of the sync twin, with an AsyncEngine and a coroutine function. The heartbeat is a
@@ -105,7 +105,7 @@ class AsyncIdempotentEffect(Effects[T]):
         expect_no_generator(fn)
         self._expect(fn)
         found = await claim_async(self._engine, self._wanted, self._timeout)
-        if isinstance(found, Stored):
+        if isinstance(found, StoredResult):
             return self._replay(found)
         attempt = AsyncAttempt(found, self._codec, self._expect, self._check)
         try:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pgfence._leases.request import Refused
-from pgfence._locks.manager_sync import for_certain
+from pgfence._locks.manager_sync import run_cleanup
 from pgfence._sql.sqlstate import sqlstate
-from pgfence.effects._claim import Settled, claim_of
+from pgfence.effects._claim import AlreadyFinished, claim_of
 from pgfence.effects._ends import Lapse
 from pgfence.effects._manager import AsyncEffects, SyncEffects
 from pgfence.effects._record import Record
-from pgfence.effects._wanted import Reply, Stored, Wanted
+from pgfence.effects._wanted import EffectKey, Reply, StoredResult
 from pgfence.errors import PgfenceError
 from pgfence.lease import _aio as lease_aio
 from pgfence.lease import _sync as lease_sync
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from pgfence.lease._aio import AsyncEngineSource
     from pgfence.lease._sync import EngineSource
 
-__all__ = ["AsyncRunning", "Reply", "Running", "Stored", "Wanted", "claim", "claim_async"]
+__all__ = ["AsyncRunning", "EffectKey", "Reply", "Running", "StoredResult", "claim", "claim_async"]
 
 WHY = "a key is claimed by a commit of its own before the work begins"
 
 
-def claim(engine: EngineSource, wanted: Wanted, timeout: float) -> Running | Stored:
+def claim(engine: EngineSource, wanted: EffectKey, timeout: float) -> Running | StoredResult:
     """Claim a key for an attempt, or return what came of it before.
 
     Args:
@@ -47,10 +47,10 @@ def claim(engine: EngineSource, wanted: Wanted, timeout: float) -> Running | Sto
         StandbyError: nothing can be written on this server.
     """
     what = "an effect"
-    domain, place = lease_sync.domain_of(lease_sync.source_of(engine, what, WHY), what, SyncEffects)
+    manager, place = lease_sync.manager_for(lease_sync.source_of(engine, what, WHY), what, SyncEffects)
     try:
-        running = domain.acquire(claim_of(wanted, place, domain.config.namespace), timeout, partial(Running, wanted))
-    except Settled as settled:
+        running = manager.acquire(claim_of(wanted, place, manager.config.namespace), timeout, partial(Running, wanted))
+    except AlreadyFinished as settled:
         return settled.result
     except Refused as refused:
         raise _answer(refused) from None
@@ -58,15 +58,15 @@ def claim(engine: EngineSource, wanted: Wanted, timeout: float) -> Running | Sto
     return running
 
 
-async def claim_async(engine: AsyncEngineSource, wanted: Wanted, timeout: float) -> AsyncRunning | Stored:
+async def claim_async(engine: AsyncEngineSource, wanted: EffectKey, timeout: float) -> AsyncRunning | StoredResult:
     """Claim a key for an attempt, or return what came of it before; see `claim`."""
     what = "an effect"
-    domain, place = lease_aio.domain_of(lease_aio.source_of(engine, what, WHY), what, AsyncEffects)
+    manager, place = lease_aio.manager_for(lease_aio.source_of(engine, what, WHY), what, AsyncEffects)
     try:
-        running = await domain.acquire(
-            claim_of(wanted, place, domain.config.namespace), timeout, partial(AsyncRunning, wanted)
+        running = await manager.acquire(
+            claim_of(wanted, place, manager.config.namespace), timeout, partial(AsyncRunning, wanted)
         )
-    except Settled as settled:
+    except AlreadyFinished as settled:
         return settled.result
     except Refused as refused:
         raise _answer(refused) from None
@@ -84,7 +84,7 @@ class Running(Record):
     Each of these ends it, once. One that is dropped before lapses.
     """
 
-    _domain: SyncEffects
+    _manager: SyncEffects
 
     def save_step(self, name: str, text: str) -> None:
         """Save what a step came to, so that an attempt after this one has it.
@@ -99,7 +99,7 @@ class Running(Record):
             UnreachableError: no answer: nobody knows whether it is saved.
         """
         self.check()
-        self._saved(name, text, self._domain.insist(*self._step(name, text), self._patience, self._again))
+        self._saved(name, text, self._manager.execute_with_retry(*self._step(name, text), self._patience, self._again))
 
     def finish(self, status: str, text: str) -> None:
         """Store what came of it: "done" with a result or "failed" with an error, as JSON.
@@ -119,9 +119,9 @@ class Running(Record):
         self._leave()
         statement = self._finish(status, text, reply)
         try:
-            row = self._domain.insist(*statement, self._patience, self._again)
+            row = self._manager.execute_with_retry(*statement, self._patience, self._again)
         except BaseException as error:
-            for_certain(partial(self._unfinished, statement[2], error))
+            run_cleanup(partial(self._unfinished, statement[2], error))
             if told := self._unanswered(error):
                 raise told from error
             raise
@@ -135,7 +135,9 @@ class Running(Record):
         """
         self._leave()
         try:
-            return self._confirmed(self._domain.insist(*self._finish(None, None, None), self._patience, self._again))
+            return self._confirmed(
+                self._manager.execute_with_retry(*self._finish(None, None, None), self._patience, self._again)
+            )
         except Exception as error:
             if self._held_up(error):
                 return False
@@ -150,9 +152,9 @@ class Running(Record):
         """
         self._leave()
         try:
-            return self._freed(self._domain.insist(*self._free(), 0.0))
+            return self._freed(self._manager.execute_with_retry(*self._free(), 0.0))
         except BaseException as error:
-            for_certain(partial(self._domain.unanswered, self._grant, error))
+            run_cleanup(partial(self._manager.unanswered, self._grant, error))
             if not isinstance(error, PgfenceError) and sqlstate(error) is None:
                 raise
             return None
@@ -167,7 +169,7 @@ class Running(Record):
         if not self.ours:
             return None
         try:
-            return Lapse(*self._domain.insist(*self._note(ended), 0.0))
+            return Lapse(*self._manager.execute_with_retry(*self._note(ended), 0.0))
         except BaseException as failure:
             self._note_later(ended)
             if not isinstance(failure, Exception):
@@ -178,12 +180,14 @@ class Running(Record):
 class AsyncRunning(Record):
     """An attempt at work, for tasks; see `Running`. A cancel during one of its ends is made up for in the background."""
 
-    _domain: AsyncEffects
+    _manager: AsyncEffects
 
     async def save_step(self, name: str, text: str) -> None:
         """Save what a step came to; see the sync twin."""
         self.check()
-        self._saved(name, text, await self._domain.insist(*self._step(name, text), self._patience, self._again))
+        self._saved(
+            name, text, await self._manager.execute_with_retry(*self._step(name, text), self._patience, self._again)
+        )
 
     async def finish(self, status: str, text: str) -> None:
         """Store what came of it; see the sync twin."""
@@ -197,7 +201,7 @@ class AsyncRunning(Record):
         self._leave()
         statement = self._finish(status, text, reply)
         try:
-            row = await self._domain.insist(*statement, self._patience, self._again)
+            row = await self._manager.execute_with_retry(*statement, self._patience, self._again)
         except BaseException as error:
             self._unfinished(statement[2], error)
             if told := self._unanswered(error):
@@ -210,7 +214,7 @@ class AsyncRunning(Record):
         self._leave()
         try:
             return self._confirmed(
-                await self._domain.insist(*self._finish(None, None, None), self._patience, self._again)
+                await self._manager.execute_with_retry(*self._finish(None, None, None), self._patience, self._again)
             )
         except Exception as error:
             if self._held_up(error):
@@ -223,9 +227,9 @@ class AsyncRunning(Record):
         """Let anybody run at once; see the sync twin."""
         self._leave()
         try:
-            return self._freed(await self._domain.insist(*self._free(), 0.0))
+            return self._freed(await self._manager.execute_with_retry(*self._free(), 0.0))
         except BaseException as error:
-            self._domain.unanswered(self._grant, error)
+            self._manager.unanswered(self._grant, error)
             if not isinstance(error, PgfenceError) and sqlstate(error) is None:
                 raise
             return None
@@ -236,7 +240,7 @@ class AsyncRunning(Record):
         if not self.ours:
             return None
         try:
-            return Lapse(*await self._domain.insist(*self._note(ended), 0.0))
+            return Lapse(*await self._manager.execute_with_retry(*self._note(ended), 0.0))
         except BaseException as failure:
             self._note_later(ended)
             if not isinstance(failure, Exception):

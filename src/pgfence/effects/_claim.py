@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pgfence._leases.request import Busy, Claim, Granted, Refused, decoded, host, owner_of
-from pgfence._leases.terms import Terms
+from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, decoded, host, owner_of
+from pgfence._leases.terms import LeaseTerms
 from pgfence._sql.effects import effect_sql
 from pgfence.effects._ends import Taken, ended_in, lost_before
-from pgfence.effects._wanted import Reply, Stored, Wanted
+from pgfence.effects._wanted import EffectKey, Reply, StoredResult
 from pgfence.errors import IdempotencyKeyReusedError
-from pgfence.keys import SEPARATOR, stored
+from pgfence.keys import SEPARATOR, qualified_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from pgfence._leases.request import Steps
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
 
 
-class Settled(Refused):
+class AlreadyFinished(Refused):
     """The key needs no attempt any more."""
 
-    def __init__(self, result: Stored) -> None:
+    def __init__(self, result: StoredResult) -> None:
         self.result = result
 
 
 @dataclass(frozen=True, kw_only=True)
-class EffectClaim(Claim):
+class EffectRequest(AcquireRequest):
     """A key that is asked for.
 
     Attributes:
@@ -42,7 +42,7 @@ class EffectClaim(Claim):
         scope: as it stands in the table.
     """
 
-    wanted: Wanted
+    wanted: EffectKey
     scope: str
 
     kind = "effect"
@@ -52,7 +52,7 @@ class EffectClaim(Claim):
         """No line in this process: the server decides, so that another payload is told of before a wait."""
         return ()
 
-    def attempt(self, style: Style, lease_id: str) -> Steps:
+    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
         wanted = self.wanted
         row = yield (
             effect_sql(self.place, style).claim,
@@ -108,7 +108,7 @@ class EffectClaim(Claim):
                 reply = Reply(
                     status, tuple((name, value) for name, value in json.loads(headers or "[]")), bytes(body or b"")
                 )
-            return Settled(Stored(outcome, text, reply))
+            return AlreadyFinished(StoredResult(outcome, text, reply))
         refused = Refused()
         if outcome == "lost":
             refused.__cause__ = lost_before(wanted, attempt, ended_in(row[0]))
@@ -121,9 +121,9 @@ class EffectClaim(Claim):
         return refused
 
 
-def claim_of(wanted: Wanted, place: Place, namespace: str) -> EffectClaim:
+def claim_of(wanted: EffectKey, place: TableNames, namespace: str) -> EffectRequest:
     """Return what to ask the server for."""
-    scope = stored(wanted.scope, namespace, "the scope")
-    return EffectClaim(
-        stored=scope + SEPARATOR + wanted.key, place=place, terms=Terms(wanted.ttl), wanted=wanted, scope=scope
+    scope = qualified_name(wanted.scope, namespace, "the scope")
+    return EffectRequest(
+        stored=scope + SEPARATOR + wanted.key, place=place, terms=LeaseTerms(wanted.ttl), wanted=wanted, scope=scope
     )

@@ -15,7 +15,7 @@ from pgfence.errors import AttemptLostError, IdempotencyInProgressError
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from pgfence.effects._wanted import Wanted
+    from pgfence.effects._wanted import EffectKey
 
 _SHOWN = 200
 _FREEING = "look for its effect, then free the key with `pgfence keys free` or monitoring.free_key()"
@@ -61,7 +61,7 @@ def ended_in(text: str | None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def in_progress(wanted: Wanted, busy: Busy, timeout: float) -> IdempotencyInProgressError:
+def in_progress(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInProgressError:
     """Return the error for a key that another attempt, or a transaction, has.
 
     Args:
@@ -93,7 +93,7 @@ def in_progress(wanted: Wanted, busy: Busy, timeout: float) -> IdempotencyInProg
     )
 
 
-def lost_before(wanted: Wanted, attempt: int, ended: str | None) -> AttemptLostError:
+def lost_before(wanted: EffectKey, attempt: int, ended: str | None) -> AttemptLostError:
     """Return the error for a key whose attempt was lost, where no other one may follow."""
     how = "was lost" if ended is None else f"ended with {ended}"
     return AttemptLostError(
@@ -106,7 +106,7 @@ def lost_before(wanted: Wanted, attempt: int, ended: str | None) -> AttemptLostE
     )
 
 
-def lapsed(wanted: Wanted, number: int, what: str, row: Lapse | None, left: float) -> str:
+def lapsed(wanted: EffectKey, number: int, what: str, row: Lapse | None, left: float) -> str:
     """Say what became of the key of an attempt that ended with an error of which it is not known what it means.
 
     Args:
@@ -128,7 +128,7 @@ def lapsed(wanted: Wanted, number: int, what: str, row: Lapse | None, left: floa
     return f"{who} after its key had been freed, or had expired: the next call runs"
 
 
-def _then(wanted: Wanted, attempt: int, remaining: float, until: datetime | None) -> str:
+def _then(wanted: EffectKey, attempt: int, remaining: float, until: datetime | None) -> str:
     when = (
         f"in {remaining:.1f} s" if until is None else f"in {remaining:.1f} s, at {until.isoformat(timespec='seconds')}"
     )

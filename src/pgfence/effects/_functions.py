@@ -6,7 +6,7 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, get_type_hints
 
-from pgfence._api.decorators import called
+from pgfence._api.decorators import describe_function
 from pgfence._values.annotations import reach
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def expect_plain(fn: Callable[..., Any]) -> None:
         TypeError: it is a coroutine function or a generator function.
     """
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
-        raise TypeError(f"{called(fn)} is a coroutine function: it needs an AsyncIdempotentEffect")
+        raise TypeError(f"{describe_function(fn)} is a coroutine function: it needs an AsyncIdempotentEffect")
     expect_no_generator(fn)
 
 
@@ -33,7 +33,7 @@ def expect_no_generator(fn: Callable[..., Any]) -> None:
         TypeError: it is one.
     """
     if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(f"{called(fn)} is a generator function: nothing of it runs when it is called")
+        raise TypeError(f"{describe_function(fn)} is a generator function: nothing of it runs when it is called")
 
 
 def expect_value(value: T, fn: Callable[..., Any]) -> T:
@@ -45,7 +45,7 @@ def expect_value(value: T, fn: Callable[..., Any]) -> T:
     if inspect.iscoroutine(value):
         value.close()
         raise TypeError(
-            f"{called(fn)} returned a coroutine, of which nothing has run: it needs an AsyncIdempotentEffect"
+            f"{describe_function(fn)} returned a coroutine, of which nothing has run: it needs an AsyncIdempotentEffect"
         )
     return value
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import kinds
+from pgfence._api.contexts import loaded_classes
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
@@ -197,7 +197,7 @@ class Attempt(_Attempt[Running]):
             TypeError: it is no session of this half.
         """
         real = real_session(session)
-        if not isinstance(real, kinds(ORM, "Session")):
+        if not isinstance(real, loaded_classes(ORM, "Session")):
             raise TypeError(f"this attempt completes in a Session, not in a {type(real).__name__}")
         self._complete(real, value)
 
@@ -229,6 +229,6 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction; see the sync twin."""
         real = real_session(session)
-        if not isinstance(real, kinds(ASYNCIO, "AsyncSession")):
+        if not isinstance(real, loaded_classes(ASYNCIO, "AsyncSession")):
             raise TypeError(f"this attempt completes in an AsyncSession, not in a {type(real).__name__}")
         await real.run_sync(self._complete, value)

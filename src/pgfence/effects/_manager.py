@@ -4,48 +4,48 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgfence._leases.manager import LONGEST_SLEEP, LeaseDomain
-from pgfence._leases.manager_async import AsyncLeases
-from pgfence._leases.manager_sync import SyncLeases
+from pgfence._leases.manager import LONGEST_SLEEP, LeaseManager
+from pgfence._leases.manager_async import AsyncLeaseManager
+from pgfence._leases.manager_sync import SyncLeaseManager
 from pgfence._process.clock import between
-from pgfence._process.monitor import WATCHER
-from pgfence.effects._claim import EffectClaim
+from pgfence._process.monitor import MONITOR
+from pgfence.effects._claim import EffectRequest
 from pgfence.effects._ends import in_progress
 from pgfence.errors import LockNotHeldError, UnreachableError
 
 if TYPE_CHECKING:
     from pgfence._leases.grant import Grant
     from pgfence._leases.request import Busy
-    from pgfence._leases.terms import Family
-    from pgfence._locks.manager import Request
+    from pgfence._leases.terms import LeaseKind
+    from pgfence._locks.manager import LockRequest
     from pgfence.errors import PgfenceError
 
 FIRST_NAP = 0.02
 
 
-class _Effects(LeaseDomain[Any]):
+class _Effects(LeaseManager[Any]):
     """Where a claim of an effect differs from a lease.
 
     Nobody is told (NOTIFY) of its end. The end is a commit that has to be on disk, and commits that tell of something wait
     for each other in the whole database. A waiter asks again, at first after milliseconds, later once a second.
     """
 
-    family: ClassVar[Family] = "effect"
+    family: ClassVar[LeaseKind] = "effect"
     noun = "the claim of"
     needed = 2
     warm = 5
     tells = False
 
-    def too_late(self, request: Request, busy: Busy) -> None:
+    def too_late(self, request: LockRequest, busy: Busy) -> None:
         claim: Any = request.sql
-        assert isinstance(claim, EffectClaim)
+        assert isinstance(claim, EffectRequest)
         raise in_progress(claim.wanted, busy, request.deadline.timeout if request.waits else 0)
 
-    def no_session(self, request: Request | None) -> PgfenceError:
+    def no_session(self, request: LockRequest | None) -> PgfenceError:
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
 
-    def nap(self, remaining: float, left: float, *, naps: int) -> float:
-        longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(naps, 20)) * between(0.5, 1.0)
+    def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
+        longest = min(LONGEST_SLEEP, FIRST_NAP * 1.5 ** min(polls, 20)) * between(0.5, 1.0)
         # A claim that is not renewed ends by itself.
         return min(left, longest, remaining + between(0.005, 0.05)) if remaining else min(left, longest)
 
@@ -58,12 +58,12 @@ class _Effects(LeaseDomain[Any]):
             except LockNotHeldError:
                 return
 
-        WATCHER.post(lapse)
+        MONITOR.post(lapse)
 
 
-class SyncEffects(_Effects, SyncLeases):
+class SyncEffects(_Effects, SyncLeaseManager):
     """The attempts of the threads of this process through one engine."""
 
 
-class AsyncEffects(_Effects, AsyncLeases):
+class AsyncEffects(_Effects, AsyncLeaseManager):
     """The attempts of the tasks of one loop through one engine."""

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.events import emit
-from pgfence._leases.heartbeat.tasks import Ending, row_until
+from pgfence._holds.events import emit_event
+from pgfence._leases.heartbeat.tasks import ReleaseTask, row_until
 from pgfence._leases.manager import ask_again
 from pgfence._process.clock import clock
 from pgfence._sql.effects import effect_sql
@@ -20,12 +20,12 @@ from pgfence.errors import AttemptLostError, IdempotencyMisuseError, LockNotHeld
 if TYPE_CHECKING:
     from pgfence._leases.grant import Grant
     from pgfence._sql.effects import EffectSql
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence.effects._ends import Lapse
     from pgfence.effects._manager import AsyncEffects, SyncEffects
-    from pgfence.effects._wanted import Reply, Wanted
+    from pgfence.effects._wanted import EffectKey, Reply
 
-    Statement = tuple[Place, str, tuple[Any, ...]]
+    Statement = tuple[TableNames, str, tuple[Any, ...]]
 
 COMPLETE = -2
 """What the server answers to complete() where it was committed before."""
@@ -38,11 +38,11 @@ LONGEST_PATIENCE = 30.0
 class Record:
     """An attempt at work: what was claimed, and what is known of it."""
 
-    __slots__ = ("__weakref__", "_domain", "_grant", "_inside", "_steps", "_wanted")
+    __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_steps", "_wanted")
 
-    def __init__(self, wanted: Wanted, domain: SyncEffects | AsyncEffects, grant: Grant) -> None:
+    def __init__(self, wanted: EffectKey, manager: SyncEffects | AsyncEffects, grant: Grant) -> None:
         self._wanted = wanted
-        self._domain: Any = domain
+        self._manager: Any = manager
         self._grant = grant
         self._inside = False
         """Whether a transaction of the caller was told to end it: until that is over, nobody else gets at the row."""
@@ -55,7 +55,7 @@ class Record:
         grant = getattr(self, "_grant", None)  # an interrupt may have torn its making
         if grant is not None and not grant.released and grant.ours:
             grant.dropped = True
-            self._domain.abandon(grant)
+            self._manager.abandon(grant)
 
     @property
     def number(self) -> int:
@@ -79,7 +79,7 @@ class Record:
         return self._grant.ours
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TableNames:
         """Of the tables."""
         return self._grant.place
 
@@ -140,7 +140,7 @@ class Record:
             f" and for {self._wanted.keep:g} s calls with this key raise it again"
         )
 
-    def inside(self, text: str) -> tuple[Place, tuple[Any, ...]]:
+    def inside(self, text: str) -> tuple[TableNames, tuple[Any, ...]]:
         """Return what `finish_inside` needs to store a result in the caller's transaction."""
         self._inside = True
         return self._grant.place, self._finish("done", text, None, inside=True)[2]
@@ -161,7 +161,7 @@ class Record:
                 f"attempt {self.number} at {self._wanted} is complete already: a transaction with its result was committed"
             )
         if answer != self.number:
-            self._domain.beat.drop(self._grant)
+            self._manager.beat.drop(self._grant)
             self._grant.lose("superseded")
             raise self._lost(answer)
 
@@ -169,7 +169,7 @@ class Record:
 
     @property
     def _sql(self) -> EffectSql:
-        return effect_sql(self._grant.place, self._domain.style)
+        return effect_sql(self._grant.place, self._manager.style)
 
     @property
     def _left(self) -> float:
@@ -204,19 +204,21 @@ class Record:
     def _stop(self) -> None:
         """Stop renewing, unless that was done before."""
         with suppress(LockNotHeldError):
-            self._domain.let_lapse(self._grant)
+            self._manager.let_lapse(self._grant)
 
     def _note(self, ended: str) -> Statement:
         return self._grant.place, self._sql.end, (*self._mine, note_of(ended))
 
     def _note_later(self, ended: str) -> None:
         grant, args = self._grant, self._note(ended)[2]
-        self._domain.beat.end_later(Ending(grant.place, lambda sql: sql.end, args, row_until(grant), grant.family))
+        self._manager.beat.end_later(
+            ReleaseTask(grant.place, lambda sql: sql.end, args, row_until(grant), grant.family)
+        )
 
     def _leave(self) -> None:
         """Take the right to end it, and stop its heartbeat."""
         try:
-            self._domain.take_leave(self._grant)
+            self._manager.take_leave(self._grant)
         except LockNotHeldError:
             raise self._over() from None
 
@@ -227,7 +229,7 @@ class Record:
     def _finished(self, row: Any) -> None:
         event = "released" if row[0] == self.number else "lost"
         grant = self._grant
-        emit(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        emit_event(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
         if row[0] != self.number:
             raise self._lost(row[0])
 
@@ -240,7 +242,7 @@ class Record:
     def _freed(self, row: Any) -> bool:
         event = "released" if row[0] == "released" else "lost"
         grant = self._grant
-        emit(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+        emit_event(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
         return event == "released"
 
     def _unfinished(self, args: tuple[Any, ...], error: BaseException) -> None:
@@ -258,7 +260,9 @@ class Record:
             args = grant.stored, *args
             # The server decides by the id of the claim, so that it does no harm to come late.
             until = max(row_until(grant), clock() + LONGEST_PATIENCE)
-            self._domain.beat.end_later(Ending(grant.place, lambda sql: sql.finish_late, args, until, grant.family))
+            self._manager.beat.end_later(
+                ReleaseTask(grant.place, lambda sql: sql.finish_late, args, until, grant.family)
+            )
 
     def _unanswered(self, error: BaseException) -> UnreachableError | None:
         if not isinstance(error, UnreachableError):

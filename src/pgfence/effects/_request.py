@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
 
 from pgfence._api.contexts import attach
-from pgfence._api.decorators import called
+from pgfence._api.decorators import describe_function
 from pgfence._api.misuse import Guided
 from pgfence._leases.terms import ttl_of
 from pgfence._process.clock import seconds
@@ -16,7 +16,7 @@ from pgfence._values.fingerprint import fingerprint
 from pgfence._values.keys import expect_key
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import unreached
-from pgfence.effects._wanted import Wanted
+from pgfence.effects._wanted import EffectKey
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
 from pgfence.idempotency._expected import expect_result
 from pgfence.idempotency._functions import errors_of, life_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pgfence._process.clock import Seconds
     from pgfence.effects._handles import _Attempt
-    from pgfence.effects._wanted import Stored
+    from pgfence.effects._wanted import StoredResult
 
 T = TypeVar("T")
 End: TypeAlias = Literal["record", "free", "lapse", "lost"]
@@ -36,7 +36,7 @@ log = logging.getLogger("pgfence.idempotency")
 _MEANINGS = ". If this error means that nothing was done, name its class in free=; if it is the result of the work, name it in record="
 
 
-class Effects(Guided, Generic[T]):
+class EffectOptions(Guided, Generic[T]):
     """The arguments of an effect."""
 
     _block = _decorator = "run(fn), which calls fn(attempt)"
@@ -58,7 +58,7 @@ class Effects(Guided, Generic[T]):
     ) -> None:
         if not isinstance(takeover, bool):
             raise TypeError(f"takeover must be True or False, not {takeover!r}")
-        self._wanted = Wanted(
+        self._wanted = EffectKey(
             scope=expect_key(scope, "the scope"),
             key=expect_key(key, "the key"),
             fingerprint=fingerprint(payload),
@@ -88,7 +88,7 @@ class Effects(Guided, Generic[T]):
             IdempotencyMisuseError: it returns something that only `result` could name.
         """
         if why := unreached(fn, self._reached):
-            raise IdempotencyMisuseError(f"{called(fn)} was not called: {why}")
+            raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
 
     def _check(self, value: Any) -> None:
         """Refuse a result that is not of the type of `result`.
@@ -98,7 +98,7 @@ class Effects(Guided, Generic[T]):
         """
         expect_result(value, self._result, str(self._wanted))
 
-    def _replay(self, stored: Stored) -> T:
+    def _replay(self, stored: StoredResult) -> T:
         """Return what is stored, or raise the recorded error."""
         if stored.text is None:
             raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: what is stored is a reply")

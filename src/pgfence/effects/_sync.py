@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from pgfence._api.contexts import attach
-from pgfence.effects._attempts import WHY, Stored, claim
+from pgfence.effects._attempts import WHY, StoredResult, claim
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_plain, expect_value
 from pgfence.effects._handles import NOTHING, Attempt
-from pgfence.effects._request import Effects
+from pgfence.effects._request import EffectOptions
 from pgfence.idempotency._functions import DAY
 from pgfence.lease._sync import source_of
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class IdempotentEffect(Effects[T]):
+class IdempotentEffect(EffectOptions[T]):
     """Do something outside of the database once, however often it is asked for, and give everybody the same answer.
 
     ::
@@ -155,7 +155,7 @@ class IdempotentEffect(Effects[T]):
         expect_plain(fn)
         self._expect(fn)
         found = claim(self._engine, self._wanted, self._timeout)
-        if isinstance(found, Stored):
+        if isinstance(found, StoredResult):
             return self._replay(found)
         attempt = Attempt(found, self._codec, self._expect, self._check)
         try:

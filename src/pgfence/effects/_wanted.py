@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Wanted(NamedTuple):
+class EffectKey(NamedTuple):
     """What a key is asked for with.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class Stored(NamedTuple):
+class StoredResult(NamedTuple):
     """What came of a key before.
 
     Attributes:

@@ -52,7 +52,7 @@ def command(words: Sequence[str | Path]) -> tuple[list[str | Path], dict[str, An
     return [*prefix, *words], options
 
 
-class Process:
+class ServerProcess:
     """A server process, started at once."""
 
     def __init__(self, words: Sequence[str | Path], log: Path, keep_open: int) -> None:

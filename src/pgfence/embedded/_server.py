@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgfence.embedded import _binaries, _cluster
-from pgfence.embedded._process import Process
+from pgfence.embedded._process import ServerProcess
 from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Server:
         self.version = _binaries.version(self.bindir)
         self.port = 0
         self._creator = os.getpid()
-        self._process: Process | None = None
+        self._process: ServerProcess | None = None
         self.folder, self._lock = _cluster.make_run_folder()
         self.log = self.folder / "log"
         try:
@@ -108,7 +108,7 @@ class Server:
         for _ in range(_ATTEMPTS):
             self.port = fixed or _free_port(self.host)
             logged = self.log.stat().st_size if self.log.exists() else 0
-            self._process = Process(self._command(), self.log, self._lock)
+            self._process = ServerProcess(self._command(), self.log, self._lock)
             if self._wait_until_ready(self._process):
                 return
             self.stop()
@@ -148,7 +148,7 @@ class Server:
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
         return [self.bindir / "postgres", "-D", self.data, *options]
 
-    def _wait_until_ready(self, process: Process) -> bool:
+    def _wait_until_ready(self, process: ServerProcess) -> bool:
         deadline = time.monotonic() + _PATIENCE
         while not process.ended.wait(0.005) and time.monotonic() < deadline:
             lines = self._status()

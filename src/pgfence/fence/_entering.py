@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, event, table, update
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import kinds
+from pgfence._api.contexts import loaded_classes
 from pgfence._api.transactions import AsyncBegun, Begun, connected
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
 from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
-from pgfence._sql.storage import place_of, primary, translated
+from pgfence._sql.storage import primary, table_names, translated
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError, StaleFencingTokenError, StandbyError, TransactionStateError
-from pgfence.keys import shown, stored
+from pgfence.keys import display_name, qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, scoped_session
 
-    from pgfence._sql.gates import Gates
-    from pgfence._sql.storage import Place
+    from pgfence._sql.gates import EnteredGates
+    from pgfence._sql.storage import TableNames
 
 ASYNCIO = "sqlalchemy.ext.asyncio"
 ORM = "sqlalchemy.orm"
@@ -40,14 +40,14 @@ def is_async(work: object) -> bool:
     Raises:
         TypeError: it is nothing that could have a transaction.
     """
-    if isinstance(work, kinds(ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
+    if isinstance(work, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
         return True
-    if isinstance(work, (Connection, *kinds(ORM, "Session", "scoped_session"))):
+    if isinstance(work, (Connection, *loaded_classes(ORM, "Session", "scoped_session"))):
         return False
     factories: tuple[type[Any], ...] = (
         Engine,
-        *kinds(ORM, "sessionmaker"),
-        *kinds(ASYNCIO, "AsyncEngine", "async_sessionmaker"),
+        *loaded_classes(ORM, "sessionmaker"),
+        *loaded_classes(ASYNCIO, "AsyncEngine", "async_sessionmaker"),
     )
     way = "; open a transaction first, or use lease.begin(...)" if isinstance(work, factories) else ""
     raise TypeError(f"a fence stands in a transaction: a Session or a Connection, not {type(work).__name__}{way}")
@@ -71,7 +71,7 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
     if not found:
         raise ValueError("there is no resource to enter")
     for name, number in found.items():
-        stored(name, "", "a resource")
+        qualified_name(name, "", "a resource")
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"the token for {name!r} must be an int, not {type(number).__name__}")
         if not 0 < number < 2**63:
@@ -90,7 +90,7 @@ def enter(
     *,
     after_reads: bool = False,
     named: bool = False,
-    issued: Place | None = None,
+    issued: TableNames | None = None,
 ) -> None:
     """Enter the gates of resources, which stay locked until the transaction ends. What was entered before costs nothing.
 
@@ -111,7 +111,7 @@ def enter(
     connection, fresh, known = _transaction(work)
     if named:
         namespace = config_of(connection).namespace
-        tokens = {stored(name, namespace, "a resource"): token for name, token in tokens.items()}
+        tokens = {qualified_name(name, namespace, "a resource"): token for name, token in tokens.items()}
     _enter(connection, tokens, issued, fresh=fresh, unseen=after_reads or not known)
 
 
@@ -135,7 +135,7 @@ def expect_entered(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
         )
 
 
-def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Place | None) -> None:
+def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: TableNames | None) -> None:
     """Enter gates in a transaction that was opened for that. If anything was sent in it, then by hooks at the begin."""
     if isinstance(work, Connection):
         _enter(work, tokens, issued, fresh=False, unseen=True)
@@ -144,7 +144,7 @@ def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Pl
 
 
 def _enter(
-    connection: Connection, tokens: Mapping[str, int], issued: Place | None, *, fresh: bool, unseen: bool
+    connection: Connection, tokens: Mapping[str, int], issued: TableNames | None, *, fresh: bool, unseen: bool
 ) -> None:
     """Enter gates that were not entered yet.
 
@@ -155,7 +155,7 @@ def _enter(
         fresh: nothing was sent in this transaction, except by hooks at its begin.
         unseen: it may also be entered late, since the caller says so, or since nobody knows what was sent.
     """
-    place = place_of(connection)
+    place = table_names(connection)
     if issued is not None:
         _expect_same(place, issued, tokens)
     record, first = _record(connection, tokens, fresh=fresh)
@@ -177,7 +177,7 @@ def _enter(
     record.first = record.first or first
 
 
-def _expect_same(place: Place, issued: Place, names: Iterable[str]) -> None:
+def _expect_same(place: TableNames, issued: TableNames, names: Iterable[str]) -> None:
     if place.contradicts(issued):
         raise ValueError(
             f"the token for {_told(names)} was issued by {issued.name('lease')}, and this transaction enters gates in"
@@ -186,7 +186,7 @@ def _expect_same(place: Place, issued: Place, names: Iterable[str]) -> None:
         )
 
 
-def _meaning(error: DBAPIError, place: Place, connection: Connection) -> PgfenceError | None:
+def _meaning(error: DBAPIError, place: TableNames, connection: Connection) -> PgfenceError | None:
     if sqlstate(error) == READ_ONLY:
         return StandbyError(
             f"{primary(error)}: a gate is entered where rows are written. Begin on the primary, not read-only. {SWITCHING}"
@@ -199,7 +199,7 @@ def save_checkpoint(
     name: str,
     token: int,
     data: str | None,
-    issued: Place | None = None,
+    issued: TableNames | None = None,
 ) -> None:
     """Write what the next holder can go on from, in the caller's transaction; it enters the gate if that was not done.
 
@@ -216,7 +216,7 @@ def save_checkpoint(
         TransactionStateError: autocommit.
     """
     connection, fresh, _ = _transaction(work)
-    place = place_of(connection)
+    place = table_names(connection)
     if issued is not None:
         _expect_same(place, issued, (name,))
     record, _ = _record(connection, {name: token}, fresh=fresh)
@@ -237,18 +237,18 @@ def entered(connection: Connection, resource: str) -> int | None:
         connection: of the transaction.
         resource: its name as it is stored in the tables.
     """
-    return gates.Gates.of(connection).token(place_of(connection), resource)
+    return gates.EnteredGates.of(connection).token(table_names(connection), resource)
 
 
-def poison(work: Session | scoped_session[Any] | Connection, error: StaleFencingTokenError) -> None:
+def block_commit(work: Session | scoped_session[Any] | Connection, error: StaleFencingTokenError) -> None:
     """Keep the present transaction from committing: it is refused until its outermost rollback."""
     connection = work if isinstance(work, Connection) else _session(work).connection(bind_arguments={"clause": _WRITE})
-    gates.poison(connection, error)
+    gates.block_commit(connection, error)
 
 
 def _session(work: Session | scoped_session[Any]) -> Session:
     one: Any = work
-    session: Session = one.registry() if isinstance(one, kinds(ORM, "scoped_session")) else one
+    session: Session = one.registry() if isinstance(one, loaded_classes(ORM, "scoped_session")) else one
     return session
 
 
@@ -273,7 +273,7 @@ def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Conn
     return connection, bool(begun), known
 
 
-def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[Gates, bool]:
+def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[EnteredGates, bool]:
     """Return what the transaction has entered, and whether the next statement counts as its first."""
     gates.translate(connection)
     state = sql.driver_state(connection)
@@ -290,18 +290,18 @@ def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -
     if not connection.in_transaction():
         connection.begin()
         fresh = True
-    record = gates.Gates.of(connection)
+    record = gates.EnteredGates.of(connection)
     if state.idle:
         record.forget()
     return record, fresh or state.idle
 
 
 def _told(names: Iterable[str]) -> str:
-    return ", ".join(repr(shown(name)) for name in names)
+    return ", ".join(repr(display_name(name)) for name in names)
 
 
 def begin_fenced(
-    factory: Any, tokens: Mapping[str, int], issued: Place | None = None
+    factory: Any, tokens: Mapping[str, int], issued: TableNames | None = None
 ) -> AbstractContextManager[Any, None]:
     """Open a transaction, enter the gates, yield the Session or Connection, and commit.
 
@@ -315,7 +315,7 @@ def begin_fenced(
         ValueError: it writes under another installation.
         StaleFencingTokenError: a token is not the newest; from the block, or at its end.
     """
-    takes: tuple[type[Any], ...] = (Engine, *kinds(ORM, "sessionmaker"))
+    takes: tuple[type[Any], ...] = (Engine, *loaded_classes(ORM, "sessionmaker"))
     if not isinstance(factory, takes):
         raise _misfit(factory, "a sessionmaker or an Engine")
 
@@ -323,10 +323,10 @@ def begin_fenced(
 
 
 def begin_fenced_async(
-    factory: Any, tokens: Mapping[str, int], issued: Place | None = None
+    factory: Any, tokens: Mapping[str, int], issued: TableNames | None = None
 ) -> AbstractAsyncContextManager[Any, None]:
     """Open a transaction, enter the gates, yield the AsyncSession or AsyncConnection, and commit; see `begin_fenced`."""
-    if not isinstance(factory, kinds(ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+    if not isinstance(factory, loaded_classes(ASYNCIO, "async_sessionmaker", "AsyncEngine")):
         raise _misfit(factory, "an async_sessionmaker or an AsyncEngine")
 
     return AsyncBegun(
@@ -337,7 +337,11 @@ def begin_fenced_async(
 def _misfit(factory: object, wanted: str) -> TypeError:
     has = isinstance(
         factory,
-        (Connection, *kinds(ORM, "Session", "scoped_session"), *kinds(ASYNCIO, "AsyncSession", "AsyncConnection")),
+        (
+            Connection,
+            *loaded_classes(ORM, "Session", "scoped_session"),
+            *loaded_classes(ASYNCIO, "AsyncSession", "AsyncConnection"),
+        ),
     )
     way = ": for a transaction of your own use held.fence(session)" if has else ""
     return TypeError(f"begin() opens its own transaction and takes {wanted}, not {type(factory).__name__}{way}")

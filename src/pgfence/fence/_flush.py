@@ -141,7 +141,7 @@ def _loaded(mapper: Mapper[Any], connection: Connection, target: Any, name: str)
 # ------------------------------------------------------------ mode "row"
 
 
-def lock_ahead(session: Session, context: UOWTransaction, _instances: Any) -> None:
+def prelock_rows(session: Session, context: UOWTransaction, _instances: Any) -> None:
     """Lock the rows of a flush that are compared by their column, with few statements and in one order."""
     _FLUSHES[session] = flush = _Flush(context)
     rows: dict[Mapper[Any], list[Any]] = {}
@@ -156,7 +156,7 @@ def lock_ahead(session: Session, context: UOWTransaction, _instances: Any) -> No
 
 
 def _newest(flush: _Flush, mapper: Mapper[Any], connection: Connection, target: Any) -> int:
-    """Return the token in a row, which is locked from now on; most were locked by `lock_ahead`.
+    """Return the token in a row, which is locked from now on; most were locked by `prelock_rows`.
 
     Raises:
         StaleDataError: the row is gone. Whoever wrote it again since might have been the newer holder.

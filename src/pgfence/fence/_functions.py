@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from pgfence._api.contexts import AsyncHold, Hold
+from pgfence._api.contexts import AsyncHold, EnterOnly
 from pgfence.fence._entering import enter_for_block, enter_named, expect_entered, is_async, tokens_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def fenced(session: Any, resource: Any, token: Any = None, *, after_reads: bool 
     asynchronous, tokens = is_async(session), tokens_of(resource, token)
     if asynchronous:
         return AsyncHold(partial(_enter_async, session, tokens, after_reads=after_reads))
-    return Hold(partial(_enter, session, tokens, after_reads=after_reads))
+    return EnterOnly(partial(_enter, session, tokens, after_reads=after_reads))
 
 
 def _enter(session: Any, tokens: Mapping[str, int], *, after_reads: bool) -> Callable[[], None]:

@@ -11,12 +11,12 @@ from sqlalchemy import inspect as mapped
 from sqlalchemy.orm import ColumnProperty
 
 from pgfence._locks import manager_async, manager_sync
-from pgfence._sql.storage import place_of
+from pgfence._sql.storage import table_names
 from pgfence._sql.transaction import driver_state
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, StaleFencingTokenError, TransactionStateError
-from pgfence.fence._entering import entered, poison
-from pgfence.keys import shown, stored
+from pgfence.fence._entering import block_commit, entered
+from pgfence.keys import display_name, qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.default import DefaultExecutionContext
     from sqlalchemy.orm import Mapper
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 ATTRIBUTE = "fence_token"
 MODEL = "pgfence_fence"
@@ -54,7 +54,7 @@ def validated(cls: Any) -> None:
         raise ValueError(f"{cls.__name__}.__fence__ must be 'gate' or 'row', not {cls.__fence__!r}")
     asked = getattr(cls, "__fence_resource__", None)
     if isinstance(asked, str):
-        stored(asked, "", f"{cls.__name__}.__fence_resource__")
+        qualified_name(asked, "", f"{cls.__name__}.__fence_resource__")
     elif not callable(asked):
         raise TypeError(f"{cls.__name__}.__fence_resource__ must be a str, or a static method from the row to a str")
     if not isinstance(cls.__fence_column__, str) or not cls.__fence_column__:
@@ -182,7 +182,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
         LockLostError: in mode "row": what this task or thread held under that name is lost.
         TransactionStateError: the connection is in autocommit, so that the lock of a row ends before the row is written.
     """
-    name = stored(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
+    name = qualified_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = entered(connection, name)
     if token is None and cls.__fence__ == "row":
         if driver_state(connection).autocommit:
@@ -190,17 +190,17 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
                 f"{cls.__name__} is fenced, and the connection is in autocommit, where a row that was compared is not locked"
                 " any more when it is written: use a connection without AUTOCOMMIT"
             )
-        token = _held_here(name, place_of(connection))
+        token = _held_here(name, table_names(connection))
     if token is None:
         raise FenceRequiredError(
-            f"{cls.__name__} is fenced by {shown(name)!r}, and this transaction brought no token for it: write inside"
+            f"{cls.__name__} is fenced by {display_name(name)!r}, and this transaction brought no token for it: write inside"
             f" lease.begin(...), or fenced(session, {resource!r}, token)",
-            resource=shown(name),
+            resource=display_name(name),
         )
     return token
 
 
-def _held_here(name: str, place: Place) -> int | None:
+def _held_here(name: str, place: TableNames) -> int | None:
     owner = manager_async.contender_here() or manager_sync.contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
@@ -231,7 +231,7 @@ def refuse_stale(connection: Connection, resource: str, token: int, newest: int)
         newest=newest,
         sqlstate=None,
     )
-    poison(connection, error)
+    block_commit(connection, error)
     raise error
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 from pgfence._api.handles import AsyncHeld, Held
 from pgfence._leases.request import json_text
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
-from pgfence.keys import SEPARATOR, stored
+from pgfence.keys import SEPARATOR, qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +44,7 @@ def _tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) ->
     if not resources:
         return {own: handle.token}
     namespace, separator, _ = own.partition(SEPARATOR)
-    return {stored(each, namespace if separator else "", "a resource"): handle.token for each in resources}
+    return {qualified_name(each, namespace if separator else "", "a resource"): handle.token for each in resources}
 
 
 def _inside(work: AsyncWork) -> Any:
@@ -52,7 +52,7 @@ def _inside(work: AsyncWork) -> Any:
     return getattr(work, "registry", lambda: work)()
 
 
-class _Tokened:
+class _HasToken:
     """What both twins know of a token without asking anybody."""
 
     __slots__ = ()
@@ -66,12 +66,12 @@ class _Tokened:
         return token
 
 
-class _Leased(_Tokened):
+class _Leased(_HasToken):
     """What both twins know of a lease without asking anybody."""
 
     __slots__ = ()
 
-    _domain: Any
+    _manager: Any
 
     @property
     def _grant(self) -> Grant:
@@ -108,10 +108,10 @@ class _Leased(_Tokened):
         Raises:
             LockNotHeldError: it was released before.
         """
-        self._domain.let_lapse(self._grant)
+        self._manager.let_lapse(self._grant)
 
 
-class FencedHeld(_Tokened, Held):
+class FencedHeld(_HasToken, Held):
     """Something held whose grant brought a fencing token: a number that only grows for its name.
 
     Not promised: that the token stops anybody by itself. Only a transaction that entered a gate with it is refused once it is
@@ -175,7 +175,7 @@ class HeldLease(_Leased, FencedHeld):
             UnreachableError: no answer; it stands until its deadline, and the heartbeat goes on trying.
             ValueError, TypeError: as the `ttl` of a lease.
         """
-        self._domain.renew(self._hold, ttl_of(ttl))
+        self._manager.renew(self._hold, ttl_of(ttl))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
         """Save what the next holder can go on from, in the caller's transaction, behind the gate of this lease.
@@ -199,7 +199,7 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             LockLostError, LockNotHeldError, UnreachableError: as `renew`; it is handed over to nobody then.
         """
-        found: LeaseRef = self._domain.hand_over(self._hold)
+        found: LeaseRef = self._manager.hand_over(self._hold)
         return found
 
 
@@ -210,7 +210,7 @@ def ttl_of(ttl: Seconds | None) -> float | None:
     return None if ttl is None else terms.ttl_of(ttl)
 
 
-class AsyncFencedHeld(_Tokened, AsyncHeld):
+class AsyncFencedHeld(_HasToken, AsyncHeld):
     """Something held whose grant brought a fencing token; see `FencedHeld`."""
 
     __slots__ = ()
@@ -242,7 +242,7 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
 
     async def renew(self, ttl: Seconds | None = None) -> None:
         """Renew it now; arguments and errors are those of the sync twin."""
-        await self._domain.renew(self._hold, ttl_of(ttl))
+        await self._manager.renew(self._hold, ttl_of(ttl))
 
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
         """Save what the next holder can go on from; arguments and errors are those of the sync twin."""
@@ -253,5 +253,5 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
 
     async def hand_over(self) -> LeaseRef:
         """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""
-        found: LeaseRef = await self._domain.hand_over(self._hold)
+        found: LeaseRef = await self._manager.hand_over(self._hold)
         return found

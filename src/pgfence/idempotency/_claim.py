@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionErro
 
 from pgfence._api.contexts import attach
 from pgfence._api.transactions import connected
-from pgfence._holds.events import emit
+from pgfence._holds.events import emit_event
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._process.clock import clock
 from pgfence._sql import idempotency as sql
@@ -24,7 +24,7 @@ from pgfence._sql.sqlstate import (
     SWITCHING,
     sqlstate,
 )
-from pgfence._sql.storage import place_of, primary, translated
+from pgfence._sql.storage import primary, table_names, translated
 from pgfence._sql.transaction import driver_state
 from pgfence._values import errors
 from pgfence.config import config_of
@@ -38,7 +38,7 @@ from pgfence.errors import (
     StandbyError,
     TransactionStateError,
 )
-from pgfence.keys import stored
+from pgfence.keys import qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.orm import Session, SessionTransaction
 
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence._values.codec import Codec
     from pgfence.config import Config
 
@@ -57,7 +57,7 @@ _WRITE = update(table("pgfence_idempotency_key"))
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KeyCall:
     """What a key was asked for with."""
 
     scope: str
@@ -77,13 +77,13 @@ class Call:
 class Claim:
     """A key that was asked for: claimed, or found with its result."""
 
-    row: sql.Row
+    row: sql.KeyRow
     replayed: bool
     result: Any = None
     savepoint: SessionTransaction | None = None
 
 
-def claim(session: Session, call: Call) -> Claim:
+def claim(session: Session, call: KeyCall) -> Claim:
     """Claim the key in the session's transaction, which begins here if it has not yet, or return what is stored under it.
 
     Raises:
@@ -92,8 +92,8 @@ def claim(session: Session, call: Call) -> Claim:
         Exception: the recorded error.
     """
     connection = connection_of(session)
-    place, config = place_of(connection), config_of(connection)
-    row = sql.Row(stored(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
+    place, config = table_names(connection), config_of(connection)
+    row = sql.KeyRow(qualified_name(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
     answer = _sent(connection, place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:
@@ -112,21 +112,21 @@ def claim(session: Session, call: Call) -> Claim:
     raise _refused(call, answer.outcome)
 
 
-def _waited(connection: Connection, place: Place, row: sql.Row, call: Call, limit: float) -> sql.Answer:
+def _waited(connection: Connection, place: TableNames, row: sql.KeyRow, call: KeyCall, limit: float) -> sql.ClaimResult:
     began = clock()
-    answer: sql.Answer = _sent(connection, place, lambda: sql.claim(connection, place, row, limit))
+    answer: sql.ClaimResult = _sent(connection, place, lambda: sql.claim(connection, place, row, limit))
     if (waited := clock() - began) > WARN_AFTER:
         how = "in vain" if answer.outcome == "busy" else "while another transaction was at work under it"
         log.warning("waited %.0f s for %s, %s", waited, call, how)
     return answer
 
 
-def _tell(config: Config, event: str, call: Call) -> None:
+def _tell(config: Config, event: str, call: KeyCall) -> None:
     if config.on_event is not None:
-        emit(config, event, (f"{call.scope}:{call.key}",))
+        emit_event(config, event, (f"{call.scope}:{call.key}",))
 
 
-def complete(session: Session, call: Call, claimed: Claim, value: Any) -> None:
+def complete(session: Session, call: KeyCall, claimed: Claim, value: Any) -> None:
     """Store the result.
 
     Raises:
@@ -138,7 +138,7 @@ def complete(session: Session, call: Call, claimed: Claim, value: Any) -> None:
     _finish(session, call, claimed, "done", text)
 
 
-def _release(session: Session, call: Call, claimed: Claim, savepoint: SessionTransaction) -> None:
+def _release(session: Session, call: KeyCall, claimed: Claim, savepoint: SessionTransaction) -> None:
     """Send what the work has left to be sent, whose error is an answer like the work's own, and keep it."""
     try:
         session.flush()
@@ -155,7 +155,7 @@ def _release(session: Session, call: Call, claimed: Claim, savepoint: SessionTra
         raise _gone(call) from error
 
 
-def record(session: Session, call: Call, claimed: Claim, error: Exception) -> None:
+def record(session: Session, call: KeyCall, claimed: Claim, error: Exception) -> None:
     """Take back what was done since the claim, and store the error in its place."""
     text = errors.encode(error, call.codec)
     if claimed.savepoint is not None:
@@ -163,14 +163,14 @@ def record(session: Session, call: Call, claimed: Claim, error: Exception) -> No
     _finish(session, call, claimed, "failed", text)
 
 
-def _finish(session: Session, call: Call, claimed: Claim, status: str, text: str) -> None:
+def _finish(session: Session, call: KeyCall, claimed: Claim, status: str, text: str) -> None:
     connection = connection_of(session)
-    place = place_of(connection)
+    place = table_names(connection)
     if not _sent(connection, place, lambda: sql.finish(connection, place, claimed.row, status, text)):
         raise _gone(call)
 
 
-def _gone(call: Call) -> IdempotencyMisuseError:
+def _gone(call: KeyCall) -> IdempotencyMisuseError:
     return IdempotencyMisuseError(
         f"{call} is not claimed any more: its transaction, or a savepoint around the claim, has ended inside the block."
         " Commit and roll back outside of it"
@@ -199,7 +199,7 @@ def connection_of(session: Session) -> Connection:
     return connection
 
 
-def _sent(connection: Connection, place: Place, send: Callable[[], Any]) -> Any:
+def _sent(connection: Connection, place: TableNames, send: Callable[[], Any]) -> Any:
     try:
         return send()
     except DBAPIError as error:
@@ -208,7 +208,7 @@ def _sent(connection: Connection, place: Place, send: Callable[[], Any]) -> Any:
         raise
 
 
-def _told(error: DBAPIError, place: Place, connection: Connection) -> PgfenceError | None:
+def _told(error: DBAPIError, place: TableNames, connection: Connection) -> PgfenceError | None:
     state = sqlstate(error)
     if state == READ_ONLY:
         return StandbyError(f"{primary(error)}: an idempotency key is claimed on the primary. {SWITCHING}")
@@ -223,7 +223,7 @@ def _told(error: DBAPIError, place: Place, connection: Connection) -> PgfenceErr
     return translated(error, place, sql.NEEDED, database=connection.engine.url.database)
 
 
-def _refused(call: Call, outcome: str) -> PgfenceError:
+def _refused(call: KeyCall, outcome: str) -> PgfenceError:
     match outcome:
         case "reused":
             return IdempotencyKeyReusedError(
@@ -250,7 +250,7 @@ def _refused(call: Call, outcome: str) -> PgfenceError:
     )
 
 
-def _busy(call: Call, attempt: sql.Attempt | None, limit: float) -> IdempotencyInProgressError:
+def _busy(call: KeyCall, attempt: sql.EffectAttempt | None, limit: float) -> IdempotencyInProgressError:
     """Return the error for a key that another transaction, or an attempt at an effect, has."""
     if attempt is None:
         waited = f", which did not end within {limit:g} s" if limit else ""

@@ -11,8 +11,8 @@ import warnings
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pgfence._api.contexts import kinds
-from pgfence._api.decorators import called, templates
+from pgfence._api.contexts import loaded_classes
+from pgfence._api.decorators import describe_function, templates
 from pgfence._values.codec import Codec
 from pgfence.idempotency._functions import ASYNCIO, DAY, ORM, idempotent
 
@@ -126,7 +126,7 @@ class _Calls:
         options: Mapping[str, Any],
     ) -> None:
         if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-            raise TypeError(f"{called(fn)} is a generator function: nothing of it runs when it is called")
+            raise TypeError(f"{describe_function(fn)} is a generator function: nothing of it runs when it is called")
         if isinstance(payload, str):
             raise TypeError(f"payload is a list of names: [{payload!r}]")
         hints, unknown = _hints(fn)
@@ -137,7 +137,7 @@ class _Calls:
         Codec.of(self._options["result"])
         if strangers := set(payload or ()) - set(self._signature.parameters):
             raise ValueError(
-                f"payload names {sorted(strangers)}, and {called(fn)} has ({', '.join(self._signature.parameters)})"
+                f"payload names {sorted(strangers)}, and {describe_function(fn)} has ({', '.join(self._signature.parameters)})"
             )
         self._payload = payload
         self._plain = key, scope
@@ -174,7 +174,7 @@ def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[s
     if len(found) != 1:
         told = " and ".join(found) if found else "none"
         raise TypeError(
-            f"{called(fn)} needs one argument that is annotated as a Session or AsyncSession, whose transaction the work"
+            f"{describe_function(fn)} needs one argument that is annotated as a Session or AsyncSession, whose transaction the work"
             f" belongs to; it has {told}"
         )
     return found[0]
@@ -183,7 +183,10 @@ def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[s
 def _is_session(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return bool(_SESSION.search(annotation))
-    classes = (*kinds(ORM, "Session", "scoped_session"), *kinds(ASYNCIO, "AsyncSession", "async_scoped_session"))
+    classes = (
+        *loaded_classes(ORM, "Session", "scoped_session"),
+        *loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"),
+    )
     kind = get_origin(annotation) or annotation
     if kind in (Union, UnionType):
         return any(_is_session(one) for one in get_args(annotation))

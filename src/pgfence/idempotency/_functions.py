@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence._api.contexts import kinds
+from pgfence._api.contexts import loaded_classes
 from pgfence._process.clock import seconds
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
 from pgfence._values.keys import expect_key
-from pgfence.idempotency._claim import Call
+from pgfence.idempotency._claim import KeyCall
 from pgfence.idempotency._handles import AsyncIdem, Idem
 
 if TYPE_CHECKING:
@@ -145,12 +145,12 @@ def idempotent(
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
-    takes_async: Any = kinds(ASYNCIO, "AsyncSession", "async_scoped_session")
-    if not isinstance(session, (*takes_async, *kinds(ORM, "Session", "scoped_session"))):
+    takes_async: Any = loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session")
+    if not isinstance(session, (*takes_async, *loaded_classes(ORM, "Session", "scoped_session"))):
         raise TypeError(
             f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}"
         )
-    call = Call(
+    call = KeyCall(
         scope=expect_key(scope, "the scope"),
         key=expect_key(key, "the key"),
         fingerprint=fingerprint(payload),
@@ -201,9 +201,9 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
     """
     from pgfence.idempotency._insert import insert
 
-    if isinstance(session, kinds(ASYNCIO, "AsyncSession", "async_scoped_session")):
+    if isinstance(session, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session")):
         return real_session(session).run_sync(insert, instance, key)
-    if not isinstance(session, kinds(ORM, "Session", "scoped_session")):
+    if not isinstance(session, loaded_classes(ORM, "Session", "scoped_session")):
         raise TypeError(f"insert_once() takes a Session, not a {type(session).__name__}")
     return insert(real_session(session), instance, key)
 

@@ -8,7 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pgfence._api.contexts import attach
-from pgfence._api.decorators import called
+from pgfence._api.decorators import describe_function
 from pgfence._api.misuse import Guided
 from pgfence._values.errors import among
 from pgfence.errors import IdempotencyMisuseError
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Op(Generic[T]):
     """One pass through a block under an idempotency key."""
 
-    def __init__(self, call: _claim.Call, claim: _claim.Claim) -> None:
+    def __init__(self, call: _claim.KeyCall, claim: _claim.Claim) -> None:
         self._call = call
         self._claim = claim
         self._read = False
@@ -93,12 +93,12 @@ class Op(Generic[T]):
         return error is not None and among(error, self._call.record) and not self._claim.replayed
 
 
-class _Keyed(Guided, Generic[T]):
+class _KeyBase(Guided, Generic[T]):
     """What both twins know."""
 
     _decorator = "idempotent(...).run(fn), or decorate the function with @idempotent_call(key=..., scope=...)"
 
-    def __init__(self, call: _claim.Call) -> None:
+    def __init__(self, call: _claim.KeyCall) -> None:
         self._call = call
         self._op: Op[T] | None = None
         self._used = False
@@ -127,12 +127,12 @@ class _Keyed(Guided, Generic[T]):
             raise IdempotencyMisuseError(f"the block of {self._call} was entered before: ask for the key again")
 
 
-class Idem(_Keyed[T]):
+class Idem(_KeyBase[T]):
     """A key in the transaction of a Session; see `idempotent`. One that is never used warns when it is dropped."""
 
     _block = "idempotent(...).run(fn), or `with idempotent(...) as op:`"
 
-    def __init__(self, session: Session | scoped_session[Any], call: _claim.Call) -> None:
+    def __init__(self, session: Session | scoped_session[Any], call: _claim.KeyCall) -> None:
         super().__init__(call)
         self._given: Any = session
 
@@ -149,7 +149,7 @@ class Idem(_Keyed[T]):
         """
         self._used = True
         if inspect.iscoroutinefunction(fn):
-            raise TypeError(f"{called(fn)} is a coroutine function: it needs an AsyncSession")
+            raise TypeError(f"{describe_function(fn)} is a coroutine function: it needs an AsyncSession")
         with self as op:
             if op.replayed:
                 return op.result
@@ -183,12 +183,12 @@ class Idem(_Keyed[T]):
         return session
 
 
-class AsyncIdem(_Keyed[T]):
+class AsyncIdem(_KeyBase[T]):
     """A key in the transaction of an AsyncSession; see `idempotent`. One that is never used warns when it is dropped."""
 
     _block = "await idempotent(...).run(fn), or `async with idempotent(...) as op:`"
 
-    def __init__(self, session: AsyncSession | async_scoped_session[Any], call: _claim.Call) -> None:
+    def __init__(self, session: AsyncSession | async_scoped_session[Any], call: _claim.KeyCall) -> None:
         super().__init__(call)
         self._given: Any = session
 

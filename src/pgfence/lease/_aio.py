@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from sqlalchemy import Connection, Engine
 
 from pgfence._api.contexts import is_factory, no_engine
-from pgfence._api.locks import AsyncVerbs
-from pgfence._leases.manager_async import AsyncLeases, leases_of
+from pgfence._api.locks import AsyncLockBase
+from pgfence._leases.manager_async import AsyncLeaseManager, leases_of
 from pgfence._leases.request import holder_of
 from pgfence._locks import manager_async
-from pgfence._sql.storage import place_of
+from pgfence._sql.storage import table_names
 from pgfence.config import config_of
 from pgfence.fence.handles import AsyncHeldLease
-from pgfence.lease._request import Leased, claim_of
+from pgfence.lease._request import LeaseOptions, claim_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from pgfence._leases.request import Claim
+    from pgfence._leases.request import AcquireRequest
     from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence.keys import Name
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
     AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
 
-LeasesT = TypeVar("LeasesT", bound=AsyncLeases)
+LeasesT = TypeVar("LeasesT", bound=AsyncLeaseManager)
 
 WHY = "a lease outlives transactions and connections. Write under it with lease.begin(async_sessionmaker)"
 
 
-class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
+class AsyncLease(LeaseOptions, AsyncLockBase[AsyncHeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token; see `Lease`.
 
     Promises, arguments and errors are those of the sync twin, with an AsyncEngine. The heartbeat is a thread of its own, so
@@ -80,8 +80,8 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        domain, claim = self._place()
-        return await domain.acquire(claim, 0.0, AsyncHeldLease)
+        manager, claim = self._place()
+        return await manager.acquire(claim, 0.0, AsyncHeldLease)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncHeldLease:
         """Wait until it is held.
@@ -98,13 +98,13 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
-        domain, claim = self._place()
+        manager, claim = self._place()
         owner = manager_async.contender()
-        handle = await domain.acquire(
-            claim, domain.timeout(timeout, owner), AsyncHeldLease, patient=timeout is not None
+        handle = await manager.acquire(
+            claim, manager.timeout(timeout, owner), AsyncHeldLease, patient=timeout is not None
         )
         if handle is None:
-            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self._seen())
+            raise manager.timed_out(manager.asked(claim, owner, 0.0), await self._seen())
         return handle
 
     @staticmethod
@@ -122,9 +122,9 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        domain, place = domain_of(source_of(engine, "AsyncLease.adopt"), "AsyncLease.adopt", AsyncLeases)
-        claim, reference = claim_of(domain.engine, ref, place)
-        return await domain.adopt(claim, reference, AsyncHeldLease)
+        manager, place = manager_for(source_of(engine, "AsyncLease.adopt"), "AsyncLease.adopt", AsyncLeaseManager)
+        claim, reference = claim_of(manager.engine, ref, place)
+        return await manager.adopt(claim, reference, AsyncHeldLease)
 
     async def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
@@ -133,8 +133,8 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        domain, claim = self._place()
-        row = await domain.look(claim.place, claim.stored)
+        manager, claim = self._place()
+        row = await manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
     def _named(self, names: Sequence[Name]) -> Self:
@@ -142,9 +142,9 @@ class AsyncLease(Leased, AsyncVerbs[AsyncHeldLease]):
         other._names = tuple(names)
         return other
 
-    def _place(self) -> tuple[AsyncLeases, Claim]:
-        domain, place = domain_of(self._engine, type(self).__name__, AsyncLeases)
-        return domain, self._claim(place, domain.config.namespace)
+    def _place(self) -> tuple[AsyncLeaseManager, AcquireRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, AsyncLeaseManager)
+        return manager, self._claim(place, manager.config.namespace)
 
 
 def source_of(engine: Any, what: str, why: str = WHY) -> AsyncEngineSource:
@@ -162,10 +162,10 @@ def source_of(engine: Any, what: str, why: str = WHY) -> AsyncEngineSource:
     return cast("AsyncEngineSource", engine)
 
 
-def domain_of(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
+def manager_for(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
     """Return the leases, or the like, of an engine on the running loop, and where its tables are."""
     found: Any = source
     engine = found if hasattr(found, "sync_engine") else found()
     if not hasattr(engine, "sync_engine"):
         raise no_engine(what, engine, twin="the sync twin", asynchronous=True)
-    return leases_of(engine, config_of(engine, pin=True), kind), place_of(engine)
+    return leases_of(engine, config_of(engine, pin=True), kind), table_names(engine)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from pgfence._api.decorators import choice
+from pgfence._api.decorators import check_choice
 from pgfence._leases import terms
-from pgfence._leases.request import Identity, LeaseClaim, json_text
+from pgfence._leases.request import Identity, LeaseRequest, json_text
 from pgfence.config import config_of
-from pgfence.keys import shown, stored
+from pgfence.keys import display_name, qualified_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence._leases.request import Claim
+    from pgfence._leases.request import AcquireRequest
     from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 
-class Leased:
+class LeaseOptions:
     """The arguments of a lease."""
 
     def __init__(
@@ -39,8 +39,8 @@ class Leased:
     ) -> None:
         if not isinstance(name, str):
             raise TypeError(f"a lease is kept by its name, as text: give a str, not {type(name).__name__}")
-        stored(name, namespace or "", "the name of a lease")
-        choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
+        qualified_name(name, namespace or "", "the name of a lease")
+        check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Any] = (name,)
         self._terms = terms.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
         self._heartbeat: Heartbeat = heartbeat
@@ -48,15 +48,15 @@ class Leased:
             _text(owner, "owner"), _text(purpose, "purpose") or "", json_text(metadata, "metadata")
         )
         self._namespace = namespace
-        self._claimed: tuple[object, Claim] | None = None
+        self._claimed: tuple[object, AcquireRequest] | None = None
 
-    def _claim(self, place: Place, namespace: str) -> Claim:
+    def _claim(self, place: TableNames, namespace: str) -> AcquireRequest:
         """Return what to ask for, made anew only where it differs from the last time."""
         asked = place, namespace, self._names
         if self._claimed is None or self._claimed[0] != asked:
             where = namespace if self._namespace is None else self._namespace
-            claim = LeaseClaim(
-                stored=stored(self._names[0], where, "the name of a lease"),
+            claim = LeaseRequest(
+                stored=qualified_name(self._names[0], where, "the name of a lease"),
                 place=place,
                 terms=self._terms,
                 identity=self._identity,
@@ -69,7 +69,7 @@ class Leased:
         return f"<{type(self).__name__} {self._names[0]!r}, ttl={self._terms.ttl:g}>"
 
 
-def claim_of(engine: Any, reference: object, place: Place) -> tuple[LeaseClaim, dict[str, Any]]:
+def claim_of(engine: Any, reference: object, place: TableNames) -> tuple[LeaseRequest, dict[str, Any]]:
     """Return what a reference asks for.
 
     Raises:
@@ -94,10 +94,10 @@ def claim_of(engine: Any, reference: object, place: Place) -> tuple[LeaseClaim, 
         raise ValueError(f"this reference is damaged: {token} is no token")
     _, separator, _ = name.partition("\x1f")
     if not separator:
-        stored(name, "", "the name of a lease")
+        qualified_name(name, "", "the name of a lease")
     config_of(engine, pin=True)
-    claim = LeaseClaim(stored=name, place=place, terms=terms.Terms(terms.SHORTEST_TTL))
-    assert claim.names == (shown(name),)
+    claim = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
+    assert claim.names == (display_name(name),)
     return claim, {"name": name, "lease_id": lease_id, "token": token}
 
 

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 from sqlalchemy import Engine
 
 from pgfence._api.contexts import is_factory, no_engine
-from pgfence._api.locks import Verbs
-from pgfence._leases.manager_sync import SyncLeases, leases_of
+from pgfence._api.locks import LockBase
+from pgfence._leases.manager_sync import SyncLeaseManager, leases_of
 from pgfence._leases.request import holder_of
 from pgfence._locks import manager_sync
-from pgfence._sql.storage import place_of
+from pgfence._sql.storage import table_names
 from pgfence.config import config_of
 from pgfence.fence.handles import HeldLease
-from pgfence.lease._request import Leased, claim_of
+from pgfence.lease._request import LeaseOptions, claim_of
 
 if TYPE_CHECKING:
-    from pgfence._leases.request import Claim
+    from pgfence._leases.request import AcquireRequest
     from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence.keys import Name
     from pgfence.types import Holder, Json, LeaseRef
 
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
-LeasesT = TypeVar("LeasesT", bound=SyncLeases)
+LeasesT = TypeVar("LeasesT", bound=SyncLeaseManager)
 
 WHY = "a lease outlives transactions and connections. Write under it with lease.begin(sessionmaker)"
 
 
-class Lease(Leased, Verbs[HeldLease]):
+class Lease(LeaseOptions, LockBase[HeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token.
 
     While it is held a thread of its own renews it, every third of the TTL. Works through any pooler.
@@ -95,8 +95,8 @@ class Lease(Leased, Verbs[HeldLease]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        domain, claim = self._place()
-        return domain.acquire(claim, 0.0, HeldLease)
+        manager, claim = self._place()
+        return manager.acquire(claim, 0.0, HeldLease)
 
     def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
         """Wait until it is held.
@@ -114,11 +114,11 @@ class Lease(Leased, Verbs[HeldLease]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
-        domain, claim = self._place()
+        manager, claim = self._place()
         owner = manager_sync.contender()
-        handle = domain.acquire(claim, domain.timeout(timeout, owner), HeldLease, patient=timeout is not None)
+        handle = manager.acquire(claim, manager.timeout(timeout, owner), HeldLease, patient=timeout is not None)
         if handle is None:
-            raise domain.timed_out(domain.asked(claim, owner, 0.0), self._seen())
+            raise manager.timed_out(manager.asked(claim, owner, 0.0), self._seen())
         return handle
 
     @staticmethod
@@ -136,9 +136,9 @@ class Lease(Leased, Verbs[HeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        domain, place = domain_of(source_of(engine, "Lease.adopt"), "Lease.adopt", SyncLeases)
-        claim, reference = claim_of(domain.engine, ref, place)
-        return domain.adopt(claim, reference, HeldLease)
+        manager, place = manager_for(source_of(engine, "Lease.adopt"), "Lease.adopt", SyncLeaseManager)
+        claim, reference = claim_of(manager.engine, ref, place)
+        return manager.adopt(claim, reference, HeldLease)
 
     def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
@@ -147,8 +147,8 @@ class Lease(Leased, Verbs[HeldLease]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        domain, claim = self._place()
-        row = domain.look(claim.place, claim.stored)
+        manager, claim = self._place()
+        row = manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
     def _named(self, names: Sequence[Name]) -> Self:
@@ -156,9 +156,9 @@ class Lease(Leased, Verbs[HeldLease]):
         other._names = tuple(names)
         return other
 
-    def _place(self) -> tuple[SyncLeases, Claim]:
-        domain, place = domain_of(self._engine, type(self).__name__, SyncLeases)
-        return domain, self._claim(place, domain.config.namespace)
+    def _place(self) -> tuple[SyncLeaseManager, AcquireRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, SyncLeaseManager)
+        return manager, self._claim(place, manager.config.namespace)
 
 
 def source_of(engine: Any, what: str, why: str = WHY) -> EngineSource:
@@ -178,9 +178,9 @@ def source_of(engine: Any, what: str, why: str = WHY) -> EngineSource:
     return cast("EngineSource", engine)
 
 
-def domain_of(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
+def manager_for(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
     """Return the leases, or the like, of an engine in this process, and where its tables are."""
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
         raise no_engine(what, engine, twin="the Async twin", asynchronous=False)
-    return leases_of(engine, config_of(engine, pin=True), kind), place_of(engine)
+    return leases_of(engine, config_of(engine, pin=True), kind), table_names(engine)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sqlalchemy import Connection
 
-from pgfence._api.contexts import Block
+from pgfence._api.contexts import SafeContext
 from pgfence._process.clock import seconds
 from pgfence._sql.params import style_of
 from pgfence.config import config_of
@@ -89,7 +89,7 @@ def migration_lock(
     return _Once(_locked(connection, limit, key, unsupported))
 
 
-class _Once(Block[None]):
+class _Once(SafeContext[None]):
     """The block, which is entered once."""
 
     _entered = False

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import event
 
-from pgfence._connections.addresses import place
-from pgfence._connections.connect import from_driver, judge, strange_backend, through, unreachable
+from pgfence._connections.addresses import describe_server
+from pgfence._connections.connect import from_driver, judge, sqlalchemy_connection, unreachable, wrong_backend_error
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.drivers import descriptor
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import PROCESS
-from pgfence._process.monitor import WATCHER, socket_id
+from pgfence._process.monitor import MONITOR, socket_id
 from pgfence._sql import activity, migration_lock, server
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.params import style_of
@@ -63,7 +63,7 @@ class _Limit:
         fd = descriptor(driver)
         self.socket = socket_id(fd) if fd >= 0 else None
         PROCESS.notice_fork()
-        WATCHER.watch(self, fd)
+        MONITOR.watch(self, fd)
 
     def died(self, reason: LossReason) -> None:
         """Nothing to do: the statement under way fails."""
@@ -74,7 +74,7 @@ class _Limit:
             self._end = max(self._end, now + RELEASE_BUDGET)
         elif now > self._end:
             self.exceeded = True
-            WATCHER.shut_down(self)
+            MONITOR.shut_down(self)
 
 
 class SessionLock:
@@ -95,7 +95,7 @@ class SessionLock:
         self._sql = LockSql((key,), style_of(connection.dialect))
         self._dbapi_connection: Any = connection.connection.dbapi_connection
         self._driver: Any = connection.connection.driver_connection
-        self._facts: server.Facts
+        self._facts: server.ServerInfo
         self._wrote = False
 
     def ask(self, question: Callable[[Connection], T]) -> T:
@@ -115,7 +115,7 @@ class SessionLock:
         try:
             with self._limited(seconds):
                 dbapi_connection.autocommit = True
-                with through(engine, dbapi_connection) as own:
+                with sqlalchemy_connection(engine, dbapi_connection) as own:
                     yield own
         except Exception as error:
             if told := unreachable(engine, error, UNKNOWN):
@@ -134,11 +134,11 @@ class SessionLock:
         except Exception as error:
             if limit.exceeded:
                 raise UnreachableError(
-                    f"no response from {place(self._connection.engine)} within {seconds:.1f} s. {UNKNOWN}"
+                    f"no response from {describe_server(self._connection.engine)} within {seconds:.1f} s. {UNKNOWN}"
                 ) from error
             raise
         finally:
-            WATCHER.unwatch(limit)
+            MONITOR.unwatch(limit)
 
     # ------------------------------------------------------------ acquire
 
@@ -197,7 +197,7 @@ class SessionLock:
         asked = self._facts.backend_pid, *self._sql.unlock_args
         granted: bool | None = own.exec_driver_sql(self._sql.try_text, asked).scalar_one()
         if granted is None:
-            raise strange_backend(own.engine)
+            raise wrong_backend_error(own.engine)
         return granted
 
     def _holders(self, own: Connection) -> tuple[list[Holder], str]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pgfence._api.locks import AsyncVerbs
-from pgfence._leases.manager_async import AsyncLeases
+from pgfence._api.locks import AsyncLockBase
+from pgfence._leases.manager_async import AsyncLeaseManager
 from pgfence._leases.request import Refused, holder_of
 from pgfence._locks import manager_async
-from pgfence.lease._aio import domain_of, source_of
+from pgfence.lease._aio import manager_for, source_of
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import AsyncSlot
-from pgfence.once._request import Slotted
+from pgfence.once._request import OnceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
     from pgfence.lease._aio import AsyncEngineSource
-    from pgfence.once._claim import SlotClaim
+    from pgfence.once._claim import SlotRequest
     from pgfence.once._slots import CatchUp
     from pgfence.types import Holder
 
 
-class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
+class AsyncOnce(OnceOptions, AsyncLockBase[AsyncSlot]):
     """Work that is done once in each slot of time, by whichever process comes first; see `Once`.
 
     ::
@@ -110,9 +110,9 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        domain, claim = self._place()
+        manager, claim = self._place()
         try:
-            return await domain.acquire(claim, 0.0, AsyncSlot)
+            return await manager.acquire(claim, 0.0, AsyncSlot)
         except Refused as refused:
             if isinstance(error := answer(refused), SlotOverError):
                 return None
@@ -135,14 +135,14 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
-        domain, claim = self._place()
+        manager, claim = self._place()
         owner = manager_async.contender()
         try:
-            slot = await domain.acquire(claim, domain.timeout(timeout, owner), AsyncSlot, patient=timeout is not None)
+            slot = await manager.acquire(claim, manager.timeout(timeout, owner), AsyncSlot, patient=timeout is not None)
         except Refused as refused:
             raise answer(refused) from None
         if slot is None:
-            raise domain.timed_out(domain.asked(claim, owner, 0.0), await self._seen())
+            raise manager.timed_out(manager.asked(claim, owner, 0.0), await self._seen())
         return slot
 
     @overload  # type: ignore[override]  # here skipping is the default
@@ -209,10 +209,10 @@ class AsyncOnce(Slotted, AsyncVerbs[AsyncSlot]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        domain, claim = self._place()
-        row = await domain.look(claim.place, claim.stored)
+        manager, claim = self._place()
+        row = await manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
-    def _place(self) -> tuple[AsyncLeases, SlotClaim]:
-        domain, place = domain_of(self._engine, type(self).__name__, AsyncLeases)
-        return domain, self._due(place, domain.config.namespace)
+    def _place(self) -> tuple[AsyncLeaseManager, SlotRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, AsyncLeaseManager)
+        return manager, self._due(place, manager.config.namespace)

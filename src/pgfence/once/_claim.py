@@ -7,9 +7,19 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._leases.grant import log
-from pgfence._leases.request import Busy, Claim, Granted, Refused, decoded, holder_of, host, owner_of, warn_of_clock
+from pgfence._leases.request import (
+    AcquireRequest,
+    Busy,
+    Granted,
+    Refused,
+    decoded,
+    holder_of,
+    host,
+    owner_of,
+    warn_of_clock,
+)
 from pgfence._sql.slot import repair, slot_sql
 from pgfence.errors import LockTimeoutError
 from pgfence.once._slots import Ahead, Due, Over, due
@@ -20,8 +30,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from pgfence._leases.request import Steps
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.once._slots import CatchUp, Schedule
 
 MOVES = 10
@@ -73,7 +83,7 @@ def answer(refused: Refused) -> BaseException:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlotClaim(Claim):
+class SlotRequest(AcquireRequest):
     """The slot that is due.
 
     Attributes:
@@ -86,7 +96,7 @@ class SlotClaim(Claim):
 
     kind = "slot"
 
-    def attempt(self, style: Style, lease_id: str) -> Steps:
+    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
         sql, zone = slot_sql(self.place, style), zone_name(self.schedule)
         for _ in range(MOVES):
             differing = None
@@ -141,7 +151,7 @@ class SlotClaim(Claim):
         why = _WHY[over.why]
         next_one = "" if over.following is None else f"; the next begins at {over.following.isoformat()}"
         error = SlotOverError(
-            f"the slot {over.slot.isoformat()} of {named(self.names)} {why}{next_one}",
+            f"the slot {over.slot.isoformat()} of {format_names(self.names)} {why}{next_one}",
             slot=over.slot,
             names=self.names,
         )
@@ -149,11 +159,11 @@ class SlotClaim(Claim):
         error.retry_after = None if over.following is None else max(0.0, (over.following - now).total_seconds())
         return error
 
-    def _ahead(self, found: Ahead, now: datetime, place: Place) -> SlotClockError:
+    def _ahead(self, found: Ahead, now: datetime, place: TableNames) -> SlotClockError:
         statement, now = repair(place, self.stored), now.astimezone(UTC)
         distance = str(found.slot - now).partition(".")[0]
         error = SlotClockError(
-            f"the slot {found.slot.isoformat()} of {named(self.names)} is done, but by the server's clock"
+            f"the slot {found.slot.isoformat()} of {format_names(self.names)} is done, but by the server's clock"
             f" ({now.isoformat()}) it begins only in {distance}: the clock was ahead when the slot ran, or is behind now."
             " Nothing runs under this name until then. If the server's clock is right now, this statement lets it run"
             f" again: {statement}",

@@ -6,9 +6,9 @@ from copy import copy
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self
 
-from pgfence.keys import stored
-from pgfence.lease._request import Leased
-from pgfence.once._claim import SlotClaim
+from pgfence.keys import qualified_name
+from pgfence.lease._request import LeaseOptions
+from pgfence.once._claim import SlotRequest
 from pgfence.once._schedule import schedule_of
 
 if TYPE_CHECKING:
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from pgfence._process.clock import Seconds
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
     from pgfence.once._slots import CatchUp
 
 WHAT = "the name of a Once"
 
 
-class Slotted(Leased):
+class OnceOptions(LeaseOptions):
     """The arguments of a Once."""
 
     def __init__(
@@ -53,9 +53,9 @@ class Slotted(Leased):
         self._schedule = schedule_of(every, cron, at, tz, catch_up)
         self._catch_up: CatchUp = catch_up
 
-    def _due(self, place: Place, namespace: str) -> SlotClaim:
-        return SlotClaim(
-            stored=stored(self._row(), namespace if self._namespace is None else self._namespace, WHAT),
+    def _due(self, place: TableNames, namespace: str) -> SlotRequest:
+        return SlotRequest(
+            stored=qualified_name(self._row(), namespace if self._namespace is None else self._namespace, WHAT),
             place=place,
             terms=self._terms,
             identity=self._identity,

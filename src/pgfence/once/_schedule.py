@@ -6,7 +6,7 @@ import functools
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._api.decorators import choice
+from pgfence._api.decorators import check_choice
 from pgfence.once._slots import SHORTEST, Cron, Every
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def schedule_of(
     """
     if sum(given is not None for given in (every, cron, at)) != 1:
         raise TypeError("Once needs one of every=, cron= and at=: how often, when, or which slot this is")
-    choice("catch_up", catch_up, ("none", "last", "all"))
+    check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
         return _instant(at)
     zone = zone_of(tz)

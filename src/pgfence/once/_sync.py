@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from pgfence._api.locks import Verbs
-from pgfence._leases.manager_sync import SyncLeases
+from pgfence._api.locks import LockBase
+from pgfence._leases.manager_sync import SyncLeaseManager
 from pgfence._leases.request import Refused, holder_of
 from pgfence._locks import manager_sync
-from pgfence.lease._sync import domain_of, source_of
+from pgfence.lease._sync import manager_for, source_of
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import Slot
-from pgfence.once._request import Slotted
+from pgfence.once._request import OnceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
     from pgfence.lease._sync import EngineSource
-    from pgfence.once._claim import SlotClaim
+    from pgfence.once._claim import SlotRequest
     from pgfence.once._slots import CatchUp
     from pgfence.types import Holder
 
 
-class Once(Slotted, Verbs[Slot]):
+class Once(OnceOptions, LockBase[Slot]):
     """Work that is done once in each slot of time, by whichever process comes first.
 
     ::
@@ -142,9 +142,9 @@ class Once(Slotted, Verbs[Slot]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        domain, claim = self._place()
+        manager, claim = self._place()
         try:
-            return domain.acquire(claim, 0.0, Slot)
+            return manager.acquire(claim, 0.0, Slot)
         except Refused as refused:
             if isinstance(error := answer(refused), SlotOverError):
                 return None
@@ -168,14 +168,14 @@ class Once(Slotted, Verbs[Slot]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
-        domain, claim = self._place()
+        manager, claim = self._place()
         owner = manager_sync.contender()
         try:
-            slot = domain.acquire(claim, domain.timeout(timeout, owner), Slot, patient=timeout is not None)
+            slot = manager.acquire(claim, manager.timeout(timeout, owner), Slot, patient=timeout is not None)
         except Refused as refused:
             raise answer(refused) from None
         if slot is None:
-            raise domain.timed_out(domain.asked(claim, owner, 0.0), self._seen())
+            raise manager.timed_out(manager.asked(claim, owner, 0.0), self._seen())
         return slot
 
     @overload  # type: ignore[override]  # here skipping is the default
@@ -242,10 +242,10 @@ class Once(Slotted, Verbs[Slot]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        domain, claim = self._place()
-        row = domain.look(claim.place, claim.stored)
+        manager, claim = self._place()
+        row = manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
-    def _place(self) -> tuple[SyncLeases, SlotClaim]:
-        domain, place = domain_of(self._engine, type(self).__name__, SyncLeases)
-        return domain, self._due(place, domain.config.namespace)
+    def _place(self) -> tuple[SyncLeaseManager, SlotRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, SyncLeaseManager)
+        return manager, self._due(place, manager.config.namespace)

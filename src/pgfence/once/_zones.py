@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _error(
 ) -> SlotZoneError:
     zone, at = zone_name(schedule) or "", at.astimezone(UTC)
     return SlotZoneError(
-        f"this host and {other} differ on the time zone {zone!r} for {named(names)}: at {at.isoformat()} local time is"
+        f"this host and {other} differ on the time zone {zone!r} for {format_names(names)}: at {at.isoformat()} local time is"
         f" {_shown(here)} by this host's rules and {_shown(there)} by those of {other}. {advice}. {_ADVICE}",
         zone=zone,
         at=at,

@@ -13,7 +13,7 @@ from pgfence._connections.connect import connecting_error, from_driver
 from pgfence._process.clock import clock
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import Place, translated
+from pgfence._sql.storage import TableNames, translated
 from pgfence._sql.transaction import driver_state
 from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import TransactionStateError
@@ -36,7 +36,7 @@ _PING = "SELECT 1"
 _LISTENING: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 
-class Attempt:
+class AttemptRun:
     """One attempt at a transaction.
 
     Attributes:
@@ -132,7 +132,7 @@ def _listen_to_sessions() -> None:
 
 
 def _begun(session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
-    attempt: Attempt | None = vars(session).get(_ATTRIBUTE)
+    attempt: AttemptRun | None = vars(session).get(_ATTRIBUTE)
     if attempt is not None:
         attempt.use(connection)
 
@@ -140,7 +140,7 @@ def _begun(session: Session, _transaction: SessionTransaction, connection: Conne
 def _swallowed(error: BaseException) -> BaseException:
     """Return what to raise for an error that the function caught: the fence's refusals as those of pgfence."""
     ours = (sqlstate(error) or "").startswith(_FENCE)
-    found = (translated(error, Place()) if ours else None) or error
+    found = (translated(error, TableNames()) if ours else None) or error
     found.add_note("it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed")
     found.__cause__ = error.__cause__ if found is error else error
     return found
@@ -157,7 +157,7 @@ def _answers(connection: Connection) -> bool:
 
 def _note(context: ExceptionContext) -> None:
     connection = context.connection
-    attempt: Attempt | None = None if connection is None else vars(connection).get(_ATTRIBUTE)
+    attempt: AttemptRun | None = None if connection is None else vars(connection).get(_ATTRIBUTE)
     if attempt is None or connection is None:
         return
     attempt.note(connection, context.sqlalchemy_exception or context.original_exception)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Protocol, 
 from sqlalchemy import Connection
 from typing_extensions import deprecated
 
-from pgfence._api.contexts import kinds
-from pgfence._api.decorators import called
+from pgfence._api.contexts import loaded_classes
+from pgfence._api.decorators import describe_function
 from pgfence._process.clock import seconds
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import NUMBER
@@ -194,9 +194,9 @@ def _is_async(sessionmaker: object) -> bool:
         TypeError: it is none.
         TransactionStateError: it is a session whose transaction is open.
     """
-    if isinstance(sessionmaker, kinds(_ASYNCIO, "async_sessionmaker")):
+    if isinstance(sessionmaker, loaded_classes(_ASYNCIO, "async_sessionmaker")):
         return True
-    if isinstance(sessionmaker, kinds(_ORM, "sessionmaker")):
+    if isinstance(sessionmaker, loaded_classes(_ORM, "sessionmaker")):
         return False
     way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
     _refuse_session(sessionmaker, way)
@@ -228,11 +228,11 @@ def _refuse_session(given: object, way: str) -> None:
         TransactionStateError: its transaction is open.
         TypeError: it is not.
     """
-    scoped = kinds(_ORM, "scoped_session") + kinds(_ASYNCIO, "async_scoped_session")
+    scoped = loaded_classes(_ORM, "scoped_session") + loaded_classes(_ASYNCIO, "async_scoped_session")
     plain: tuple[type[Any], ...] = (
         Connection,
-        *kinds(_ORM, "Session"),
-        *kinds(_ASYNCIO, "AsyncSession", "AsyncConnection"),
+        *loaded_classes(_ORM, "Session"),
+        *loaded_classes(_ASYNCIO, "AsyncSession", "AsyncConnection"),
     )
     work: Any = given
     if not isinstance(work, scoped + plain):
@@ -291,4 +291,4 @@ def _expect_session_alone(fn: Callable[..., Any]) -> None:
 
 def _name(fn: Any) -> str:
     """Return what messages call a function; of a functools.partial without its arguments, which may be secrets."""
-    return called(fn.func if isinstance(fn, functools.partial) else fn)
+    return describe_function(fn.func if isinstance(fn, functools.partial) else fn)

@@ -11,12 +11,12 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pgfence._api.contexts import AsyncBlock, Block
+from pgfence._api.contexts import AsyncSafeContext, SafeContext
 from pgfence._locks import manager_async, manager_sync
-from pgfence._process.callbacks import tell
+from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
-from pgfence.retrying._attempt import Attempt, bind_of
+from pgfence.retrying._attempt import AttemptRun, bind_of
 from pgfence.retrying._rules import TransactionAttempt, curable, of_a_snapshot, pause_after, spoken
 
 if TYPE_CHECKING:
@@ -55,16 +55,16 @@ class Retries:
         self._began = clock()
         self._number = 0
 
-    def open(self, session: Session) -> Attempt:
+    def open(self, session: Session) -> AttemptRun:
         """Begin to count an attempt on a Session that is not yet in a transaction."""
         self._number += 1
-        return Attempt(session, self._number)
+        return AttemptRun(session, self._number)
 
-    def committed(self, attempt: Attempt) -> None:
+    def committed(self, attempt: AttemptRun) -> None:
         """Tell of the attempt that was committed."""
         self._tell(attempt, "committed", None, 0.0)
 
-    def after(self, attempt: Attempt, error: Exception) -> float:
+    def after(self, attempt: AttemptRun, error: Exception) -> float:
         """Return the seconds until the next attempt; there is none if this raises.
 
         Raises:
@@ -87,11 +87,11 @@ class Retries:
         self._tell(attempt, "retried", error, pause)
         return pause
 
-    def _left(self, attempt: Attempt) -> float:
+    def _left(self, attempt: AttemptRun) -> float:
         limit = attempt.config.default_timeout if self._plan.timeout is None else self._plan.timeout
         return self._began + limit - clock()
 
-    def _may_follow(self, attempt: Attempt, error: Exception, left: float) -> bool:
+    def _may_follow(self, attempt: AttemptRun, error: Exception, left: float) -> bool:
         if not curable(error):
             return False
         if attempt.joined and of_a_snapshot(error):
@@ -108,7 +108,7 @@ class Retries:
         )
         return False
 
-    def _tell(self, attempt: Attempt, outcome: Outcome, error: Exception | None, pause: float) -> None:
+    def _tell(self, attempt: AttemptRun, outcome: Outcome, error: Exception | None, pause: float) -> None:
         hook = attempt.config.on_event
         if hook is None:
             return
@@ -125,7 +125,7 @@ class Retries:
             seconds=clock() - attempt.began,
             pause=pause,
         )
-        tell(lambda: hook(what))
+        call_logged(lambda: hook(what))
 
 
 def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> Any:
@@ -136,7 +136,7 @@ def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> A
         with _alone(manager_sync.contender(), session, factory, plan):
             attempt = retries.open(session)
             try:
-                with Block(session), Block(session.begin()):
+                with SafeContext(session), SafeContext(session.begin()):
                     result = _called(work, session)
                     attempt.end(session)
             except Exception as error:
@@ -157,7 +157,7 @@ async def run_async(factory: async_sessionmaker[Any], work: Callable[[Any], Any]
         with _alone(manager_async.contender(), session.sync_session, factory, plan):
             attempt = retries.open(session.sync_session)
             try:
-                async with AsyncBlock(session), AsyncBlock(session.begin()):
+                async with AsyncSafeContext(session), AsyncSafeContext(session.begin()):
                     result = await _awaitable(work, session)
                     await session.run_sync(attempt.end)
             except Exception as error:

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import kinds
+from pgfence._api.contexts import loaded_classes
 from pgfence._process.clock import between
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate
 from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError
@@ -55,7 +55,7 @@ def curable(error: Exception) -> bool:
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
-    return isinstance(error, kinds("sqlalchemy.orm.exc", "StaleDataError")) or spoken(error) in _AGAIN
+    return isinstance(error, loaded_classes("sqlalchemy.orm.exc", "StaleDataError")) or spoken(error) in _AGAIN
 
 
 def of_a_snapshot(error: Exception) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence._api.contexts import AsyncHold, kinds
+from pgfence._api.contexts import AsyncHold, loaded_classes
 from pgfence._api.transactions import AsyncBegun
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._locks import manager_async
 from pgfence.keys import resolve
-from pgfence.transaction._request import Request
+from pgfence.transaction._request import TransactionLockBase
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
-class AsyncTransactionLock(Request):
+class AsyncTransactionLock(TransactionLockBase):
     """A lock that belongs to the caller's transaction and ends with it; the async twin of `TransactionLock`.
 
     ::
@@ -77,7 +77,7 @@ class AsyncTransactionLock(Request):
         expire: bool = True,
         stale_snapshot_ok: bool = False,
     ) -> None:
-        if not isinstance(session, kinds(_ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
+        if not isinstance(session, loaded_classes(_ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
             raise TypeError(_misfit(session))
         self._session = session
         super().__init__(
@@ -200,7 +200,7 @@ class AsyncTransactionLock(Request):
             PgfenceError: on entering, as `acquire`.
             CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
         """
-        if not isinstance(factory, kinds(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+        if not isinstance(factory, loaded_classes(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
             raise TypeError(
                 f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
                 " sync ones go to TransactionLock.begin(), an AsyncSession that is open already to AsyncTransactionLock()"
@@ -213,11 +213,11 @@ class AsyncTransactionLock(Request):
             )
             await lock.acquire(timeout=timeout)
 
-        return AsyncBegun(factory, take, f"the transaction under {named(tuple(key.label for key in keys))}")
+        return AsyncBegun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
 
     def _work(self) -> AsyncSession | AsyncConnection:
         work: Any = self._session
-        if isinstance(work, kinds(_ASYNCIO, "async_scoped_session")):
+        if isinstance(work, loaded_classes(_ASYNCIO, "async_scoped_session")):
             work = work.registry()
         found: AsyncSession | AsyncConnection = work
         return found
@@ -228,6 +228,6 @@ def _misfit(given: object) -> str:
         "AsyncTransactionLock needs the AsyncSession or AsyncConnection whose transaction it shall belong to, not"
         f" {type(given).__name__}"
     )
-    if isinstance(given, kinds(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+    if isinstance(given, loaded_classes(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
         return f"{told}: AsyncTransactionLock.begin() opens a transaction and takes the lock first"
     return f"{told}; the sync ones go to TransactionLock, engines and session factories to AsyncTransactionLock.begin()"

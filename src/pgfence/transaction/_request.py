@@ -12,14 +12,14 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._api.misuse import Guided
 from pgfence._api.transactions import connected
-from pgfence._holds.events import emit, named
+from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, milliseconds
 from pgfence._locks.own_holds import on_another_connection
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
 from pgfence._sql.params import style_of
-from pgfence._sql.savepoints import Record
+from pgfence._sql.savepoints import TransactionRecord
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, IN_FAILED_TRANSACTION, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
 from pgfence.config import Config, config_of
 from pgfence.errors import (
@@ -54,18 +54,18 @@ _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 _WRITE = update(table("pgfence_lock"))
 
 
-class Call(NamedTuple):
+class PreparedCall(NamedTuple):
     """One request, once it is known where it goes and what is still missing."""
 
     connection: Connection
     config: Config
-    record: Record
+    record: TransactionRecord
     keys: tuple[LockKey, ...]
     first: bool
     """The next statement of ours is certain to be the first of the server's transaction."""
 
 
-class Request(Guided):
+class TransactionLockBase(Guided):
     """What both twins know, and the work itself, on a sync Session or Connection."""
 
     _absent = dict.fromkeys(
@@ -92,7 +92,7 @@ class Request(Guided):
         self._stale_snapshot_ok = stale_snapshot_ok
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {named(self._labels())}>"
+        return f"<{type(self).__name__} {format_names(self._labels())}>"
 
     def _labels(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in self._names))
@@ -123,7 +123,7 @@ class Request(Guided):
             self._resolved = namespace, resolve(self._names, namespace)
         return self._resolved[1]
 
-    def _prepared(self, work: Session | Connection) -> Call:
+    def _prepared(self, work: Session | Connection) -> PreparedCall:
         """Find out what is missing, and refuse what could not keep the promise. No round trip of ours."""
         connection = self._connection(work)
         config = config_of(connection)
@@ -133,13 +133,13 @@ class Request(Guided):
             # Begun here and not by our statement, so that what the user's own hooks send at a begin comes before it.
             connection.begin()
             state = sql.driver_state(connection)
-        record = Record.of(connection)
+        record = TransactionRecord.of(connection)
         if state.idle:
             record.forget()
         keys = self._missing(record, self._keys(config))
         if keys and self._expire and not isinstance(work, Connection):
             self._refuse_unflushed(work)
-        return Call(connection, config, record, keys, state.idle and not sql.hooked(connection))
+        return PreparedCall(connection, config, record, keys, state.idle and not sql.hooked(connection))
 
     def _refuse_mode(self, state: sql.DriverState) -> None:
         if state.autocommit:
@@ -152,15 +152,15 @@ class Request(Guided):
 
     def _no_transaction(self) -> TransactionStateError:
         return TransactionStateError(
-            f"the connection is in autocommit: the lock {named(self._labels())} would end with its own statement. Use a"
+            f"the connection is in autocommit: the lock {format_names(self._labels())} would end with its own statement. Use a"
             " connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy; or use AdvisoryLock"
         )
 
-    def _missing(self, record: Record, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
+    def _missing(self, record: TransactionRecord, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
         held = {key: record.shared(key) for key in keys}
         if not self._shared and (read := tuple(key.label for key in keys if held[key])):
             raise TransactionStateError(
-                f"this transaction holds {named(read)} shared; two that do and both ask for more would wait for each other"
+                f"this transaction holds {format_names(read)} shared; two that do and both ask for more would wait for each other"
                 " for ever. Take the exclusive lock first, in place of the shared one"
             )
         return tuple(key for key in keys if held[key] is None)
@@ -171,7 +171,7 @@ class Request(Guided):
             kinds = ", ".join(sorted({type(one).__name__ for one in changed}))
             raise TransactionStateError(
                 f"the Session holds unflushed changes ({kinds}) that may rest on rows read before the lock"
-                f" {named(self._labels())}, so another transaction's write could be lost. Take the lock first and load"
+                f" {format_names(self._labels())}, so another transaction's write could be lost. Take the lock first and load"
                 " afterwards; or flush() what other locks protect; or pass expire=False"
             )
 
@@ -191,7 +191,9 @@ class Request(Guided):
         if not self._take(work, call, Deadline.after(limit, began), owner):
             raise self._timed_out(call, limit, owner)
         if (waited := clock() - began) > WARN_AFTER:
-            log.warning("waited %.0f s for %s; it is held by this transaction now", waited, named(self._labels()))
+            log.warning(
+                "waited %.0f s for %s; it is held by this transaction now", waited, format_names(self._labels())
+            )
 
     def _stay(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
         """Acquire for a block, and return the transaction that must outlive it."""
@@ -208,7 +210,7 @@ class Request(Guided):
             raise self._ended()
 
     def _holds(self, connection: Connection) -> bool:
-        record = Record.of(connection)
+        record = TransactionRecord.of(connection)
         try:
             return all(
                 record.shared(key) is not None or activity.mine(connection, (key,))
@@ -218,7 +220,9 @@ class Request(Guided):
             # An aborted transaction keeps its locks until it is rolled back. One that is lost has none.
             return sqlstate(error) == IN_FAILED_TRANSACTION
 
-    def _take(self, work: Session | Connection, call: Call, deadline: Deadline, owner: Contender | None = None) -> bool:
+    def _take(
+        self, work: Session | Connection, call: PreparedCall, deadline: Deadline, owner: Contender | None = None
+    ) -> bool:
         if len(call.keys) > MANY_KEYS:
             self._refuse_full_table(call)
         try:
@@ -233,10 +237,10 @@ class Request(Guided):
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
         if call.config.on_event is not None:
-            emit(call.config, "acquired", self._labels())
+            emit_event(call.config, "acquired", self._labels())
         return True
 
-    def _granted(self, call: Call, deadline: Deadline, owner: Contender | None) -> bool:
+    def _granted(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> bool:
         """Ask, and wait if there is time. What was refused leaves nothing behind."""
         connection, keys = call.connection, call.keys
         guarded = len(keys) > 1 and not call.first
@@ -268,7 +272,7 @@ class Request(Guided):
             sql.set_savepoint(connection)
         return self._waited(call, answer, left)
 
-    def _waited(self, call: Call, answer: sql.Answer, left: float) -> bool:
+    def _waited(self, call: PreparedCall, answer: sql.LockResult, left: float) -> bool:
         limit = 0 if math.isinf(left) else milliseconds(left)
         try:
             sql.wait(call.connection, call.keys, answer, shared=self._shared, milliseconds=limit)
@@ -282,7 +286,7 @@ class Request(Guided):
 
     # ------------------------------------------------------------ what is said
 
-    def _refuse_full_table(self, call: Call) -> None:
+    def _refuse_full_table(self, call: PreparedCall) -> None:
         used, limit = activity.lock_table_use(call.connection)
         judged = server.capacity(used, len(call.keys), limit)
         if isinstance(judged, CapacityError):
@@ -295,13 +299,13 @@ class Request(Guided):
         state = sqlstate(error)
         if state == DEADLOCK_DETECTED:
             return DeadlockError(
-                f"waiting for {named(self._labels())} closed a circle of waits, and PostgreSQL has aborted this transaction:"
+                f"waiting for {format_names(self._labels())} closed a circle of waits, and PostgreSQL has aborted this transaction:"
                 " roll back and try again. Take all locks at once, before the first write",
                 sqlstate=state,
             )
         if state == OUT_OF_MEMORY:
             return CapacityError(
-                f"the server's lock table is full: there was no room for {named(self._labels())}, and PostgreSQL has"
+                f"the server's lock table is full: there was no room for {format_names(self._labels())}, and PostgreSQL has"
                 " aborted this transaction. Hold fewer locks at a time, or raise max_locks_per_transaction",
                 used=0,
                 limit=0,
@@ -309,10 +313,10 @@ class Request(Guided):
             )
         return None
 
-    def _refused(self, answer: sql.Answer) -> PgfenceError:
+    def _refused(self, answer: sql.LockResult) -> PgfenceError:
         if answer.taken == sql.STANDBY:
             return StandbyError(
-                f"this server is a standby: a lock on {named(self._labels())} taken here excludes nobody on the primary."
+                f"this server is a standby: a lock on {format_names(self._labels())} taken here excludes nobody on the primary."
                 " If the cluster is switching over, try again. Otherwise connect to the primary; a Session that sends reads"
                 " elsewhere needs bind_arguments"
             )
@@ -324,21 +328,21 @@ class Request(Guided):
 
     def _ended(self) -> TransactionStateError:
         return TransactionStateError(
-            f"the transaction that held the lock on {named(self._labels())} ended inside the block of hold(), or was rolled back"
+            f"the transaction that held the lock on {format_names(self._labels())} ended inside the block of hold(), or was rolled back"
             " to a savepoint older than the lock: what the block did after that was not protected. Commit or roll back"
             f" after the block, or use {type(self).__name__}.begin(), which commits at its end"
         )
 
-    def _timed_out(self, call: Call, limit: float, owner: Contender) -> LockTimeoutError:
+    def _timed_out(self, call: PreparedCall, limit: float, owner: Contender) -> LockTimeoutError:
         found = activity.holders(call.connection, call.keys)
         held_here = tuple(name for hold in owner.holds for name in hold.names)
         by = f"; held by {', '.join(map(str, found))}" if found else ""
-        nested = f". This {owner.kind} also holds {named(held_here)}" if held_here else ""
+        nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         if limit > WARN_AFTER:
-            log.warning("waited %.0f s for %s in vain%s", limit, named(self._labels()), by)
-        emit(call.config, "timeout", self._labels())
+            log.warning("waited %.0f s for %s in vain%s", limit, format_names(self._labels()), by)
+        emit_event(call.config, "timeout", self._labels())
         return LockTimeoutError(
-            f"could not acquire {named(self._labels())} within {limit:g} s{by}{nested}",
+            f"could not acquire {format_names(self._labels())} within {limit:g} s{by}{nested}",
             names=self._labels(),
             keys=call.keys,
             timeout=limit,

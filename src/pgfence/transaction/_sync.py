@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import Connection, Engine
 
-from pgfence._api.contexts import Hold, kinds
+from pgfence._api.contexts import EnterOnly, loaded_classes
 from pgfence._api.transactions import Begun
-from pgfence._holds.events import named
+from pgfence._holds.events import format_names
 from pgfence._locks import manager_sync
 from pgfence.keys import resolve
-from pgfence.transaction._request import Request
+from pgfence.transaction._request import TransactionLockBase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     S = TypeVar("S", bound=Session)
 
 
-class TransactionLock(Request):
+class TransactionLock(TransactionLockBase):
     """A lock that belongs to the caller's transaction and ends with it: with COMMIT or ROLLBACK, always.
 
     ::
@@ -75,7 +75,7 @@ class TransactionLock(Request):
         expire: bool = True,
         stale_snapshot_ok: bool = False,
     ) -> None:
-        if not isinstance(session, (Connection, *kinds("sqlalchemy.orm", "Session", "scoped_session"))):
+        if not isinstance(session, (Connection, *loaded_classes("sqlalchemy.orm", "Session", "scoped_session"))):
             raise TypeError(_misfit(session))
         self._session = session
         super().__init__(
@@ -123,7 +123,7 @@ class TransactionLock(Request):
             TransactionStateError: on leaving, if the transaction has ended inside the block, or was rolled back to a
                 savepoint older than the lock. Not if the block itself raised.
         """
-        return Hold(lambda: self._enter(timeout))
+        return EnterOnly(lambda: self._enter(timeout))
 
     def _enter(self, timeout: Seconds | None) -> Callable[[], None]:
         work = self._work()
@@ -189,7 +189,7 @@ class TransactionLock(Request):
             PgfenceError: on entering, as `acquire`.
             CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
         """
-        if not isinstance(factory, (Engine, *kinds("sqlalchemy.orm", "sessionmaker"))):
+        if not isinstance(factory, (Engine, *loaded_classes("sqlalchemy.orm", "sessionmaker"))):
             raise TypeError(
                 f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
                 " async ones go to AsyncTransactionLock.begin(), a Session that is open already to TransactionLock()"
@@ -202,11 +202,11 @@ class TransactionLock(Request):
             )
             lock.acquire(timeout=timeout)
 
-        return Begun(factory, take, f"the transaction under {named(tuple(key.label for key in keys))}")
+        return Begun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
 
     def _work(self) -> Session | Connection:
         work: Any = self._session
-        if isinstance(work, kinds("sqlalchemy.orm", "scoped_session")):
+        if isinstance(work, loaded_classes("sqlalchemy.orm", "scoped_session")):
             work = work.registry()
         found: Session | Connection = work
         return found
@@ -214,7 +214,7 @@ class TransactionLock(Request):
 
 def _misfit(given: object) -> str:
     told = f"TransactionLock needs the Session or Connection whose transaction it shall belong to, not {type(given).__name__}"
-    if isinstance(given, (Engine, *kinds("sqlalchemy.orm", "sessionmaker"))):
+    if isinstance(given, (Engine, *loaded_classes("sqlalchemy.orm", "sessionmaker"))):
         return f"{told}: TransactionLock.begin() opens a transaction and takes the lock first"
     return (
         f"{told}; the async ones go to AsyncTransactionLock, engines and session factories to TransactionLock.begin()"

@@ -20,7 +20,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
 from pgfence._orm import will_send_update
 from pgfence.errors import TransactionStateError
-from pgfence.versions._conflicts import Row, identify, look, not_counted, not_written
+from pgfence.versions._conflicts import WrittenRow, identify, look, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
 from pgfence.versions._rows import Key, expect_transaction, lock, versions_of
 
@@ -60,7 +60,7 @@ class Flush:
         self.written: dict[State, None] = {}
         self.deleted: list[State] = []
         self.sent: list[Sent] = []
-        self.looked: list[Row] = []
+        self.looked: list[WrittenRow] = []
         self._batch = batch
         self._deletes: bool | None = None
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
-class Row(NamedTuple):
+class WrittenRow(NamedTuple):
     """A row that a failed flush was to write, as it was when the flush failed.
 
     `settled` is False for a row that is gone and that this transaction may have deleted itself. Only after the rollback does
@@ -57,7 +57,7 @@ class FailedFlush(Protocol):
     session: Session
     context: UOWTransaction | None
     started: bool
-    looked: list[Row]
+    looked: list[WrittenRow]
 
     @property
     def locked(self) -> Collection[State]: ...
@@ -68,13 +68,13 @@ class FailedFlush(Protocol):
     def tables(self) -> set[str]: ...
 
 
-def look(flush: FailedFlush) -> list[Row]:
+def look(flush: FailedFlush) -> list[WrittenRow]:
     """Return the rows of a flush that has just failed, without those that it has locked or written.
 
     In its transaction, which no other process's later write can reach: what it has written itself is at the version that
     is in memory.
     """
-    found: list[Row] = []
+    found: list[WrittenRow] = []
     done, unclear = flush.sent_rows()
     by_mapper: dict[Mapper[Any], list[State]] = {}
     for state in _to_be_written(flush):
@@ -93,14 +93,14 @@ def look(flush: FailedFlush) -> list[Row]:
 
 def identify(
     flush: FailedFlush, connection: Connection, mapper: Mapper[Any], rows: Iterable[tuple[State, Any, Any]]
-) -> list[Row]:
+) -> list[WrittenRow]:
     """Return rows, given with the version that was read and the one that is there, with whether this transaction wrote them."""
     # Several sessions on one connection write in one transaction: there only the versions tell them apart.
     shared = flush.shares_connection(mapper)
-    found: list[Row] = []
+    found: list[WrittenRow] = []
     unknown: list[int] = []
     for place, (state, expected, version) in enumerate(rows):
-        row = Row(mapper, _key(state), expected, version, connection, settled=shared or version is not None)
+        row = WrittenRow(mapper, _key(state), expected, version, connection, settled=shared or version is not None)
         other = overtaken(state, expected) if row.differs else None
         if other is not None:
             row = row._replace(found=other[0], settled=True)
@@ -159,7 +159,7 @@ def meant(flush: FailedFlush, error: Exception) -> Exception:
     return error
 
 
-def _gone(row: Row) -> bool:
+def _gone(row: WrittenRow) -> bool:
     """Return whether a row is gone after the rollback too, so that another process has deleted it."""
     connection = row.connection
     # Of the session, after its rollback: in a transaction only if it was back to a savepoint.

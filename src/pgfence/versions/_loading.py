@@ -8,7 +8,7 @@ from uuid import UUID
 from sqlalchemy import Uuid, inspect, select, update
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from pgfence._api.contexts import kinds
+from pgfence._api.contexts import loaded_classes
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
 from pgfence.versions.etags import ANY, IfMatch, etag
@@ -70,8 +70,10 @@ def load_for_version(session: Any, model: Any, pk: Any, expected: Any, *, lock: 
         TypeError: `expected` is no version of that class (None and "1" are none); the class is not versioned; the session is
             none. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
     """
-    if isinstance(session, kinds(ASYNCIO, "AsyncSession", "async_scoped_session")):
-        one: Any = session.registry() if isinstance(session, kinds(ASYNCIO, "async_scoped_session")) else session
+    if isinstance(session, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session")):
+        one: Any = (
+            session.registry() if isinstance(session, loaded_classes(ASYNCIO, "async_scoped_session")) else session
+        )
         return one.run_sync(_load, _mapper(model, expected), pk, expected, lock)
     one = session.registry() if isinstance(session, scoped_session) else session
     if not isinstance(one, Session):

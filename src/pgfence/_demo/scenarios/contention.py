@@ -14,7 +14,7 @@ from sqlalchemy import BigInteger, ForeignKey, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
 from pgfence._demo.workload import Verdict
 from pgfence._process.clock import clock
 from pgfence.retrying import run_transaction
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._demo.scenario import Player
+    from pgfence._demo.scenario import ScenarioProcess
 
 PROCESSES = 8
 SECONDS = 1.0
@@ -40,13 +40,13 @@ _AUDIT = text(f"""
 """)
 
 
-class Base(DeclarativeBase):
+class ContentionBase(DeclarativeBase):
     """The application's models."""
 
     metadata = MetaData(schema=SCHEMA)
 
 
-class Account(Versioned, Base):
+class VersionedAccount(Versioned, ContentionBase):
     """An account; the balance is in cents."""
 
     __tablename__ = "versioned_account"
@@ -54,12 +54,12 @@ class Account(Versioned, Base):
     balance: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
-class Entry(Base):
+class VersionedEntry(ContentionBase):
     """One line of the journal."""
 
     __tablename__ = "versioned_entry"
     id: Mapped[int] = mapped_column(primary_key=True)
-    account: Mapped[int] = mapped_column(ForeignKey(Account.id))
+    account: Mapped[int] = mapped_column(ForeignKey(VersionedAccount.id))
     cents: Mapped[int]
 
 
@@ -83,17 +83,17 @@ class Measured:
         return round(100 * (self.attempts - self.transfers) / self.attempts) if self.attempts else 0
 
 
-def play(engine: Engine) -> Shown:
+def play(engine: Engine) -> ScenarioResult:
     """Let the processes work with each guard, on many accounts first."""
-    Base.metadata.create_all(engine)
+    ContentionBase.metadata.create_all(engine)
     with Session(engine) as session, session.begin():
-        session.add_all(Account(id=number) for number in range(MANY))
+        session.add_all(VersionedAccount(id=number) for number in range(MANY))
     with players() as start:
         crew = [start(__name__, engine.url, seed=seed) for seed in range(PROCESSES)]
         cells = {(accounts, guard): _measure(crew, accounts, guard) for accounts in (MANY, FEW) for guard in GUARDS}
     with engine.connect() as connection:
         off = connection.scalar(_AUDIT) or 0
-    return Shown(
+    return ScenarioResult(
         scene="contention",
         title=_TITLE,
         verdict=_judge(cells, off),
@@ -105,7 +105,7 @@ def play(engine: Engine) -> Shown:
     )
 
 
-def _measure(crew: Sequence[Player], accounts: int, guard: str) -> Measured:
+def _measure(crew: Sequence[ScenarioProcess], accounts: int, guard: str) -> Measured:
     for player in crew:
         player.hear_of("ready")
     for player in crew:
@@ -177,15 +177,15 @@ def _by_version(sessions: sessionmaker[VersionedSession], source: int, target: i
 
 
 def _move(session: Session, source: int, target: int) -> None:
-    giver, taker = session.get_one(Account, source), session.get_one(Account, target)
+    giver, taker = session.get_one(VersionedAccount, source), session.get_one(VersionedAccount, target)
     time.sleep(_THOUGHT)
     giver.balance -= 100
     taker.balance += 100
-    session.add_all([Entry(account=source, cents=-100), Entry(account=target, cents=100)])
+    session.add_all([VersionedEntry(account=source, cents=-100), VersionedEntry(account=target, cents=100)])
 
 
 GUARDS: dict[str, Callable[[Any, int, int], int]] = {"lock": _by_lock, "version": _by_version}
-SCENE = Scene(name="contention", title=_TITLE, play=play)
+SCENE = Scenario(name="contention", title=_TITLE, play=play)
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from pgfence import schema
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
 from pgfence._demo.workload import Verdict
 from pgfence.errors import StaleFencingTokenError
 from pgfence.fence import fenced
@@ -38,7 +38,7 @@ _LATE = f"""
 """
 
 
-def play(engine: Engine) -> Shown:
+def play(engine: Engine) -> ScenarioResult:
     """Stop the first worker, let the second take over, and wake the first up."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLES)
@@ -57,7 +57,7 @@ def play(engine: Engine) -> Shown:
     with engine.connect() as connection:
         late = connection.scalar(text(_LATE.format(table="steps"))) or 0
         late_fenced = connection.scalar(text(_LATE.format(table="fenced_steps"))) or 0
-    return Shown(
+    return ScenarioResult(
         scene="paused",
         title=_TITLE,
         verdict=_judge(late, late_fenced),
@@ -102,7 +102,7 @@ def main() -> None:
         say(step=lease.token)
 
 
-SCENE = Scene(name="paused", title=_TITLE, play=play)
+SCENE = Scenario(name="paused", title=_TITLE, play=play)
 
 if __name__ == "__main__":
     main()

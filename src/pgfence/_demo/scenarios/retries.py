@@ -16,7 +16,7 @@ from sqlalchemy import MetaData, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence._demo.bank import NAMESPACE, SCHEMA
-from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
 from pgfence._demo.worker import lost
 from pgfence._demo.workload import Verdict
 from pgfence.config import configure
@@ -49,13 +49,13 @@ _PAID = text(f"""
 """)
 
 
-class Base(DeclarativeBase):
+class RetriesBase(DeclarativeBase):
     """The application's models."""
 
     metadata = MetaData(schema=SCHEMA)
 
 
-class Payment(Base):
+class Payment(RetriesBase):
     """One payment that was made. Nothing in the table keeps it from being made again."""
 
     __tablename__ = "payment"
@@ -71,7 +71,7 @@ class Receipt:
     payment: int
 
 
-class Answer(NamedTuple):
+class ClientAnswer(NamedTuple):
     """What came of one request.
 
     Attributes:
@@ -106,13 +106,13 @@ class Storm:
     differ: int
 
 
-def play(engine: Engine) -> Shown:
+def play(engine: Engine) -> ScenarioResult:
     """Let the clients ask without keys, then with them."""
-    Base.metadata.create_all(engine)
+    RetriesBase.metadata.create_all(engine)
     with players() as start:
         player = start(__name__, engine.url)
         plain, keyed = (_storm(engine, player.hear_of(what), keyed=what == "keyed") for what in ("plain", "keyed"))
-    return Shown(
+    return ScenarioResult(
         scene="retries",
         title=_TITLE,
         verdict=_judge(plain, keyed),
@@ -129,7 +129,7 @@ def play(engine: Engine) -> Shown:
 def _storm(engine: Engine, told: dict[str, Any], *, keyed: bool) -> Storm:
     with engine.connect() as connection:
         made, paid, twice = connection.execute(_PAID, {"keyed": keyed}).one()
-    answers = [Answer(*answer) for answer in told["answers"]]
+    answers = [ClientAnswer(*answer) for answer in told["answers"]]
     receipts = {(answer.number, answer.receipt) for answer in answers}
     return Storm(
         made=int(made),
@@ -167,7 +167,7 @@ def main() -> None:
             say(**{what: _played(pool, engine, ask, requests)})
 
 
-def _played(pool: Pool, engine: Engine, ask: Callable[[int], Answer], requests: list[int]) -> dict[str, Any]:
+def _played(pool: Pool, engine: Engine, ask: Callable[[int], ClientAnswer], requests: list[int]) -> dict[str, Any]:
     working, ended = pool.map_async(ask, requests, chunksize=1), 0
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         while not working.ready():
@@ -188,11 +188,11 @@ class _Client:
     sessions: sessionmaker[Session]
 
 
-def _ask_plainly(number: int) -> Answer:
+def _ask_plainly(number: int) -> ClientAnswer:
     return _asked(number, lambda session: _pay(session, number, keyed=False))
 
 
-def _ask_with_a_key(number: int) -> Answer:
+def _ask_with_a_key(number: int) -> ClientAnswer:
     def pay(session: Session) -> Receipt:
         key = idempotent(session, f"payment-{number}", scope="retries", payload={"number": number}, result=Receipt)
         return key.run(lambda: _pay(session, number, keyed=True))
@@ -200,7 +200,7 @@ def _ask_with_a_key(number: int) -> Answer:
     return _asked(number, pay)
 
 
-def _asked(number: int, pay: Callable[[Session], Receipt]) -> Answer:
+def _asked(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
     """Ask until there is an answer, as a client does that has not lost its patience: the server may be gone for good."""
     for sent in count(1):
         try:
@@ -210,7 +210,7 @@ def _asked(number: int, pay: Callable[[Session], Receipt]) -> Answer:
             if not lost(error) or sent == _PATIENCE:
                 raise
         else:
-            return Answer(number, receipt.payment, sent)
+            return ClientAnswer(number, receipt.payment, sent)
     raise AssertionError  # the loop has no end
 
 
@@ -222,8 +222,8 @@ def _pay(session: Session, number: int, *, keyed: bool) -> Receipt:
     return Receipt(payment.id)
 
 
-ASKS: dict[str, Callable[[int], Answer]] = {"plain": _ask_plainly, "keyed": _ask_with_a_key}
-SCENE = Scene(name="retries", title=_TITLE, play=play)
+ASKS: dict[str, Callable[[int], ClientAnswer]] = {"plain": _ask_plainly, "keyed": _ask_with_a_key}
+SCENE = Scenario(name="retries", title=_TITLE, play=play)
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from pgfence._api.handles import current
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scene, Shown, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
 from pgfence._demo.workload import Verdict
 from pgfence.once import Once, Slot
 
@@ -33,7 +33,7 @@ _BOOK = text(f"INSERT INTO {SCHEMA}.runs VALUES (:slot, :process)")
 _COUNT = text(f"SELECT count(DISTINCT slot), count(*), count(DISTINCT process) FROM {SCHEMA}.runs")
 
 
-def play(engine: Engine) -> Shown:
+def play(engine: Engine) -> ScenarioResult:
     """Let all of them try until enough slots were run."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLE)
@@ -43,7 +43,7 @@ def play(engine: Engine) -> Shown:
         slots, runs, processes = connection.execute(_COUNT).one()
     verdict = _judge(slots, runs)
     each = ": each slot ran once" if verdict is Verdict.OK else ""
-    return Shown(
+    return ScenarioResult(
         scene="slots",
         title=_TITLE,
         verdict=verdict,
@@ -95,7 +95,7 @@ def _work(number: int, url: str) -> None:
         time.sleep(_LOOK)
 
 
-SCENE = Scene(name="slots", title=_TITLE, play=play)
+SCENE = Scenario(name="slots", title=_TITLE, play=play)
 
 if __name__ == "__main__":
     main()

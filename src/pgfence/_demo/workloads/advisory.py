@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from sqlalchemy.orm import Session
 
 from pgfence._demo.bank import TILL, move
-from pgfence._demo.workload import Act
+from pgfence._demo.workload import Workload
 from pgfence.advisory import AdvisoryLock
 
 if TYPE_CHECKING:
-    from pgfence._demo.context import Desk
+    from pgfence._demo.context import WorkerContext
 
 TRANSFERS_OF_A_JOB = 10
 
 
-def work(desk: Desk) -> None:
+def work(desk: WorkerContext) -> None:
     """Do one job: some transfers between the accounts of a till."""
     till = desk.accounts.till(desk.chance)
     key = TILL(till.start)
@@ -34,4 +34,4 @@ def work(desk: Desk) -> None:
     desk.released(key.label)
 
 
-ACT = Act(name="advisory-lock", title="AdvisoryLock.connect()", work=work)
+ACT = Workload(name="advisory-lock", title="AdvisoryLock.connect()", work=work)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pgfence._demo.workload import Act, Blow
+from pgfence._demo.workload import Fault, Workload
 from pgfence._demo.workloads.advisory import work
 
-ACT = Act(
+ACT = Workload(
     name="advisory-lock-failures",
     title="same, holders killed",
     work=work,
-    blows=(Blow.KILL, Blow.TERMINATE),
+    blows=(Fault.KILL, Fault.TERMINATE),
 )

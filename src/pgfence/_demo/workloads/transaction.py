@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence._demo.bank import ACCOUNT, move
-from pgfence._demo.workload import Act
+from pgfence._demo.workload import Workload
 from pgfence.transaction import TransactionLock
 
 if TYPE_CHECKING:
-    from pgfence._demo.context import Desk
+    from pgfence._demo.context import WorkerContext
 
 
-def work(desk: Desk) -> None:
+def work(desk: WorkerContext) -> None:
     """Make one transfer."""
     source, target = desk.accounts.pair(desk.chance)
     with desk.sessions.begin() as session:
@@ -22,4 +22,4 @@ def work(desk: Desk) -> None:
     desk.moved()
 
 
-ACT = Act(name="transaction-lock", title="TransactionLock", work=work)
+ACT = Workload(name="transaction-lock", title="TransactionLock", work=work)

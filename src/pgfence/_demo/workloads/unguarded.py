@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence._demo.bank import move
-from pgfence._demo.workload import Act, loses_money
+from pgfence._demo.workload import Workload, loses_money
 
 if TYPE_CHECKING:
-    from pgfence._demo.context import Desk
+    from pgfence._demo.context import WorkerContext
 
 
-def work(desk: Desk) -> None:
+def work(desk: WorkerContext) -> None:
     """Make one transfer."""
     source, target = desk.accounts.pair(desk.chance)
     with desk.sessions.begin() as session:
@@ -19,4 +19,4 @@ def work(desk: Desk) -> None:
     desk.moved()
 
 
-ACT = Act(name="unguarded", title="no guard (control)", work=work, check=loses_money)
+ACT = Workload(name="unguarded", title="no guard (control)", work=work, check=loses_money)

@@ -14,10 +14,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pgfence._connections.connect import in_greenlet, open_connection
-from pgfence._connections.connection import Session
-from pgfence._connections.connection_async import AsyncSession
-from pgfence._connections.connection_sync import SyncSession
-from pgfence._connections.drivers import ASYNC_WIRES, SYNC_WIRES, wire_for
+from pgfence._connections.connection import LockConnection
+from pgfence._connections.connection_async import AsyncLockConnection
+from pgfence._connections.connection_sync import SyncLockConnection
+from pgfence._connections.drivers import ASYNC_DRIVERS, SYNC_DRIVERS, driver_connection_for
 from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pgfence.config import Config
 
 R = TypeVar("R")
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=LockConnection)
 
 
-class Link(ABC, Generic[S]):
+class HeartbeatConnection(ABC, Generic[S]):
     """One connection and its thread. Only `wake` and `cut` may be called from another thread."""
 
     session: S | None = None
@@ -93,12 +93,12 @@ class Link(ABC, Generic[S]):
         """Close everything; the thread ends."""
 
 
-class SyncLink(Link[SyncSession]):
+class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
     """Over a sync driver."""
 
     def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
         super().__init__(engine, config, heard)
-        self._wire = wire_for(engine.dialect.driver, SYNC_WIRES, "sync")
+        self._wire = driver_connection_for(engine.dialect.driver, SYNC_DRIVERS, "sync")
         self._bell, self._rope = socket.socketpair()
         self._bell.setblocking(False)
         self._rope.setblocking(False)
@@ -108,7 +108,7 @@ class SyncLink(Link[SyncSession]):
         while self.session is None:
             forks = PROCESS.forks
             opened, driver, facts = open_connection(self.engine, self.config.pooler, any_pooler=True)
-            session = SyncSession(opened, self._wire(driver), facts)
+            session = SyncLockConnection(opened, self._wire(driver), facts)
             self.settle(session)
             session.wire.hear(self.heard)
             if forks == PROCESS.forks:  # else a forked child has a copy of the socket
@@ -139,7 +139,7 @@ class SyncLink(Link[SyncSession]):
         if session is not None:
             self._collect(session)
 
-    def _collect(self, session: SyncSession) -> None:
+    def _collect(self, session: SyncLockConnection) -> None:
         try:
             session.wire.collect()
         except Exception:
@@ -161,12 +161,12 @@ class SyncLink(Link[SyncSession]):
         self._rope.close()
 
 
-class AsyncLink(Link[AsyncSession]):
+class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
     """Over an async driver, on a loop of our own."""
 
     def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
         super().__init__(engine, config, heard)
-        self._wire = wire_for(engine.dialect.driver, ASYNC_WIRES, "async")
+        self._wire = driver_connection_for(engine.dialect.driver, ASYNC_DRIVERS, "async")
         self._loop = asyncio.SelectorEventLoop()
         self._bell = asyncio.Event()
 
@@ -182,7 +182,7 @@ class AsyncLink(Link[AsyncSession]):
         while self.session is None:
             forks = PROCESS.forks
             opened, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler, any_pooler=True))
-            session = AsyncSession(opened, self._wire(driver), facts)
+            session = AsyncLockConnection(opened, self._wire(driver), facts)
             self.settle(session)
             session.wire.hear(self.heard)
             if forks == PROCESS.forks:
@@ -235,6 +235,6 @@ class AsyncLink(Link[AsyncSession]):
         self._loop.close()
 
 
-def link_for(engine: Engine, config: Config, heard: Heard) -> Link[Any]:
+def heartbeat_connection_for(engine: Engine, config: Config, heard: Heard) -> HeartbeatConnection[Any]:
     """Return a link of the engine's own world, not yet open."""
-    return (AsyncLink if engine.dialect.is_async else SyncLink)(engine, config, heard)
+    return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, heard)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pgfence._leases.heartbeat.tasks import Chore
+from pgfence._leases.heartbeat.tasks import HeartbeatTask
 from pgfence._leases.terms import SHORTEST_PATIENCE
 from pgfence._sql.storage import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pgfence._leases.heartbeat.connection import Link
+    from pgfence._leases.heartbeat.connection import HeartbeatConnection
     from pgfence._leases.heartbeat.tasks import Texts
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
     Wake = Callable[[], object]
 
@@ -24,10 +24,10 @@ LINGER = 10.0
 """Seconds that a connection is kept, and a channel listened to, after the last one who needed it."""
 
 
-class Listening(Chore):
+class ListenTask(HeartbeatTask):
     """Begin to listen to a channel, or cease."""
 
-    def __init__(self, place: Place, channel: str, *, on: bool) -> None:
+    def __init__(self, place: TableNames, channel: str, *, on: bool) -> None:
         self.place = place
         self.channel = channel
         self.on = on
@@ -35,17 +35,17 @@ class Listening(Chore):
     def limit(self, now: float) -> float:
         return 10 * SHORTEST_PATIENCE
 
-    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
+    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         if link.hears:
             link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quoted(self.channel)}", self.channel, on=self.on)
 
 
-class Ears:
+class NotifyListeners:
     """The waiters of one heartbeat, and the channels that its connection listens to."""
 
     def __init__(self) -> None:
         self._waiters: dict[str, dict[str, list[Wake]]] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, TableNames] = {}
         self._on: dict[str, float] = {}
         """Since when a channel that is listened to has had no user; 0 while it has one."""
         self.deaf = False
@@ -54,7 +54,7 @@ class Ears:
     def __bool__(self) -> bool:
         return bool(self._waiters)
 
-    def add(self, place: Place, name: str, wake: Wake) -> bool:
+    def add(self, place: TableNames, name: str, wake: Wake) -> bool:
         """Enter a waiter, and say whether its channel has yet to be listened to."""
         channel = place.channel
         self._waiters.setdefault(channel, {}).setdefault(name, []).append(wake)
@@ -64,7 +64,7 @@ class Ears:
             return False
         return True
 
-    def remove(self, place: Place, name: str, wake: Wake, now: float) -> None:
+    def remove(self, place: TableNames, name: str, wake: Wake, now: float) -> None:
         """Forget a waiter; a second time does nothing."""
         names = self._waiters.get(place.channel, {})
         wakes = names.get(name, [])
@@ -82,11 +82,11 @@ class Ears:
         """Return whom news of a name wakes."""
         return list(self._waiters.get(channel, {}).get(name, ()))
 
-    def missing(self, held: Iterable[Place]) -> bool:
+    def missing(self, held: Iterable[TableNames]) -> bool:
         """Return whether evictions of leases in these places would go unheard, and listening can change that."""
         return not self.deaf and any(place.evictions not in self._on for place in held)
 
-    def chore(self, now: float, held: Iterable[Place] = ()) -> Listening | None:
+    def chore(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
         """Return what is to be changed about the channels, if anything is.
 
         Args:
@@ -98,17 +98,17 @@ class Ears:
         for channel, place in wanted.items():
             if channel not in self._on:
                 self._places[channel] = place
-                return Listening(place, channel, on=True)
+                return ListenTask(place, channel, on=True)
         for channel, since in self._on.items():
             if channel in wanted:
                 self._on[channel] = 0.0
             elif not since:
                 self._on[channel] = now
             elif now - since > LINGER:
-                return Listening(self._places[channel], channel, on=False)
+                return ListenTask(self._places[channel], channel, on=False)
         return None
 
-    def changed(self, listening: Listening) -> list[Wake]:
+    def changed(self, listening: ListenTask) -> list[Wake]:
         """Note that a channel is listened to or not, and return whom to wake: what was told before then went unheard."""
         if not listening.on:
             self._on.pop(listening.channel, None)

@@ -11,40 +11,40 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pgfence._leases import terms
-from pgfence._leases.heartbeat.listeners import Ears, Listening
-from pgfence._leases.heartbeat.schedule import Schedule
-from pgfence._leases.heartbeat.tasks import Check, Ending, Renewal, Wish
+from pgfence._leases.heartbeat.listeners import ListenTask, NotifyListeners
+from pgfence._leases.heartbeat.schedule import RenewalSchedule
+from pgfence._leases.heartbeat.tasks import CheckTask, ReleaseTask, RenewRequest, RenewTask
 from pgfence._sql.lease import BATCH
 
 if TYPE_CHECKING:
     from pgfence._leases.grant import Grant
     from pgfence._leases.heartbeat.listeners import Wake
-    from pgfence._leases.heartbeat.tasks import Chore, Done
-    from pgfence._leases.terms import Family
-    from pgfence._sql.lease import Answer
-    from pgfence._sql.storage import Place
+    from pgfence._leases.heartbeat.tasks import Done, HeartbeatTask
+    from pgfence._leases.terms import LeaseKind
+    from pgfence._sql.lease import LeaseResult
+    from pgfence._sql.storage import TableNames
 
-    Over = list[tuple[Grant, Wish | None]]
+    Over = list[tuple[Grant, RenewRequest | None]]
 
 LISTEN_AFTER = 1.0
 """Seconds for which leases are held until a connection is opened that listens to evictions."""
 
 
-class Agenda:
+class RenewalQueue:
     """Grants to renew, endings to repeat, channels to listen to."""
 
     def __init__(self, *, listens: bool = True) -> None:
-        self.schedule = Schedule()
+        self.schedule = RenewalSchedule()
         self.listens = listens
         """Whether notifications may come through at all."""
-        self.ears = Ears()
-        self.endings: list[Ending] = []
+        self.ears = NotifyListeners()
+        self.endings: list[ReleaseTask] = []
         self.failures = 0
         """Chores in a row that failed."""
         self.retry_at = 0.0
-        self._due: dict[tuple[Place, Family], dict[Grant, None]] = {}
+        self._due: dict[tuple[TableNames, LeaseKind], dict[Grant, None]] = {}
         """What waits for the connection, first come first served."""
-        self._wishes: dict[Grant, Wish] = {}
+        self._wishes: dict[Grant, RenewRequest] = {}
         self._held_since = 0.0
         """Since when there has always been something to keep."""
         self._suspects: dict[Grant, None] = {}
@@ -94,7 +94,7 @@ class Agenda:
                 self._suspects[grant] = None
         return bool(found)
 
-    def named(self, place: Place, name: str, token: int) -> list[Grant]:
+    def named(self, place: TableNames, name: str, token: int) -> list[Grant]:
         """Return the leases of a name, as it is stored, up to a token."""
         return [
             grant
@@ -102,7 +102,7 @@ class Agenda:
             if grant.family == "lease" and (grant.place, grant.stored) == (place, name) and (grant.token or 0) <= token
         ]
 
-    def drop(self, grant: Grant) -> Wish | None:
+    def drop(self, grant: Grant) -> RenewRequest | None:
         """Forget a grant, and return what somebody still waits for."""
         self.schedule.remove(grant)
         self._due.get(_batch(grant), {}).pop(grant, None)
@@ -112,14 +112,14 @@ class Agenda:
         """Enter a renewal that somebody asked for; False: the grant is not known (any more)."""
         if grant not in self.schedule:
             return False
-        wish = self._wishes.setdefault(grant, Wish())
+        wish = self._wishes.setdefault(grant, RenewRequest())
         wish.ttl = wish.ttl if ttl is None else ttl
         wish.done.append(done)
         if not grant.asked:
             self._fall_due(grant)
         return True
 
-    def nudge(self, grant: Grant, now: float) -> bool:
+    def request_renewal(self, grant: Grant, now: float) -> bool:
         """Make up for a beat that was left out for want of progress, and say whether there was one."""
         if not grant.idle or grant.asked or grant not in self.schedule:
             return False
@@ -135,7 +135,7 @@ class Agenda:
             self._due.setdefault(_batch(grant), {})[grant] = None
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
-    def pick(self, now: float) -> Chore | None:
+    def pick(self, now: float) -> HeartbeatTask | None:
         """Return the next thing to send, which is off the agenda until its answer is noted."""
         while self._due:
             batch, waiting = next(iter(self._due.items()))
@@ -146,7 +146,7 @@ class Agenda:
             if waiting:  # behind the other places
                 self._due[batch] = waiting
             if grants:
-                return Renewal(*batch, {grant: self._wishes.pop(grant, None) for grant in grants})
+                return RenewTask(*batch, {grant: self._wishes.pop(grant, None) for grant in grants})
         # After the renewals: whoever sends notifications without end must not keep them waiting.
         if (check := self._check()) is not None:
             return check
@@ -157,22 +157,22 @@ class Agenda:
                 return ending
         return self.ears.chore(now, self.schedule.places if self.listens else ())
 
-    def limit(self, chore: Chore, now: float) -> float:
+    def limit(self, chore: HeartbeatTask, now: float) -> float:
         """Return the seconds that a chore may take: if it hangs, the renewals after it must still have time."""
         limit = chore.limit(now)
-        if isinstance(chore, Renewal):
+        if isinstance(chore, RenewTask):
             return limit
         return min(
             limit, terms.patience(max(0.0, min((each.deadline for each in self.schedule), default=math.inf) - now))
         )
 
-    def listening(self, chore: Listening) -> list[Wake]:
+    def listening(self, chore: ListenTask) -> list[Wake]:
         """Note that a channel is listened to or not, and return whom to wake. Leases evicted before then are looked for."""
         if chore.on:
             self.suspect(chore.channel)
         return self.ears.changed(chore)
 
-    def _check(self) -> Check | None:
+    def _check(self) -> CheckTask | None:
         # A check without a response is not repeated: with the next connection all leases are checked.
         self._suspects = {grant: None for grant in self._suspects if grant in self.schedule}
         if not self._suspects:
@@ -181,9 +181,9 @@ class Agenda:
         grants = list(islice((grant for grant in self._suspects if grant.place == place), BATCH))
         for grant in grants:
             del self._suspects[grant]
-        return Check(place, grants)
+        return CheckTask(place, grants)
 
-    def answered(self, chore: Renewal, grant: Grant, answer: Answer, now: float) -> Wish | None:
+    def answered(self, chore: RenewTask, grant: Grant, answer: LeaseResult, now: float) -> RenewRequest | None:
         """Note one answer, a loss being marked already, and return the wish that is answered with it."""
         wish = chore.wishes[grant]
         stands = grant in self.schedule and grant.state not in ("lost", "released")
@@ -205,22 +205,22 @@ class Agenda:
             self.schedule.plan(grant)
         return wish
 
-    def ended(self, ending: Ending, now: float) -> None:
+    def ended(self, ending: ReleaseTask, now: float) -> None:
         """Note that the server has answered to an ending."""
         if ending.unsettled(now):
             self.endings.append(ending)
 
-    def failed(self, chore: Chore, now: float) -> list[Wish]:
+    def failed(self, chore: HeartbeatTask, now: float) -> list[RenewRequest]:
         """Note a chore without an answer, which is tried again, and return the wishes that are answered with it."""
         self.failures += 1
         wishes: list[Any] = []
-        if isinstance(chore, Renewal):
+        if isinstance(chore, RenewTask):
             wishes += chore.wishes.values()
             for grant in chore.wishes:
                 if grant in self.schedule:
                     grant.progressed = True
                     self._due.setdefault(_batch(grant), {})[grant] = None
-        elif isinstance(chore, Ending) and chore.again(now):
+        elif isinstance(chore, ReleaseTask) and chore.again(now):
             self.endings.append(chore)
         due = [grant for waiting in self._due.values() for grant in waiting]
         for grant in due:
@@ -234,7 +234,7 @@ class Agenda:
         self.schedule.plan(grant)
         self._due.setdefault(_batch(grant), {})[grant] = None
 
-    def _put_back(self, grant: Grant, wish: Wish | None) -> None:
+    def _put_back(self, grant: Grant, wish: RenewRequest | None) -> None:
         """Keep a wish that was not fulfilled, before what was asked for since."""
         if wish is None:
             return
@@ -245,6 +245,6 @@ class Agenda:
         self._wishes[grant] = wish
 
 
-def _batch(grant: Grant) -> tuple[Place, Family]:
+def _batch(grant: Grant) -> tuple[TableNames, LeaseKind]:
     """Return what grants that are renewed by one statement have in common."""
     return grant.place, grant.family

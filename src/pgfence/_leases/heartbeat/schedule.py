@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pgfence._leases.grant import Grant
-    from pgfence._sql.storage import Place
+    from pgfence._sql.storage import TableNames
 
 EARLY = 0.25
 """Which share of its interval a renewal may come early to go along with one that is due: so thousands become few statements."""
 
 
-class Schedule:
+class RenewalSchedule:
     """The grants that are kept, by the moment at which something is to be done for them."""
 
     def __init__(self) -> None:
         self._grants: set[Grant] = set()
-        self.places: dict[Place, int] = {}
+        self.places: dict[TableNames, int] = {}
         """How many leases are kept, by their tables."""
         self._heap: list[tuple[float, int, int, Grant]] = []
         self._entries = 0

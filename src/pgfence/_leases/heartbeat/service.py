@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 from pgfence._connections import addresses
 from pgfence._leases import terms
 from pgfence._leases.grant import ended_error, log
-from pgfence._leases.heartbeat.connection import link_for
-from pgfence._leases.heartbeat.listeners import LINGER, Listening
-from pgfence._leases.heartbeat.queue import Agenda
-from pgfence._leases.heartbeat.tasks import Check, Chore, Ending, Forgetting, Renewal, no_answer, release_of, texts
+from pgfence._leases.heartbeat import tasks
+from pgfence._leases.heartbeat.connection import heartbeat_connection_for
+from pgfence._leases.heartbeat.listeners import LINGER, ListenTask
+from pgfence._leases.heartbeat.queue import RenewalQueue
 from pgfence._leases.pauses import Pauses
 from pgfence._process import threads
-from pgfence._process.callbacks import tell
+from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._process.lifecycle import PROCESS
 from pgfence._process.references import when_disposed
-from pgfence._process.registry import Homes
+from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.params import style_of
 
 if TYPE_CHECKING:
@@ -39,12 +39,11 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._leases.grant import Grant
-    from pgfence._leases.heartbeat.connection import Link
-    from pgfence._leases.heartbeat.tasks import Done
-    from pgfence._leases.terms import Family
-    from pgfence._sql.lease import Answer
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._leases.heartbeat.connection import HeartbeatConnection
+    from pgfence._leases.terms import LeaseKind
+    from pgfence._sql.lease import LeaseResult
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.config import Config
     from pgfence.errors import LossReason
 
@@ -52,7 +51,7 @@ TICK = 1.0
 """Seconds that we sleep at most: no sleep takes notice of a suspend."""
 
 
-class Beat:
+class HeartbeatService:
     """Renews all leases that this process took through one engine.
 
     All public methods return at once, do no I/O and may be called from any thread; not under the mutex, and not from a
@@ -63,16 +62,16 @@ class Beat:
         self.engine = engine
         self.config = config
         self.pid = PROCESS.pid
-        threads.refuse_without_threads()
-        self._style: Style = style_of(engine.dialect)
+        threads.require_native_threads()
+        self._style: ParamStyle = style_of(engine.dialect)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
         self._wakes_at = 0.0
         """When the timekeeper wakes by itself."""
         self._timekeeper: threading.Thread | None = None
-        self._agenda = Agenda(listens=config.pooler != "transaction")
-        self._link: Link[Any] | None = None
-        self._chore: Chore | None = None
+        self._agenda = RenewalQueue(listens=config.pooler != "transaction")
+        self._link: HeartbeatConnection[Any] | None = None
+        self._chore: tasks.HeartbeatTask | None = None
         """What the connection is at."""
         self._cut_at = math.inf
         self._needed = self._busy_at = clock()
@@ -90,7 +89,7 @@ class Beat:
         """Renew a grant until it is dropped, released or lost; lose it at its deadline."""
         if grant.expire():
             return
-        grant.nudge = self._nudge
+        grant.request_renewal = self._request_renewal
         with self._lock:
             self._disposed = False
             self._agenda.keep(grant, clock())
@@ -103,7 +102,7 @@ class Beat:
         if wish is not None:
             wish.granted(ended_error(grant))
 
-    def evicted(self, place: Place, name: str, token: int) -> None:
+    def evicted(self, place: TableNames, name: str, token: int) -> None:
         """End the leases of a name up to a token: this process has evicted their holder."""
         with self._lock:
             found = self._agenda.named(place, name, token)
@@ -114,7 +113,7 @@ class Beat:
             grant.lose(reason)
             self.drop(grant)
 
-    def renew(self, grant: Grant, ttl: float | None, done: Done) -> None:
+    def renew(self, grant: Grant, ttl: float | None, done: tasks.Done) -> None:
         """Renew a grant now, in turn with the heartbeat's own renewals, with a new TTL from now on if one is given.
 
         `done` is called once, on a thread of ours; it must be quick and take no lock of ours. It gets None when the server
@@ -131,20 +130,22 @@ class Beat:
 
     def release_later(self, grant: Grant) -> None:
         """Have a release whose answer was lost repeated in the background, until its TTL is over."""
-        self.end_later(release_of(grant))
+        self.end_later(tasks.release_of(grant))
 
-    def forget_later(self, place: Place, name: str, lease_id: UUID, seconds: float, family: Family = "lease") -> None:
+    def forget_later(
+        self, place: TableNames, name: str, lease_id: UUID, seconds: float, family: LeaseKind = "lease"
+    ) -> None:
         """Have a grant whose answer was lost ended in the background, by its id; tried for `seconds` (its TTL) at most."""
         args = name, name, str(lease_id)
-        self.end_later(Forgetting(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
+        self.end_later(tasks.RevokeTask(place, lambda sql: sql.forget_late, args, clock() + seconds, family))
 
-    def end_later(self, ending: Ending) -> None:
+    def end_later(self, ending: tasks.ReleaseTask) -> None:
         """Have an ending sent in the background, until the server has answered."""
         with self._lock:
             self._agenda.endings.append(ending)
             self._work()
 
-    def listen(self, place: Place, name: str, wake: Callable[[], object]) -> Callable[[], None]:
+    def listen(self, place: TableNames, name: str, wake: Callable[[], object]) -> Callable[[], None]:
         """Have `wake` called when somebody tells of a release of `name`, until the returned function is called.
 
         It is called on a thread of ours, again and again, must be quick and take no lock of ours. It is also called once
@@ -177,9 +178,9 @@ class Beat:
         elif min(self._agenda.schedule.next(), self._cut_at) < self._wakes_at:
             self._news.notify()
 
-    def _nudge(self, grant: Grant) -> None:
+    def _request_renewal(self, grant: Grant) -> None:
         with self._lock:
-            if self._agenda.nudge(grant, clock()):
+            if self._agenda.request_renewal(grant, clock()):
                 self._look()
 
     def _work(self) -> None:
@@ -189,7 +190,7 @@ class Beat:
         if self._over:
             return
         if self._link is None:
-            self._link = link_for(self.engine, self.config, self._heard)
+            self._link = heartbeat_connection_for(self.engine, self.config, self._heard)
             self._thread = threads.start("pgfence-link", self._serve, self._link)
         elif self._chore is None:
             self._link.wake()
@@ -221,7 +222,7 @@ class Beat:
             if stuck is not None:
                 self._failed(stuck, TimeoutError("no connection in time"))
 
-    def _hung(self, now: float) -> tuple[Link[Any] | None, Chore | None]:
+    def _hung(self, now: float) -> tuple[HeartbeatConnection[Any] | None, tasks.HeartbeatTask | None]:
         """Return (the link whose chore takes too long, that chore if it hangs in the opening: its thread is given up)."""
         if now < self._cut_at or self._link is None:
             return None, None
@@ -239,10 +240,10 @@ class Beat:
 
     # ------------------------------------------------------------ the connection's thread
 
-    def _serve(self, link: Link[Any]) -> None:
+    def _serve(self, link: HeartbeatConnection[Any]) -> None:
         try:
             while (step := self._next(link)) is not None:
-                if isinstance(step, Chore):
+                if isinstance(step, tasks.HeartbeatTask):
                     self._attend(link, step)
                 else:
                     self._rest(link, step)
@@ -253,14 +254,14 @@ class Beat:
                     self._cut_at = math.inf
             link.close()
 
-    def _rest(self, link: Link[Any], seconds: float) -> None:
+    def _rest(self, link: HeartbeatConnection[Any], seconds: float) -> None:
         try:
             link.rest(seconds)
         except Exception:  # the connection is not what it was: the next chore opens another
             log.debug("the heartbeat's connection broke at rest", exc_info=True)
             link.hang_up()
 
-    def _attend(self, link: Link[Any], chore: Chore) -> None:
+    def _attend(self, link: HeartbeatConnection[Any], chore: tasks.HeartbeatTask) -> None:
         try:
             if not link.live:
                 link.open()
@@ -268,7 +269,7 @@ class Beat:
                 return
             chore.perform(
                 link,
-                texts(chore.family, chore.place, self._style),
+                tasks.texts(chore.family, chore.place, self._style),
                 min(self._cut_at - clock(), terms.LONGEST_STATEMENT),
             )
         except Exception as error:
@@ -279,7 +280,7 @@ class Beat:
             if self._ours(link):
                 self._succeeded(chore)
 
-    def _ours(self, link: Link[Any]) -> bool:
+    def _ours(self, link: HeartbeatConnection[Any]) -> bool:
         """End the chore, unless the timekeeper has done so already and given up this very thread."""
         with self._lock:
             if self._link is not link:
@@ -288,7 +289,7 @@ class Beat:
             self._cut_at = math.inf
             return True
 
-    def _next(self, link: Link[Any]) -> Chore | float | None:
+    def _next(self, link: HeartbeatConnection[Any]) -> tasks.HeartbeatTask | float | None:
         """Return what to do: a chore, a rest of some seconds, or to end."""
         with self._lock:
             if self._link is not link:
@@ -299,7 +300,7 @@ class Beat:
             if now < self._agenda.retry_at:
                 return self._agenda.retry_at - now
             chore = self._agenda.pick(now)
-            if isinstance(chore, Listening) and link.live and not link.hears:
+            if isinstance(chore, ListenTask) and link.live and not link.hears:
                 self._agenda.ears.deaf, chore = True, None
             if chore is not None:
                 self._chore = chore
@@ -316,25 +317,25 @@ class Beat:
                 return None
             return LINGER + 0.1 - (now - self._needed)
 
-    def _succeeded(self, chore: Chore) -> None:
+    def _succeeded(self, chore: tasks.HeartbeatTask) -> None:
         if self._agenda.failures:
-            log.info("there are answers from %s again", addresses.place(self.engine))
+            log.info("there are answers from %s again", addresses.describe_server(self.engine))
         self._agenda.failures = 0
-        if isinstance(chore, Renewal):
+        if isinstance(chore, tasks.RenewTask):
             for grant, answer in chore.told:
                 self._answered(chore, grant, answer)
-        elif isinstance(chore, Ending):
+        elif isinstance(chore, tasks.ReleaseTask):
             with self._lock:
                 self._agenda.ended(chore, clock())
-        elif isinstance(chore, Listening):
+        elif isinstance(chore, ListenTask):
             with self._lock:
                 wakes = self._agenda.listening(chore)
             for wake in wakes:
-                tell(wake)
-        elif isinstance(chore, Check):
+                call_logged(wake)
+        elif isinstance(chore, tasks.CheckTask):
             self._lost(chore.lost)
 
-    def _answered(self, chore: Renewal, grant: Grant, answer: Answer) -> None:
+    def _answered(self, chore: tasks.RenewTask, grant: Grant, answer: LeaseResult) -> None:
         if answer.verdict == "lost" and answer.reason is not None:
             grant.rejected(answer.reason)
         with self._lock:
@@ -344,15 +345,15 @@ class Beat:
         if wish is not None:
             wish.granted(None if grant.state == "held" else ended_error(grant))
 
-    def _failed(self, chore: Chore, error: Exception) -> None:
+    def _failed(self, chore: tasks.HeartbeatTask, error: Exception) -> None:
         """Note a chore without an answer: nothing is known, and it is tried again."""
-        told = no_answer(error, chore.place)
+        told = tasks.no_answer(error, chore.place)
         with self._lock:
             wishes = self._agenda.failed(chore, clock())
             if self._agenda.waiting:
                 self._work()
         if self._agenda.failures == 1:
-            where = addresses.place(self.engine)
+            where = addresses.describe_server(self.engine)
             log.warning("no answer from %s, trying again until the deadlines of the leases: %s", where, error)
         for wish in wishes:
             wish.granted(told)
@@ -363,7 +364,7 @@ class Beat:
             if self._agenda.suspect(channel, payload):  # a hint: other schemas share the channel, and anyone can send
                 self._work()
         for wake in wakes:
-            tell(wake)
+            call_logged(wake)
 
     def _engine_disposed(self, _: Engine) -> None:
         """Close the connection as soon as nobody needs it."""
@@ -385,14 +386,6 @@ class Beat:
             self._thread.join(seconds)
 
 
-def beat_of(engine: Engine, config: Config) -> Beat:
-    """Return the heartbeat of an engine (async: of its sync_engine) in this process; a forked child gets one of its own."""
-    home = Homes.of(engine)
-    beat = home.get("beat")
-    if isinstance(beat, Beat) and beat.pid == PROCESS.pid:
-        return beat
-    with MUTEX:
-        beat = home.get("beat")
-        if not isinstance(beat, Beat) or beat.pid != PROCESS.pid:
-            beat = home["beat"] = Beat(engine, config)
-    return beat
+def heartbeat_of(engine: Engine, config: Config) -> HeartbeatService:
+    """Return the heartbeat of an engine (async: of its sync_engine) in this process."""
+    return ManagerRegistry.for_process(engine, "heartbeat", HeartbeatService, lambda: HeartbeatService(engine, config))

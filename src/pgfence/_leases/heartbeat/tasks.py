@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from pgfence._leases.grant import Grant
-    from pgfence._leases.heartbeat.connection import Link
-    from pgfence._leases.terms import Family
-    from pgfence._sql.lease import Answer
-    from pgfence._sql.params import Style
-    from pgfence._sql.storage import Place
+    from pgfence._leases.heartbeat.connection import HeartbeatConnection
+    from pgfence._leases.terms import LeaseKind
+    from pgfence._sql.lease import LeaseResult
+    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
 
     Done = Callable[[Exception | None], object]
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 Texts: TypeAlias = LeaseSql | EffectSql
 
 
-def texts(family: Family, place: Place, style: Style) -> Texts:
+def texts(family: LeaseKind, place: TableNames, style: ParamStyle) -> Texts:
     """Return the statements of a family of grants."""
     return lease_sql(place, style) if family == "lease" else effect_sql(place, style)
 
 
-class Wish:
+class RenewRequest:
     """What `renew()` asked for, beyond what the heartbeat does by itself."""
 
     __slots__ = ("done", "ttl")
@@ -49,35 +49,35 @@ class Wish:
             done(error)
 
 
-class Chore(ABC):
+class HeartbeatTask(ABC):
     """One statement to be sent."""
 
-    place: Place
-    family: Family = "lease"
+    place: TableNames
+    family: LeaseKind = "lease"
 
     @abstractmethod
     def limit(self, now: float) -> float:
         """Return the seconds it may take, a new connection included."""
 
     @abstractmethod
-    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
+    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         """Send it. Raises whatever went wrong."""
 
 
-class Renewal(Chore):
+class RenewTask(HeartbeatTask):
     """Some grants of one place and family, to be renewed by one statement."""
 
-    def __init__(self, place: Place, family: Family, wishes: dict[Grant, Wish | None]) -> None:
+    def __init__(self, place: TableNames, family: LeaseKind, wishes: dict[Grant, RenewRequest | None]) -> None:
         self.place = place
         self.family = family
         self.wishes = wishes
         self.started = 0.0
-        self.told: list[tuple[Grant, Answer]] = []
+        self.told: list[tuple[Grant, LeaseResult]] = []
 
     def limit(self, now: float) -> float:
         return terms.patience(max(0.0, min((grant.deadline for grant in self.wishes), default=math.inf) - now))
 
-    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
+    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         grants = list(self.wishes)
         for grant in grants:
             grant.progressed = False
@@ -96,10 +96,10 @@ class Renewal(Chore):
         return grant.ttl if wish is None or wish.ttl is None else wish.ttl
 
 
-class Check(Chore):
+class CheckTask(HeartbeatTask):
     """Ask whether some leases of one place are still held, without renewing them: their holder may have been evicted."""
 
-    def __init__(self, place: Place, grants: list[Grant]) -> None:
+    def __init__(self, place: TableNames, grants: list[Grant]) -> None:
         self.place = place
         self.grants = grants
         self.lost: list[tuple[Grant, LossReason]] = []
@@ -107,7 +107,7 @@ class Check(Chore):
     def limit(self, now: float) -> float:
         return 10 * terms.SHORTEST_PATIENCE
 
-    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
+    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         assert isinstance(sql, LeaseSql)
         lists = (
             [grant.stored for grant in self.grants],
@@ -118,16 +118,16 @@ class Check(Chore):
         self.lost = [(grant, reason) for grant, reason in zip(self.grants, found, strict=True) if reason is not None]
 
 
-class Ending(Chore):
+class ReleaseTask(HeartbeatTask):
     """A release, or the end of a grant nobody heard of, to be repeated until the server has answered or the TTL is over."""
 
     def __init__(
         self,
-        place: Place,
+        place: TableNames,
         text: Callable[[Any], str],
         args: tuple[Any, ...],
         until: float,
-        family: Family = "lease",
+        family: LeaseKind = "lease",
     ) -> None:
         self.place = place
         self.family = family
@@ -142,7 +142,7 @@ class Ending(Chore):
     def limit(self, now: float) -> float:
         return terms.patience(max(terms.SHORTEST_PATIENCE, self.until - now))
 
-    def perform(self, link: Link[Any], sql: Texts, limit: float) -> None:
+    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def again(self, now: float) -> bool:
@@ -156,12 +156,12 @@ class Ending(Chore):
         return self.answer is None and self.again(now)
 
 
-def release_of(grant: Grant) -> Ending:
+def release_of(grant: Grant) -> ReleaseTask:
     """Return the release of a grant; of a slot it says whether it is done."""
     args: tuple[Any, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
-        return Ending(grant.place, lambda sql: sql.release_late, args, row_until(grant), grant.family)
-    return Ending(grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), row_until(grant))
+        return ReleaseTask(grant.place, lambda sql: sql.release_late, args, row_until(grant), grant.family)
+    return ReleaseTask(grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), row_until(grant))
 
 
 def row_until(grant: Grant) -> float:
@@ -169,7 +169,7 @@ def row_until(grant: Grant) -> float:
     return grant.deadline + terms.margin(grant.ttl)
 
 
-class Forgetting(Ending):
+class RevokeTask(ReleaseTask):
     """The end of a grant whose answer was lost. The statement that asks for it may still be on its way to the server."""
 
     SETTLED = 5.0
@@ -177,11 +177,11 @@ class Forgetting(Ending):
 
     def __init__(
         self,
-        place: Place,
+        place: TableNames,
         text: Callable[[Any], str],
         args: tuple[Any, ...],
         until: float,
-        family: Family = "lease",
+        family: LeaseKind = "lease",
     ) -> None:
         super().__init__(place, text, args, until, family)
         self._heard: float | None = None
@@ -196,7 +196,7 @@ class Forgetting(Ending):
         return now - self._heard < self.SETTLED and self.again(now)
 
 
-def no_answer(error: Exception, place: Place) -> Exception:
+def no_answer(error: Exception, place: TableNames) -> Exception:
     """Return what a renewal that failed means to whoever asked for it."""
     if told := translated(error, place):
         return told

@@ -1,0 +1,72 @@
+"""What ends the block of a task whose lock is lost: `task.cancel()`, told apart from a cancel by somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from pgfence._locks import manager_async
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pgfence._api.handles import AsyncHeld
+
+
+class CancelOnLoss:
+    """An async block that is cancelled when its lock is lost, and then raises LockLostError."""
+
+    _handle: AsyncHeld
+    _requests: int
+
+    def __init__(self, *, flag: bool = False) -> None:
+        self._flag = flag
+        self._cancelled = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def start(self, handle: AsyncHeld) -> None:
+        """Watch this handle, for the running task."""
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("hold() needs a task")
+        self._handle = handle
+        self._task = task
+        self._cancelled = False
+        self._requests = task.cancelling()
+        if not self._flag:
+            handle._hold.subscribe(lambda: manager_async.on_loop(task.get_loop(), lambda: self._cancel(handle, task)))
+
+    async def __aenter__(self) -> Any:
+        return self._handle
+
+    def _cancel(self, handle: AsyncHeld, task: asyncio.Task[Any]) -> None:
+        if self._handle is handle and not handle._hold.released:
+            self._cancelled = True
+            task.cancel("the lock was lost")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
+    ) -> None:
+        if not self._cancelled:  # a release ends the subscription; no turn of the loop lies between here and there
+            await self._handle._leave(exc, flag=self._flag)
+            return
+        cancel = exc if isinstance(exc, asyncio.CancelledError) else await _pending_cancel()
+        if self._task is not None and self._task.uncancel() <= self._requests:
+            try:
+                await self._handle._leave(None if cancel is exc else exc, flag=False)
+            except Exception as error:
+                raise error from exc
+            return
+        # Somebody else cancelled as well, and that goes on.
+        await self._handle._leave(cancel or exc, flag=self._flag)
+        if cancel is not None and cancel is not exc:
+            raise cancel
+
+
+async def _pending_cancel() -> asyncio.CancelledError | None:
+    """Return the cancel that was asked for before the block ended, and would otherwise arrive later, somewhere else."""
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError as cancel:
+        return cancel
+    return None
