@@ -31,6 +31,7 @@ MODULES = (
     "pgfence.embedded",
     "pgfence.fastapi",
     "pgfence.migrations",
+    "pgfence.migrations.operations",
     "pgfence.monitoring",
     "pgfence.schema",
     "pgfence.wsgi",

@@ -1,4 +1,4 @@
-"""`flushes`: which rows a flush writes, held against the UPDATE statements that SQLAlchemy sends."""
+"""`_orm`: which rows a flush writes, held against the UPDATE statements that SQLAlchemy sends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The record of one grant, and the four states it can be in: held, unknown, lost, released.
 
 A `Hold` belongs to the session that carries the lock; the handle that the user has points to it, never the other way round,
-so that a dropped handle can be noticed. A lease has no session: its record is `grant.Grant`, on the same base. The state
+so that a dropped handle can be noticed. A lease has no session: its record is `_leases.grant.Grant`, on the same base. The state
 changes once from held to lost or released, from any thread; between them lies *unknown*: asked, no answer yet. Silence is
 never taken for possession.
 """

@@ -1,6 +1,6 @@
 """Waits for what the caller itself holds: in this process, and on another connection.
 
-The lines of `localqueue` show the latter only where both locks are taken through one engine. The server shows all of them: a
+The local queue shows the latter only if both locks are taken through one engine. The server shows all of them: a
 session that holds the key, and is one of the contender's own.
 """
 
