@@ -30,7 +30,6 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
 from pgfence._connections import connection
-
 from pgfence._process import monitor
 
 driver, dsn, name, setting = sys.argv[1:5]
@@ -82,7 +81,7 @@ def test_a_process_that_stood_still_believes_nothing_until_it_is_answered(
     """Rule 4: stopped and continued: unknown, then held again after an answer; killed meanwhile: lost, never held again."""
     proxy = make_proxy(dsn)
     proxy.delay(0.05)  # so that the doubt lasts long enough to be seen
-    process = script(SCRIPT, driver, proxy.dsn, name, "watch.PAUSE = 0.2")
+    process = script(SCRIPT, driver, proxy.dsn, name, "monitor.PAUSE = 0.2")
     process.wait_for("held")
     process.kill(signal.SIGSTOP)
     time.sleep(1.6)  # longer than a tick and the pause that is forgiven: the length is the subject
@@ -109,7 +108,7 @@ def test_where_the_kernel_tells_nothing_a_question_does(
         driver,
         dsn,
         name,
-        "watch.HAS_HANGUP = sessions.HAS_HANGUP = False; watch.TICK = 0.1; sessions.PROBE_EVERY = 0.3",
+        "monitor.HAS_HANGUP = connection.HAS_HANGUP = False; monitor.TICK = 0.1; connection.PROBE_EVERY = 0.3",
     )
     process.wait_for("held")
     before = admin.execute("SELECT state_change FROM pg_stat_activity WHERE pid = %s", [holder(admin, name)]).fetchone()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # A reader on a thread of its own: the loop of an async holder has to be free for the answer to its question.
 OBSERVER = """
 from pgfence._process import monitor
-watch.PAUSE = 1.0
+monitor.PAUSE = 1.0
 
 def tell(line):
     os.write(1, f"{line}\\n".encode())  # whole, whichever thread speaks
