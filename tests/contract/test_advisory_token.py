@@ -505,12 +505,12 @@ async def test_writes_under_the_token_pass_the_fence_until_a_newer_one_is_grante
         await world.call(held.fence, connection)
         await run(world, connection, write)
     terminate(admin, held._hold.session.pid)
+    await eventually(lambda: held.lost)
     async with world.enter(lock(world, engine, name, token=True).hold(timeout=5)) as newer:
         with pytest.raises(StaleFencingTokenError) as caught:
             async with world.enter(engine.begin()) as connection:
                 await world.call(fence, connection, name, held.token)
         assert (caught.value.token, caught.value.newest) == (held.token, newer.token)
-        await eventually(lambda: held.lost)
         with pytest.raises(LockLostError):
             async with world.enter(held.begin(engine)) as connection:
                 await run(world, connection, write)
