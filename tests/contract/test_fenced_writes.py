@@ -53,7 +53,7 @@ _PREFIX = f"w{secrets.token_hex(5)}"
 
 def told() -> dict[str, list[str]]:
     """Return the table of the page: for each kind of write the outcomes in each of the modes."""
-    lines = PAGE.read_text(encoding="utf-8").split("### Every kind of write")[1].splitlines()
+    lines = PAGE.read_text(encoding="utf-8").split("## Every kind of write")[1].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return {row[0]: row[1:] for row in rows[2:]}
 
