@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,7 @@ from sqlalchemy import create_engine, text
 import pgfence
 from pgfence import AdvisoryLock
 from support.locking import elsewhere, give, waits
-from support.moments import Stop, interrupted
+from support.moments import Stop, interrupted, torn_connections
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -92,12 +91,10 @@ def make(request: pytest.FixtureRequest, dsn: str, name: str) -> Iterator[Callab
         engines.append(create_engine(url, connect_args={"application_name": name}))
         return engines[-1]
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
+    with torn_connections():
         yield engine
-        gc.collect()
-    for one in engines:
-        one.dispose()
+        for one in engines:
+            one.dispose()
 
 
 def test_a_free_lock(make: Callable[[], Any], name: str) -> None:

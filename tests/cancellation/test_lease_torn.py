@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +16,7 @@ from pgfence import AsyncLease, Lease
 from pgfence.config import configure
 from pgfence.errors import LockLostError
 from support.locking import labelled
-from support.moments import SoftLimit, Stop, interrupted
+from support.moments import SoftLimit, Stop, interrupted, torn_connections
 from support.stepping import at_every_step, quitting_in_line, stepped
 from support.worlds import World
 
@@ -138,11 +137,9 @@ async def test_a_wait_in_the_line_cancelled_in_any_moment(world: World, name: st
 def engine(request: pytest.FixtureRequest, dsn: str) -> Iterator[Any]:
     """An engine of a sync driver."""
     made = create_engine(f"postgresql+{request.param}://{dsn.split('://', 1)[1]}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
+    with torn_connections():
         yield made
-        gc.collect()
-    made.dispose()
+        made.dispose()
 
 
 def usable(one: Lease) -> bool:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import warnings
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psycopg
 
 import pgfence
 
@@ -64,3 +69,20 @@ def interrupted(at: int, kind: type[BaseException] = Stop) -> Iterator[Interrupt
         yield interrupt
     finally:
         sys.setprofile(None)
+
+
+def _open_connections() -> list[psycopg.Connection[Any]]:
+    return [each for each in gc.get_objects() if isinstance(each, psycopg.Connection) and not each.closed]
+
+
+@contextmanager
+def torn_connections() -> Iterator[None]:
+    """Close at the end of the block what interrupts have torn from its owner: collected later, it would fail another test."""
+    before = weakref.WeakSet(_open_connections())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
+        for each in _open_connections():
+            if each not in before:
+                each.close()
