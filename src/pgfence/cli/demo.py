@@ -121,8 +121,8 @@ def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
             f"the tables are in the schema {SCHEMA} of that database; DROP SCHEMA {SCHEMA} CASCADE removes them"
         )
         return
-    speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {psql(engine)}\n")
-    with suppress(DemoInterrupted):
+    with suppress(DemoInterrupted):  # as soon as it is on the screen, Ctrl-C is no failure
+        speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {psql(engine)}\n")
         threading.Event().wait()
 
 
