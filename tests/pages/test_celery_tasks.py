@@ -147,7 +147,7 @@ def test_a_task_whose_process_was_killed_is_delivered_again(books: Books) -> Non
         eventually(books.waiting, deadline=20)
         (dead,) = books.lease(11).holders()
         os.kill(dead.pid or 0, signal.SIGKILL)
-        eventually(lambda: result.state == "RETRY", deadline=20)
+        eventually(lambda: result.state == "RETRY", deadline=45)
     monitoring.evict(books.engine, "close:11", reason="its process was killed")
     assert books.get(result) == 11
 

@@ -27,7 +27,7 @@ def session() -> Any:
 
 
 def opened(roster: PoolState[Any]) -> Any:
-    assert roster.take().may_open
+    assert roster.take(PoolWaiter()).may_open
     return session()
 
 
@@ -36,7 +36,7 @@ def test_a_warm_session_is_used_before_a_new_one_is_opened() -> None:
     roster: PoolState[Any] = PoolState(2)
     one = opened(roster)
     assert roster.give(one)
-    assert roster.take().given is one
+    assert roster.take(PoolWaiter()).session is one
     assert roster.open == 1
 
 
@@ -45,36 +45,36 @@ def test_at_the_limit_turns_are_served_in_order() -> None:
     roster: PoolState[Any] = PoolState(2)
     one, two = opened(roster), opened(roster)
     woken: list[int] = []
-    turns = [roster.take() for _ in range(3)]
+    turns = [roster.take(PoolWaiter()) for _ in range(3)]
     for number, turn in enumerate(turns):
         turn.wake = lambda number=number: woken.append(number)
     assert not any(turn.served for turn in turns)
     roster.give(one)
     roster.gone()
-    assert (turns[0].given, turns[1].may_open, turns[2].served) == (one, True, False)
+    assert (turns[0].session, turns[1].may_open, turns[2].served) == (one, True, False)
     assert woken == [0, 1]
     roster.give(two)
-    assert turns[2].given is two
+    assert turns[2].session is two
 
 
 def test_whoever_forgoes_its_turn_is_passed_over() -> None:
     """The next one gets the session, and forgoing twice is no error."""
     roster: PoolState[Any] = PoolState(1)
     one = opened(roster)
-    quitter, patient = roster.take(), roster.take()
+    quitter, patient = roster.take(PoolWaiter()), roster.take(PoolWaiter())
     roster.forgo(quitter)
     roster.forgo(quitter)
     roster.give(one)
-    assert (quitter.served, patient.given) == (False, one)
+    assert (quitter.served, patient.session) == (False, one)
 
 
 def test_a_newcomer_does_not_jump_the_line() -> None:
     """While somebody waits for a turn, a place that is free for a moment is not taken by whoever comes later."""
     roster: PoolState[Any] = PoolState(1)
     opened(roster)
-    first = roster.take()
+    first = roster.take(PoolWaiter())
     roster.gone()
-    late = roster.take()
+    late = roster.take(PoolWaiter())
     assert (first.may_open, late.served) == (True, False)
 
 
@@ -122,7 +122,7 @@ def test_a_session_that_died_while_it_was_idle_does_not_take_its_place_along() -
     one = opened(roster)
     roster.give(one)
     one.dead = "killed"
-    turn = roster.take()
+    turn = roster.take(PoolWaiter())
     for _ in roster.cold(time.monotonic()):
         roster.gone()
     assert turn.may_open
@@ -147,9 +147,9 @@ class Connections(RuleBasedStateMachine):
         assert served == sorted(served, reverse=True)
         for turn in [turn for turn in self.waiting if turn.served]:
             self.waiting.remove(turn)
-            if turn.given is not None:
-                assert not turn.given.dead
-                self.used.append(turn.given)
+            if turn.session is not None:
+                assert not turn.session.dead
+                self.used.append(turn.session)
             else:
                 self.opening += 1
 
@@ -161,7 +161,7 @@ class Connections(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        self.waiting.append(self.roster.take())
+        self.waiting.append(self.roster.take(PoolWaiter()))
         self.close(self.roster.cold(0.0))
         self.serve()
 

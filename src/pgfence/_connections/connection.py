@@ -173,11 +173,9 @@ class LockConnection(ABC):
         self.closed = True
 
     def begin(self, limit: float) -> None:
+        """Note that a statement is sent. Its end is `since = 0.0`: a call there could be interrupted, and the note would stay."""
         self.limit = limit
         self.since = time.monotonic()
-
-    def end(self) -> None:
-        self.since = 0.0
 
 
 _OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()

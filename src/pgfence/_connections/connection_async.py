@@ -93,7 +93,7 @@ class AsyncLockConnection(LockConnection):
                 raise told from error
             raise
         finally:
-            self.end()
+            self.since = 0.0
 
     async def row(self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
         """Run a statement of ours and return its first row, or None where it has none."""
@@ -107,7 +107,7 @@ class AsyncLockConnection(LockConnection):
                 raise told from error
             raise
         finally:
-            self.end()
+            self.since = 0.0
 
     async def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
         if isinstance(sql, TokenSql):
@@ -164,7 +164,7 @@ class AsyncLockConnection(LockConnection):
         try:
             return await self.run_script(engine, sql.quiet_wait(milliseconds))
         finally:
-            self.end()
+            self.since = 0.0
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
         if not has_listeners(engine):
@@ -182,7 +182,7 @@ class AsyncLockConnection(LockConnection):
         try:
             return await self._through(engine, run)
         finally:
-            self.end()
+            self.since = 0.0
 
     async def _through(self, engine: Engine, run: Callable[[Connection], R]) -> R:
         def call() -> R:
@@ -215,7 +215,7 @@ class AsyncLockConnection(LockConnection):
             else:
                 hold.in_doubt = False
             finally:
-                self.end()
+                self.since = 0.0
                 self.probing = None
 
         def start() -> None:
@@ -234,7 +234,7 @@ class AsyncLockConnection(LockConnection):
                 with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                     server.put_back(connection, self.facts)
             finally:
-                self.end()
+                self.since = 0.0
             engine.dialect.reset_isolation_level(self.dbapi_connection)
             return wrap_dbapi(engine, self.dbapi_connection, reconnects=False)
 
@@ -251,7 +251,7 @@ class AsyncLockConnection(LockConnection):
             with contextlib.suppress(Exception):  # a dead connection cannot roll back, and need not
                 await connection.close()
         finally:
-            self.end()
+            self.since = 0.0
 
     async def reclaim(self, engine: Engine) -> None:
         """End what the user's code left open, before the unlock."""
@@ -264,7 +264,7 @@ class AsyncLockConnection(LockConnection):
         try:
             await in_greenlet(back)
         finally:
-            self.end()
+            self.since = 0.0
 
 
 class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
@@ -320,7 +320,7 @@ class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
                 raise told from error
             raise
         finally:
-            self.end()
+            self.since = 0.0
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
                 await self.wire.set_autocommit(before)
 

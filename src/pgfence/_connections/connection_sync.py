@@ -57,7 +57,7 @@ class SyncLockConnection(LockConnection):
                 raise told from error
             raise
         finally:
-            self.end()
+            self.since = 0.0
 
     def row(self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
         """Run a statement of ours and return its first row, or None where it has none."""
@@ -72,7 +72,7 @@ class SyncLockConnection(LockConnection):
                 raise told from error
             raise
         finally:
-            self.end()
+            self.since = 0.0
 
     def through(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
         """Run code on this session by way of SQLAlchemy."""
@@ -81,7 +81,7 @@ class SyncLockConnection(LockConnection):
             with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                 return run(connection)
         finally:
-            self.end()
+            self.since = 0.0
 
     def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
         if isinstance(sql, TokenSql):
@@ -138,7 +138,7 @@ class SyncLockConnection(LockConnection):
         try:
             return self.run_script(engine, sql.quiet_wait(milliseconds))
         finally:
-            self.end()
+            self.since = 0.0
 
     def run_script(self, engine: Engine, wait: str) -> bool:
         if not has_listeners(engine):
@@ -175,7 +175,7 @@ class SyncLockConnection(LockConnection):
                 else:
                     hold.in_doubt = False
                 finally:
-                    self.end()
+                    self.since = 0.0
 
         MONITOR.post(ask)
 
@@ -192,7 +192,7 @@ class SyncLockConnection(LockConnection):
         try:
             connection.close()
         finally:
-            self.end()
+            self.since = 0.0
 
     def reclaim(self, engine: Engine) -> None:
         """End what the user's code left open, before the unlock."""
@@ -201,7 +201,7 @@ class SyncLockConnection(LockConnection):
             engine.dialect.do_rollback(self.dbapi_connection)
             engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
         finally:
-            self.end()
+            self.since = 0.0
 
 
 class SyncCallerConnection(CallerConnection, SyncLockConnection):
@@ -243,7 +243,7 @@ class SyncCallerConnection(CallerConnection, SyncLockConnection):
                 raise told from error
             raise
         finally:
-            self.end()
+            self.since = 0.0
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
                 self.wire.set_autocommit(before)
 

@@ -10,7 +10,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from pgfence._connections.addresses import describe_server
 from pgfence._connections.connect import UNKNOWN
@@ -41,19 +41,29 @@ COUNT_EVERY = 1.0
 S = TypeVar("S", bound=LockConnection)
 
 
+class Borrower(Protocol[S]):
+    """Whoever is given a session, and gives it back whatever happens."""
+
+    session: S | None
+
+
 class PoolWaiter(Generic[S]):
     """A place in the line for a connection."""
 
-    __slots__ = ("given", "may_open", "wake")
+    __slots__ = ("may_open", "opening", "session", "wake")
 
     def __init__(self) -> None:
-        self.given: S | None = None
+        self.session: S | None = None
+        """What it was given."""
         self.may_open = False
+        """Whether it has one of the places, to open a connection."""
+        self.opening: Any = None
+        """The connection that is being opened for it, which has the place from then on."""
         self.wake: Callable[[], object] = lambda: None
 
     @property
     def served(self) -> bool:
-        return self.may_open or self.given is not None
+        return self.may_open or self.session is not None
 
 
 class PoolState(Generic[S]):
@@ -68,11 +78,9 @@ class PoolState(Generic[S]):
         self.idle: list[S] = []
         self._line: deque[PoolWaiter[S]] = deque()
 
-    def take(self) -> PoolWaiter[S]:
-        """Return a turn: with a warm session, with the right to open one, or to wait for one."""
-        turn: PoolWaiter[S] = PoolWaiter()
-        turn.given = self.warm()
-        if turn.given is not None:
+    def take(self, turn: PoolWaiter[S]) -> PoolWaiter[S]:
+        """Give a turn a warm session, the right to open one, or a place in the line for one, and return it."""
+        if self.warm(turn):
             return turn
         if self.open < self.limit and not self._line:
             self.open += 1
@@ -81,9 +89,13 @@ class PoolState(Generic[S]):
             self._line.append(turn)
         return turn
 
-    def warm(self) -> S | None:
-        """Return the session that was used last, if it lives; a dead one stays for `cold`."""
-        return self.idle.pop() if self.idle and self.idle[-1].dead is None else None
+    def warm(self, user: Borrower[S]) -> bool:
+        """Give the session that was used last, if it lives; a dead one stays for `cold`."""
+        if not self.idle or self.idle[-1].dead is not None:
+            return False
+        user.session = self.idle[-1]  # before it is taken out: an interrupt in between must not lose it
+        self.idle.pop()
+        return True
 
     def give(self, session: S) -> bool:
         """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
@@ -91,7 +103,7 @@ class PoolState(Generic[S]):
             return False
         if self._line:
             turn = self._line.popleft()
-            turn.given = session
+            turn.session = session
             turn.wake()
             return True
         if len(self.idle) >= self.warmest:
@@ -183,9 +195,9 @@ class LockPool(ABC, Generic[S]):
         session.close()
         with MUTEX:
             if session in self.sessions:
-                self.sessions.discard(session)
                 if session.counts:
                     self.roster.gone()
+                self.sessions.discard(session)  # last: an interrupt before it is followed by another discard
 
     @abstractmethod
     def reap(self, now: float) -> None:
@@ -241,10 +253,13 @@ class LockPool(ABC, Generic[S]):
         if limit is not None:
             self._limit = limit
 
-    def begin_opening(self, *, counts: bool) -> None:
+    def begin_opening(self) -> None:
         """Refuse at once when as many openings as there are places are stuck: the server is not there, not busy.
 
         One more is tried every few seconds, for a driver may hang long after the server is back.
+
+        Raises:
+            UnreachableError: it is refused. The place is still the caller's.
         """
         threads.block_during_shutdown()
         now = time.monotonic()
@@ -252,8 +267,6 @@ class LockPool(ABC, Generic[S]):
             if self.stuck < self.roster.limit or now - self._opening_began > OPEN_BUDGET:
                 self._opening_began = now
                 return
-            if counts:
-                self.roster.gone()
         raise UnreachableError(f"{describe_server(self.engine)} does not answer. {UNKNOWN}")
 
     def room_for(self, keys: int) -> None:

@@ -13,7 +13,7 @@ from pgfence._connections.connection_async import AsyncCallerConnection, AsyncLo
 from pgfence._connections.drivers import ASYNC_DRIVERS, driver_connection_for
 from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, LockPool, PoolWaiter, close_all
 from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence.errors import CapacityError
+from pgfence.errors import CapacityError, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -80,20 +80,21 @@ class AsyncLockPool(LockPool[AsyncLockConnection]):
         """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time."""
         bell = None
         with MUTEX:
-            turn = self.roster.take()
+            turn = self.roster.take(PoolWaiter())
             if not turn.served:
                 bell = TaskEvent()
                 turn.wake = bell.ring
         if bell is not None and not await self._in_turn(turn, bell, left):
             return None
         budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
-        return turn.given or await self._open(budget, keys)
+        return turn.session or await self._open(budget, keys)
 
     async def checkout_for_query(self) -> AsyncLockConnection:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
+        turn: PoolWaiter[AsyncLockConnection] = PoolWaiter()
         with MUTEX:
-            session = self.roster.warm()
-        return session or await self._open(OPEN_BUDGET, 0)
+            self.roster.warm(turn)
+        return turn.session or await self._open(OPEN_BUDGET, 0)
 
     async def _in_turn(self, turn: PoolWaiter[AsyncLockConnection], bell: TaskEvent, left: float) -> bool:
         try:
@@ -103,8 +104,8 @@ class AsyncLockPool(LockPool[AsyncLockConnection]):
                 self.roster.forgo(turn)
                 if turn.may_open:
                     self.roster.gone()
-            if turn.given is not None:
-                self.checkin(turn.given)
+            if turn.session is not None:
+                self.checkin(turn.session)
             raise
         with MUTEX:
             self.roster.forgo(turn)
@@ -113,7 +114,13 @@ class AsyncLockPool(LockPool[AsyncLockConnection]):
     async def _open(self, budget: float, keys: int) -> AsyncLockConnection:
         """Open a session in a task of ours: a cancelled caller leaves it to whoever comes next."""
         counts = keys > 0
-        self.begin_opening(counts=counts)
+        try:
+            self.begin_opening()
+        except UnreachableError:
+            with MUTEX:
+                if counts:
+                    self.roster.gone()
+            raise
         task = asyncio.ensure_future(self._opener(counts=counts))
         keep(task)
         try:

@@ -13,7 +13,7 @@ from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, LockPool, PoolWai
 from pgfence._holds.cancellation import wait
 from pgfence._process import threads
 from pgfence._process.lifecycle import MUTEX, PROCESS
-from pgfence.errors import CapacityError, UnreachableError
+from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +70,10 @@ class PendingConnection:
         self._over.wait(seconds)
 
     def abandon(self, keeper: SyncLockPool, *, late: bool) -> SyncLockConnection | None:
-        """Stop waiting. Returns the session if it came in the last moment."""
+        """Stop waiting, once. Returns the session if it came in the last moment."""
         with MUTEX:
+            if self.abandoned:  # its opener parks what still comes
+                return None
             if not self.done:
                 self.abandoned, self.late = True, late
                 keeper.given_up(counts=self.counts, late=late)
@@ -98,60 +100,64 @@ class SyncLockPool(LockPool[SyncLockConnection]):
             again: after one that ended: opening another may not take much longer than what is left.
             cancel: ends the wait for a turn, and for a new session.
         """
-        gate = None
-        with MUTEX:
-            turn = self.roster.take()
-            if not turn.served:
-                gate = ThreadEvent()
-                turn.wake = gate.open
-        if gate is not None and not self._in_turn(turn, gate, left, cancel):
-            return None
-        budget = max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT))
-        return turn.given or self._open(budget, keys, cancel)
+        turn: PoolWaiter[SyncLockConnection] = PoolWaiter()
+        try:
+            gate = None
+            with MUTEX:
+                if not self.roster.take(turn).served:
+                    gate = ThreadEvent()
+                    turn.wake = gate.open
+            if gate is not None:
+                wait(gate.wait, left, cancel)
+                with MUTEX:
+                    self.roster.forgo(turn)
+                if not turn.served:
+                    return None
+            if turn.session is None:
+                self._open(turn, max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT)), keys, cancel)
+            return turn.session
+        except BaseException:
+            self._give_up(turn)
+            raise
 
     def checkout_for_query(self) -> SyncLockConnection:
         """Return a session to look with: a warm one, or one beside the roster that is closed after the look."""
-        with MUTEX:
-            session = self.roster.warm()
-        return session or self._open(OPEN_BUDGET, 0)
-
-    def _in_turn(
-        self, turn: PoolWaiter[SyncLockConnection], gate: ThreadEvent, left: float, cancel: CancelEvent | None
-    ) -> bool:
+        turn: PoolWaiter[SyncLockConnection] = PoolWaiter()
         try:
-            wait(gate.wait, left, cancel)
-        except BaseException:
             with MUTEX:
-                self.roster.forgo(turn)
-                if turn.may_open:
-                    self.roster.gone()
-            if turn.given is not None:
-                self.checkin(turn.given)
+                self.roster.warm(turn)
+            if turn.session is None:
+                self._open(turn, OPEN_BUDGET, 0)
+            assert turn.session is not None
+            return turn.session
+        except BaseException:
+            self._give_up(turn)
             raise
+
+    def _give_up(self, turn: PoolWaiter[SyncLockConnection]) -> None:
+        """Give back what a turn has: its place in the line, its place to open a connection, or its session."""
+        opening: PendingConnection | None = turn.opening
         with MUTEX:
             self.roster.forgo(turn)
-            return turn.served
-
-    def _open(self, budget: float, keys: int, cancel: CancelEvent | None = None) -> SyncLockConnection:
-        """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
-        opening = PendingConnection(counts=keys > 0)
-        self.begin_opening(counts=opening.counts)
-        try:
-            threads.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
-            wait(opening.gate.wait, budget, cancel)
-        except BaseException:
-            if (session := opening.abandon(self, late=False)) is not None:
-                self.checkin(session)
-            raise
-        session = opening.abandon(self, late=True)
-        if session is None:
-            raise opening.error or self.too_late(budget)
-        try:
-            self.room_for(keys)
-        except CapacityError:
+            if opening is None and turn.may_open:
+                turn.may_open = False
+                self.roster.gone()
+        session = turn.session or (opening.abandon(self, late=False) if opening is not None else None)
+        if session is not None:
             self.checkin(session)
-            raise
-        return session
+
+    def _open(
+        self, turn: PoolWaiter[SyncLockConnection], budget: float, keys: int, cancel: CancelEvent | None = None
+    ) -> None:
+        """Open a session on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
+        self.begin_opening()
+        opening = turn.opening = PendingConnection(counts=keys > 0)
+        threads.start("pgfence-opener", contextvars.copy_context().run, self._opener, opening)
+        wait(opening.gate.wait, budget, cancel)
+        turn.session = opening.abandon(self, late=True)
+        if turn.session is None:
+            raise opening.error or self.too_late(budget)
+        self.room_for(keys)
 
     def _opener(self, opening: PendingConnection) -> None:
         session: SyncLockConnection | None = None

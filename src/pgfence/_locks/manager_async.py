@@ -112,7 +112,7 @@ class AsyncLockManager(LockManager[AsyncLockConnection]):
                 if (front := self.enqueue(request, entry)) is None:
                     return None
                 if front and on is None:
-                    entry.session = self.keeper.roster.warm()
+                    self.keeper.roster.warm(entry)
             if not front:
                 await self._in_line(request, entry, on)
             if entry.handed_over is not None or await self._at_server(request, entry, on):

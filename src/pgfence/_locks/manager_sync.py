@@ -100,7 +100,7 @@ class SyncLockManager(LockManager[SyncLockConnection]):
                 if (front := self.enqueue(request, entry)) is None:
                     return None
                 if front and on is None:
-                    entry.session = self.keeper.roster.warm()
+                    self.keeper.roster.warm(entry)
             if not front:
                 self._in_line(request, entry, on)
             if entry.handed_over is not None or self._at_server(request, entry, on):
