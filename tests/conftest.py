@@ -21,7 +21,7 @@ from pgfence import schema
 from pgfence.errors import UnreachableError
 from support import servers
 from support.waiting import eventually as _eventually
-from support.worlds import NAMES, World
+from support.worlds import NAMES, World, is_wanted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -72,6 +72,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out the drivers that a test does not need; see support/worlds.py."""
+    items[:] = filter(is_wanted, items)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,14 @@
 
 A contender is a thread (sync) or a task (async). `world.call` and `world.enter` go through a contender that the test has by
 default; `world.contender()` gives others.
+
+A test with `world` runs on every driver. It is for what a single driver can break: parameters, types, errors, cancellation.
+Markers on the test or its module (`pytestmark`) narrow that:
+
+- `twins`: one sync and one async driver, for a rule that no driver knows of.
+- `every_driver`: all four after all, in a module of `twins`.
+- `matrix`: all rows of `parametrize` on the first driver, the first row on each other one.
+- `sync_only`, `async_only`: what the other half does not have, such as cancellation.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -22,6 +31,8 @@ if TYPE_CHECKING:
 
 
 NAMES = ("psycopg", "psycopg2", "psycopg_async", "asyncpg")
+SYNC, ASYNC = NAMES[:2], NAMES[2:]
+_SPREADS = {"every_driver": NAMES, "twins": ("psycopg", "asyncpg")}
 
 
 class ThreadPlace:
@@ -156,7 +167,7 @@ class World(Contender):
     def __init__(self, name: str, dsn: str) -> None:
         self.name = name
         self.driver = name.removesuffix("_async")
-        self.is_async = name in ("psycopg_async", "asyncpg")
+        self.is_async = name in ASYNC
         self.dsn = dsn
         self._engines: list[Any] = []
         self._places: list[Place] = []
@@ -206,6 +217,21 @@ class World(Contender):
             place.close()
         for engine in self._engines:
             await _awaited(engine.dispose())
+
+
+def is_wanted(item: pytest.Item) -> bool:
+    """Return whether a test runs on the driver that it was collected for: see the markers above."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or "world" not in callspec.params:
+        return True
+    spread = next(mark.name for mark in (*item.iter_markers(), pytest.mark.every_driver) if mark.name in _SPREADS)
+    left_out = (SYNC if item.get_closest_marker("async_only") else ()) + (
+        ASYNC if item.get_closest_marker("sync_only") else ()
+    )
+    drivers = [name for name in _SPREADS[spread] if name not in left_out]
+    if item.get_closest_marker("matrix") and any(index for key, index in callspec.indices.items() if key != "world"):
+        del drivers[1:]
+    return callspec.params["world"] in drivers
 
 
 async def _awaited(result: Any) -> Any:
