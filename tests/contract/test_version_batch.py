@@ -15,7 +15,6 @@ from pgfence import schema
 from pgfence.errors import SchemaError, TransactionStateError, VersionConflictError
 from pgfence.versions import Versioned, VersionedSession
 from support.versioned_rows import KINDS, beside, joined, made, on_session, page, read, statements, versions
-from support.worlds import NAMES
 
 if TYPE_CHECKING:
     from support.worlds import World
@@ -317,7 +316,7 @@ async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> N
         await beside(world, engine, stale, **BATCH)
 
 
-@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+@pytest.mark.one_driver
 async def test_a_table_without_its_trigger_is_told(world: World) -> None:
     """Mode "server" where no trigger counts: the error says so and how to add it, and nothing is kept."""
     engine = world.engine()
@@ -558,7 +557,7 @@ def _with_session(engine: Any, work: Any) -> None:
         work(session)
 
 
-@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+@pytest.mark.one_driver
 async def test_a_snapshot_that_is_too_old_is_the_servers_error(world: World) -> None:
     """At REPEATABLE READ a row that changed since is a serialization failure, as without the batch."""
     engine = world.engine(isolation_level="REPEATABLE READ")

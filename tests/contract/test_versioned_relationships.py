@@ -24,7 +24,6 @@ from pgfence import schema
 from pgfence.errors import VersionConflictError
 from pgfence.versions import Versioned
 from support.versioned_rows import made, on_session
-from support.worlds import NAMES
 
 if TYPE_CHECKING:
     from support.worlds import World
@@ -295,7 +294,7 @@ async def test_a_row_of_key_and_version_alone_can_count(world: World) -> None:
     assert await on_session(world, engine, work) == [3, 1]
 
 
-@pytest.mark.parametrize("world", NAMES[:1], indirect=True)
+@pytest.mark.one_driver
 async def test_an_order_is_counted_by_a_column_that_can_be_written(world: World) -> None:
     """Not by one that is GENERATED ALWAYS AS IDENTITY, nor by one whose load is refused."""
     engine = world.engine()

@@ -6,8 +6,9 @@ default; `world.contender()` gives others.
 A test with `world` runs on every driver. It is for what a single driver can break: parameters, types, errors, cancellation.
 Markers on the test or its module (`pytestmark`) narrow that:
 
+- `one_driver`: psycopg, for rules of SQLAlchemy's sessions or of the server, whose text the async half shares.
 - `twins`: one sync and one async driver, for a rule that no driver knows of.
-- `every_driver`: all four after all, in a module of `twins`.
+- `every_driver`: all four after all, in a module of `one_driver` or `twins`.
 - `matrix`: all rows of `parametrize` on the first driver, the first row on each other one.
 - `sync_only`, `async_only`: what the other half does not have, such as cancellation.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 NAMES = ("psycopg", "psycopg2", "psycopg_async", "asyncpg")
 SYNC, ASYNC = NAMES[:2], NAMES[2:]
-_SPREADS = {"every_driver": NAMES, "twins": ("psycopg", "asyncpg")}
+_SPREADS = {"every_driver": NAMES, "twins": ("psycopg", "asyncpg"), "one_driver": NAMES[:1]}
 
 
 class ThreadPlace:
