@@ -57,7 +57,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_each_command_a_stranger_types_is_one_line() -> None:
+def test_each_command_of_the_readme_is_one_line() -> None:
     """The README marks its two commands, and each needs one line."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for what in ("demo", "test"):

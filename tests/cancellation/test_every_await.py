@@ -87,7 +87,7 @@ async def test_several_names(world: World, name: str, admin: psycopg.Connection[
     await at_every_step(work, check)
 
 
-async def test_the_lent_connection(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
+async def test_the_user_connection(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """connect(): cancelled while lending, working, committing, closing; no session keeps the site's limits for later waits."""
     engine = limited(world, {"statement_timeout": "450ms"})
 
@@ -177,7 +177,7 @@ async def test_a_wait_in_the_server(world: World, name: str, dsn: str, admin: ps
         pass
 
 
-async def test_a_wait_in_the_line(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_wait_in_the_local_queue(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Cancelled behind a neighbour, also in the moment of the hand-over: the one after it is served."""
     engine = labelled(world, name)
 

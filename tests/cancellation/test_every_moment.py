@@ -146,7 +146,7 @@ def test_a_free_lock_on_a_new_connection(make: Callable[[], Any], name: str) -> 
     at_every_moment(make, name, work, cold=True)
 
 
-def test_a_lent_connection(make: Callable[[], Any], name: str) -> None:
+def test_a_user_connection(make: Callable[[], Any], name: str) -> None:
     """connect(), a statement, commit, and the end."""
 
     def work(engine: Any) -> None:

@@ -161,7 +161,7 @@ park()
     assert is_free(admin, name)
 
 
-def test_an_interrupt_in_a_lent_connection_leaves_nothing(
+def test_an_interrupt_in_the_users_connection_leaves_nothing(
     interrupted: Callable[..., Script], name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """In connect(), at random moments: the lock and the connection are free, and the user's exception comes out."""

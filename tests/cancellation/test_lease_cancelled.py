@@ -123,7 +123,7 @@ async def test_an_adoption_cancelled_at_every_await(world: World, name: str) -> 
         pytest.fail("more suspensions than expected")
 
 
-async def test_a_wait_in_the_line_cancelled_in_any_moment(world: World, name: str) -> None:
+async def test_a_wait_in_the_local_queue_cancelled_at_any_moment(world: World, name: str) -> None:
     """Cancelled behind a neighbour, also in the moment of the hand-over: the one after it is served."""
     one = AsyncLease(labelled(world, name), name, ttl=TTL)
 

@@ -194,7 +194,7 @@ def test_a_missing_driver_is_named_with_the_way_to_get_one(
     assert 'pip install "psycopg[binary]"' in err
 
 
-def test_an_error_that_nobody_foresaw_has_a_code_of_its_own(
+def test_an_unexpected_error_has_its_own_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug shows a traceback and ends with 70, which no command is likely to use."""

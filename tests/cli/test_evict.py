@@ -166,7 +166,7 @@ def test_a_writer_that_stays_inside_is_busy(
         assert (audited(admin, name), newest(admin, name)) == ([], token)
 
 
-def test_whoever_came_after_the_question_is_not_meant(
+def test_a_holder_that_came_after_the_confirmation_is_not_evicted(
     name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the operator thinks, the holder leaves and another one comes: that one stays, and the exit code is 75."""
@@ -185,7 +185,7 @@ def test_whoever_came_after_the_question_is_not_meant(
     assert (audited(admin, name), newest(admin, name)) == ([], token + 1)
 
 
-def test_json_tells_programs_everything(
+def test_json_output_is_complete(
     name: str, dsn: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """--json is one object on stdout, in every outcome."""

@@ -90,7 +90,7 @@ def test_for_programs_there_is_one_object(
     assert found == {"scope": name, "key": "k"} | attempt
 
 
-def test_where_nothing_is_stuck_that_is_said(
+def test_without_stuck_keys_the_output_says_so(
     name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 0: there is nothing to do; too young a key is none either. Of keys not asked for it says nothing."""
@@ -192,7 +192,7 @@ def test_a_key_under_which_nothing_is_stuck(name: str, capfd: pytest.CaptureFixt
         (["--prefix", "x" * 60], "--prefix"),
     ],
 )
-def test_misuse_is_told_before_anything_is_done(
+def test_misuse_is_rejected_before_anything_is_done(
     words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 64, and what to change; among them options that stand before the command they are meant for."""

@@ -76,7 +76,7 @@ def test_schema_and_prefix_find_the_table(admin: psycopg.Connection[Any], capfd:
 
 
 @pytest.mark.parametrize("words", [["--batch", "0"], ["--batch", "1000000"], ["--batch", "x"], ["--dsn", "sqlite://"]])
-def test_misuse_is_64_and_told(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_misuse_exits_with_64_and_a_message(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """A batch out of range, or another database."""
     assert main(["purge", *words]) == 64
     assert capfd.readouterr().err

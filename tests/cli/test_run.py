@@ -286,7 +286,7 @@ def test_verbose_tells_each_step(cli: Cli, name: str) -> None:
     assert [line.split()[1] for line in lines] == ["acquired", "the", "released"]
 
 
-def test_a_reader_that_has_gone_harms_nobody(cli: Cli, dsn: str, name: str) -> None:
+def test_a_closed_output_pipe_does_no_harm(cli: Cli, dsn: str, name: str) -> None:
     """When nobody reads our stderr any more, the command still runs to its end."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -63,7 +63,7 @@ def test_of_eight_hosts_one_runs_and_in_the_next_slot_one_more(
 
 
 @pytest.mark.parametrize(("options", "code"), [((), 75), (("-E", "9"), 9), (("--on-busy", "ok"), 0)])
-def test_who_comes_later_is_told_that_it_is_done(cli: Cli, name: str, options: tuple[str, ...], code: int) -> None:
+def test_a_later_caller_learns_that_the_slot_is_done(cli: Cli, name: str, options: tuple[str, ...], code: int) -> None:
     """C088: long after the short job, the slot is done and not free; the message names it, and when there is a next."""
     assert cli.run("--once-per", "day", name, "--", "true").returncode == 0
     done = cli.run("--once-per", "day", *options, name, "--", "echo", "again")
@@ -271,7 +271,7 @@ def test_without_tables_it_says_what_makes_them(cli: Cli, name: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "code", "ran"), [("fail", 69, ""), ("skip", 0, ""), ("run", 0, "ran\n")])
-def test_without_a_server_nobody_knows_the_slot(cli: Cli, way: str, code: int, ran: str) -> None:
+def test_without_a_server_the_slot_is_unknown(cli: Cli, way: str, code: int, ran: str) -> None:
     """C021: no server is neither done nor free; only `--on-unreachable` may decide otherwise."""
     done = cli.run(
         "--on-unreachable", way, "--once-per", "day", "job", "--", "echo", "ran",

@@ -121,7 +121,7 @@ def test_without_a_url_libpq_finds_the_server(cli: Cli, dsn: str, name: str) -> 
     assert cli.run(name, "--", "true", DATABASE_URL="", PGSERVICE="shop", PGSERVICEFILE=str(service)).returncode == 0
 
 
-def test_a_server_that_nobody_has_named_is_no_riddle(cli: Cli, name: str) -> None:
+def test_a_missing_server_setting_is_explained(cli: Cli, name: str) -> None:
     """In an empty environment, as a crontab's, a default server that does not answer is told from one that was named."""
     del cli.environment["DATABASE_URL"]
     done = cli.run(name, "--", "echo", "ran", PGCONNECT_TIMEOUT="5", PGUSER="ann", PGPASSWORD="s3cret")

@@ -262,7 +262,7 @@ def test_the_command_may_go_on_after_a_loss() -> None:
     assert err == b"ended code=4 signal=None stopped=False\n"
 
 
-def test_told_to_end_we_wait_for_the_rest_of_the_group() -> None:
+def test_on_sigterm_the_whole_group_is_waited_for() -> None:
     """After SIGTERM the end is reported when what a shell started has cleaned up as well."""
     cleanup = "trap 'sleep 0.3; echo cleaned; exit' TERM; echo ready; while :; do sleep 0.05; done"
     with supervised("sh", "-c", f'sh -c "{cleanup}"; true') as (process, _):
@@ -273,7 +273,7 @@ def test_told_to_end_we_wait_for_the_rest_of_the_group() -> None:
     assert b"code=143" in err
 
 
-def test_told_to_end_the_rest_is_killed_after_the_grace() -> None:
+def test_on_sigterm_remaining_processes_are_killed_after_the_grace() -> None:
     """A program that outlives SIGTERM and the shell that started it would work on without the lock."""
     program = " ".join(f'"{word}"' for word in python(DEAF))
     with supervised("sh", "-c", f"{program}; true", grace=0.3) as (process, _):

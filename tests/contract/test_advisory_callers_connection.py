@@ -236,7 +236,9 @@ async def test_after_a_reconnect_nothing_runs_without_the_lock(
     assert admin.execute("SELECT to_regclass('without_the_lock')").fetchone() == (None,)
 
 
-async def test_the_guard_knows_a_loss_that_nobody_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_guard_raises_on_a_loss_that_was_not_noticed(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """C044: invalidated and reconnected by the user at once: the first statement on the other backend is refused."""
     async with world.enter(world.engine().connect()) as connection:
         held = await world.call(lock(world, connection, name).acquire)
@@ -398,7 +400,7 @@ def holder_of(admin: psycopg.Connection[Any], name: str) -> int:
     return admin.execute(query, [LockKey.of(name).value]).fetchone()[0]
 
 
-async def test_a_lock_handed_over_in_vain_harms_no_other(
+async def test_a_lock_handed_over_to_a_cancelled_waiter_is_passed_on(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A contender on its own connection passes the gift by; its later failure must not touch that session again."""

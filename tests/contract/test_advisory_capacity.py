@@ -305,7 +305,7 @@ async def test_at_the_limit_one_can_still_try_and_look(world: World, name: str, 
         assert time.monotonic() - start < FAR
 
 
-async def test_whoever_gives_up_its_turn_leaves_it_to_the_next(world: World, name: str) -> None:
+async def test_a_waiter_that_gives_up_leaves_its_turn_to_the_next(world: World, name: str) -> None:
     """At the limit, timeouts and cancels lose no place: afterwards all places are there."""
     engine = world.engine()
     configure(engine, max_lock_connections=2)
@@ -327,7 +327,7 @@ async def test_whoever_gives_up_its_turn_leaves_it_to_the_next(world: World, nam
             pass
 
 
-async def test_connections_that_died_free_their_places(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_connections_that_died_free_their_slots(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Killed while idle or while holding, ten times at a limit of one: the next lock is had all the same."""
     engine = labelled(world, name)
     configure(engine, max_lock_connections=1)
@@ -343,7 +343,7 @@ async def test_connections_that_died_free_their_places(world: World, name: str, 
         assert len(sessions(admin, name)) == 1
 
 
-def test_a_process_that_gets_no_more_threads_keeps_its_places(
+def test_a_process_without_more_threads_keeps_its_connection_slots(
     dsn: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no thread can begin to open a connection the error is Python's, and once one can, the lock is there."""

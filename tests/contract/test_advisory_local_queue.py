@@ -115,7 +115,7 @@ async def test_first_come_first_served(world: World, name: str) -> None:
     assert served == list(range(8))
 
 
-async def test_a_try_does_not_jump_the_line(world: World, name: str) -> None:
+async def test_a_try_does_not_jump_the_queue(world: World, name: str) -> None:
     """While others of the process wait, a try is refused at once, even in the gap between two holders."""
     engine, served, tries = world.engine(), [], []
     held = await world.call(lock(world, engine, name).acquire)
@@ -128,7 +128,7 @@ async def test_a_try_does_not_jump_the_line(world: World, name: str) -> None:
     assert served == [0, 1, 2]
 
 
-async def test_a_try_behind_a_holder_of_the_process_asks_nobody(
+async def test_a_try_behind_a_local_holder_sends_no_statement(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """It is refused without a connection of its own."""
@@ -139,7 +139,7 @@ async def test_a_try_behind_a_holder_of_the_process_asks_nobody(
         assert len(sessions(admin, name)) == 1
 
 
-async def test_the_line_moves_on_past_those_who_give_up(
+async def test_the_queue_moves_on_past_those_who_give_up(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A timeout in the middle of the line is its own affair; those behind are served."""
@@ -282,7 +282,7 @@ def count_unlocks(engine: Any, unlocks: list[int], served: list[int]) -> None:
             unlocks.append(len(served))
 
 
-async def test_circles_inside_the_process_are_found_at_once(world: World, name: str) -> None:
+async def test_deadlocks_inside_the_process_are_found_at_once(world: World, name: str) -> None:
     """Rule 19: A waits for B's lock, B asks for A's: refused at once, over two engines as well; the first one is served."""
     one, two = world.engine(), world.engine()
     other = world.other()
@@ -300,7 +300,7 @@ async def test_circles_inside_the_process_are_found_at_once(world: World, name: 
         await other.call(b.release)
 
 
-async def test_a_circle_of_three_is_found(world: World, name: str) -> None:
+async def test_a_deadlock_of_three_is_found(world: World, name: str) -> None:
     """The one who closes it is refused, the others are served once it lets go."""
     engine = world.engine()
     places = [world, world.other(), world.other()]
@@ -318,7 +318,7 @@ async def test_a_circle_of_three_is_found(world: World, name: str) -> None:
     await places[2].call(held[2].release)
 
 
-async def test_a_try_closes_no_circle(world: World, name: str) -> None:
+async def test_a_try_is_not_part_of_a_deadlock(world: World, name: str) -> None:
     """What does not wait cannot deadlock: refused with None."""
     engine, other = world.engine(), world.other()
     a = await world.call(lock(world, engine, name + "a").acquire)
@@ -420,7 +420,7 @@ async def test_two_engines_of_one_process_exclude_each_other(world: World, name:
     await other.call(second.release)
 
 
-async def test_copies_of_an_engine_stand_in_one_line(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_copies_of_an_engine_share_one_queue(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """execution_options() gives another Engine object for the same database: one line, one set of connections."""
     engine = labelled(world, name)
     copy = engine.execution_options(logging_token="copy")

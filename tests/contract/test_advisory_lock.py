@@ -92,7 +92,7 @@ async def test_acquire_without_waiting_names_the_holder_at_once(world: World, na
         assert caught.value.timeout == 0
 
 
-async def test_a_timeout_says_what_by_whom_and_no_secret(
+async def test_a_timeout_names_the_lock_and_its_holder_without_secrets(
     world: World, name: str, dsn: str, role: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """C040: name, key, holder's application and backend in the error; a "waiting" line before it; never the password."""
@@ -174,7 +174,7 @@ async def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
     assert sessions(admin, name) == []
 
 
-async def test_on_loss_takes_two_words(world: World, name: str) -> None:
+async def test_on_loss_accepts_two_values(world: World, name: str) -> None:
     """Anything else is a ValueError where hold() is called, not where the block ends."""
     with pytest.raises(ValueError, match="on_loss"):
         lock(world, world.engine(), name).hold(on_loss="ignore")
@@ -443,7 +443,7 @@ async def test_an_engine_may_be_found_when_it_is_needed(
     assert len(made) == 1
 
 
-async def test_a_function_that_returns_no_engine_is_told_of(world: World, name: str) -> None:
+async def test_a_function_that_returns_no_engine_is_rejected(world: World, name: str) -> None:
     """One of the other half is sent to the twin; what is no engine at all is named."""
     kind = world.pick(pgfence.Lease, pgfence.AsyncLease)
     makers = (lambda engine: lock(world, engine, name), lambda engine: kind(engine, name, ttl=10))
@@ -520,7 +520,7 @@ async def test_threads_and_tasks_share_a_lock_object(world: World, name: str) ->
     assert len(most) == 60
 
 
-async def test_events_are_told(world: World, name: str, dsn: str) -> None:
+async def test_events_are_reported(world: World, name: str, dsn: str) -> None:
     """configure(on_event=...) hears of grants, releases and timeouts, with the name."""
     seen: list[tuple[str, str | None]] = []
     engine = world.engine()

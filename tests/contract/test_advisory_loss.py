@@ -132,7 +132,9 @@ async def test_a_callback_may_use_the_lock_itself(world: World, name: str, admin
     await world.call(taken[0].release)
 
 
-async def test_a_slow_callback_keeps_nobody_elses_lock(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_slow_callback_does_not_delay_another_lock(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """While one callback blocks, another loss is noticed and a lock whose handle was dropped is freed."""
     if world.is_async:
         pytest.skip("a callback on the loop blocks the loop, by its nature")
@@ -186,7 +188,9 @@ async def test_wait_lost_ends_when_the_lock_is_released(world: World, name: str)
     assert await asyncio.wait_for(world.other().call(held.wait_lost), 20) is False
 
 
-async def test_an_async_body_is_cancelled_and_told_why(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_an_async_body_is_cancelled_with_the_reason(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """Async: the block is cancelled where it waits, and LockLostError comes out, not a cancellation."""
     if not world.is_async:
         pytest.skip("sync code cannot be interrupted")
@@ -251,7 +255,7 @@ async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.
         )
 
 
-async def test_a_body_that_swallows_the_cancel_is_told_at_its_end(
+async def test_a_body_that_swallows_its_cancellation_raises_at_its_end(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Async: whoever catches the cancellation and goes on gets LockLostError on leaving; the task is not left cancelled."""
@@ -329,7 +333,7 @@ async def test_a_loss_at_the_very_end_of_the_block_is_a_loss_or_a_release(
     assert outcomes
 
 
-async def test_a_loss_found_by_the_unlock_is_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_loss_found_by_the_unlock_raises(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C005: unlocked behind our back on its own session, the release says that the lock was lost, by name."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name).acquire)
@@ -445,7 +449,7 @@ async def test_a_half_closed_connection_is_a_loss(
     await freed(admin, name)
 
 
-async def test_a_server_that_stops_answering_is_noticed_by_whoever_asks(
+async def test_an_unresponsive_server_is_noticed_by_the_next_statement(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release without an answer ends in LockLostError within its budget, not in an endless wait."""

@@ -159,7 +159,7 @@ async def test_hundreds_of_names_are_one_lock(
         assert advisory_rows() == []
 
 
-async def test_overlapping_sets_stand_in_one_line(world: World, name: str) -> None:
+async def test_overlapping_sets_share_one_queue(world: World, name: str) -> None:
     """In one process {A, B} waits behind {A} and before {B, C}: served in the order of arrival."""
     engine, served = world.engine(), []
     a, b, c = (f"{name}:{letter}" for letter in "abc")

@@ -273,7 +273,7 @@ async def test_a_transaction_pooler_is_found_out(
         assert not is_free(admin, name)
 
 
-async def test_a_session_pooler_works_at_the_callers_word(
+async def test_a_session_pooler_works_when_it_is_declared(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C019: refused as unknown at first, and used when declared: hold, wait, lend, lose; settings do not leak."""

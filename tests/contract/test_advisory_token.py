@@ -229,7 +229,7 @@ async def test_a_lease_is_free_when_the_session_of_the_lock_ends(
         await world.call(lease.release)
 
 
-async def test_a_lost_lock_tells_its_token(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_a_lost_lock_has_its_token(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """After the end of its session the handle is lost, and the error carries the token that must count no more."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name, token=True).acquire)
@@ -335,7 +335,7 @@ async def test_another_server_process_takes_neither_lock_nor_token(
     assert row(admin, name) == (1, False)
 
 
-async def test_missing_tables_are_told_with_the_command(
+async def test_missing_tables_are_an_error_with_the_command(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Where nobody installed the tables the error names the command; nothing is held, plain locks work on."""
@@ -351,7 +351,7 @@ async def test_missing_tables_are_told_with_the_command(
         pass
 
 
-async def test_a_role_without_rights_is_told_the_grant(
+async def test_a_role_without_rights_gets_the_grant_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
     """A role that may not write the row gets the GRANT it needs; nothing is held."""

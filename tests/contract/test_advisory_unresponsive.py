@@ -70,7 +70,7 @@ def holder(admin: psycopg.Connection[Any], name: str) -> int:
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_process_that_stood_still_believes_nothing_until_it_is_answered(
+def test_a_paused_process_trusts_nothing_until_the_server_responds(
     driver: str,
     name: str,
     dsn: str,
@@ -99,7 +99,7 @@ def test_a_process_that_stood_still_believes_nothing_until_it_is_answered(
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "psycopg_async", "asyncpg"])
-def test_where_the_kernel_tells_nothing_a_question_does(
+def test_without_kernel_events_a_query_finds_the_loss(
     driver: str, name: str, dsn: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
     """As on macOS and Windows: each hold is asked for in turns, answers leave it held, a killed backend is lost."""

@@ -83,7 +83,9 @@ async def test_a_lease_is_ended_fenced_and_written_down(
     assert lease(admin, name) == token + 2
 
 
-async def test_the_evicted_holder_is_refused_and_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_the_evicted_holder_is_rejected_and_notified(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """Its token opens no gate any more, and its renewal and its release are answered "evicted"."""
     token = lease(admin, name)
     await world.call(monitoring.evict, world.engine(), name, reason="hung")
@@ -202,7 +204,7 @@ async def test_a_dry_run_names_the_holder_and_changes_nothing(
         assert not is_free(admin, name)
 
 
-async def test_a_name_that_nobody_ever_held_is_left_alone(
+async def test_a_name_that_was_never_held_is_left_alone(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Nobody there: an empty answer, and no trace."""
@@ -223,7 +225,7 @@ async def test_a_released_lease_still_gets_a_higher_token(
         enter(admin, name, token)
 
 
-async def test_an_expired_lease_that_nobody_took_is_evicted(
+async def test_an_expired_lease_without_a_new_holder_is_evicted(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A paused holder whose lease ran out is named and fenced off like any other."""
@@ -285,7 +287,7 @@ async def test_the_session_of_an_advisory_lock_is_ended(
     assert state(admin, name) == (None, None, None, 1)
 
 
-async def test_the_holder_of_a_lock_with_a_token_is_told_and_fenced_off(
+async def test_the_holder_of_a_lock_with_a_token_is_notified_and_fenced_off(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """AdvisoryLock(token=True): session ended, handle lost with its token, and the token opens no gate any more."""
@@ -368,7 +370,7 @@ async def test_missing_tables_name_the_command(world: World, name: str) -> None:
         await world.call(monitoring.evict, engine, name, reason="hung")
 
 
-async def test_no_server_is_told_as_such(world: World, name: str) -> None:
+async def test_an_unreachable_server_is_named_in_the_error(world: World, name: str) -> None:
     """A server that does not answer is UnreachableError, never "nobody holds it"."""
     engine = world.engine(dsn="postgresql://nobody:secret@127.0.0.1:1/nothing")
     with pytest.raises(UnreachableError) as caught:
@@ -376,7 +378,7 @@ async def test_no_server_is_told_as_such(world: World, name: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_a_read_only_server_is_told_as_such(
+async def test_a_read_only_server_is_named_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
     """Where no write is possible the eviction says so, by the same error as on a standby."""
@@ -436,7 +438,7 @@ async def test_what_was_looked_at_is_what_is_evicted(name: str, dsn: str, admin:
     engine.dispose()
 
 
-async def test_a_grant_made_meanwhile_is_the_one_that_is_told(
+async def test_a_grant_made_meanwhile_is_the_one_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Answer and audit name whom the eviction hit, not whom a look just before it had seen; one line in the audit."""

@@ -213,7 +213,7 @@ async def test_a_dropped_handle_warns_and_frees_the_lease(
     assert [w.category for w in caught if name in str(w.message)] == [ResourceWarning]
 
 
-async def test_events_are_told(world: World, name: str) -> None:
+async def test_events_are_reported(world: World, name: str) -> None:
     """on_event hears of a grant and of its release, with name and token."""
     heard: list[tuple[str, str | None, int | None]] = []
     engine = world.engine()

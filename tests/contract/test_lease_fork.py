@@ -143,7 +143,7 @@ print("ends")
 
 
 @pytest.mark.parametrize("driver", NAMES)
-def test_a_program_that_ends_while_its_heartbeat_beats_ends_in_silence(dsn: str, name: str, driver: str) -> None:
+def test_a_program_that_ends_during_a_renewal_prints_nothing(dsn: str, name: str, driver: str) -> None:
     """Threads, a private loop and a connection are there: the interpreter ends without a word, soon, and with 0."""
     done = subprocess.run(
         [sys.executable, "-c", ENDS, driver, dsn, name], capture_output=True, text=True, timeout=30, check=False

@@ -83,7 +83,7 @@ def test_a_grant_says_everything_about_itself(one: Caller) -> None:
     assert 59 < row.left <= 60
 
 
-def test_whoever_is_refused_is_told_by_whom(one: Caller, other: Caller) -> None:
+def test_a_rejected_caller_learns_who_holds_the_slot(one: Caller, other: Caller) -> None:
     """The row that decided is in the answer, with the seconds until it is free; the row is unchanged."""
     one.acquire(60, lock_delay=5, owner="first")
     before = one.row[:-2]
@@ -275,7 +275,7 @@ def test_many_are_renewed_at_once_each_with_its_own_answer(
     assert one.renew_all([]) == []
 
 
-def test_a_grant_that_nobody_heard_of_is_ended_by_its_id(one: Caller, other: Caller) -> None:
+def test_a_grant_whose_response_is_lost_is_ended_by_its_id(one: Caller, other: Caller) -> None:
     """C084: forgotten it is free at once, min_hold or not; forgotten again, nothing; another's id is left alone."""
     one.acquire(min_hold=50)
     assert not other.forget()
@@ -341,7 +341,7 @@ def test_an_eviction_is_all_or_nothing(one: Caller, other: Caller) -> None:
     assert one.renew()[0] == "ok"
 
 
-def test_every_end_is_told_to_those_who_listen(one: Caller, other: Caller) -> None:
+def test_every_end_is_reported_to_end_callbacks(one: Caller, other: Caller) -> None:
     """C085: release, forget and evict each notify with the name; nothing else does."""
     other.connection.execute("LISTEN pgfence_released")
     for end in (one.release, one.forget, one.evict):

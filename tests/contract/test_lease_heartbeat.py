@@ -143,7 +143,9 @@ async def test_max_hold_ends_a_lease_that_is_renewed_well(bench: Any, name: str,
 
 
 @one_of_each
-async def test_a_lease_taken_by_somebody_else_is_lost_at_the_next_beat(bench: Any, name: str, eventually: Any) -> None:
+async def test_a_lease_taken_by_another_holder_is_lost_at_the_next_renewal(
+    bench: Any, name: str, eventually: Any
+) -> None:
     """C082: the server says "lost" and names the reason; a renewal resurrects nothing."""
     here = bench()
     grant = here.take(name, 0.6)
@@ -157,7 +159,7 @@ async def test_a_lease_taken_by_somebody_else_is_lost_at_the_next_beat(bench: An
 
 
 @one_of_each
-async def test_an_evicted_holder_is_told_so(bench: Any, name: str, eventually: Any) -> None:
+async def test_an_evicted_holder_is_notified(bench: Any, name: str, eventually: Any) -> None:
     """An operator's eviction is the reason that the holder hears."""
     here = bench()
     grant = here.take(name, 0.6)
@@ -262,7 +264,7 @@ async def test_an_opening_that_hangs_is_given_up_while_there_is_time(
 
 
 @one_of_each
-async def test_the_clock_alone_ends_belief(bench: Any, name: str) -> None:
+async def test_the_clock_alone_ends_trust(bench: Any, name: str) -> None:
     """C062: a process that was stopped finds "lost" by its first question, before any thread of ours has run."""
     here = bench()
     grant = here.take(name, 60)
@@ -284,7 +286,7 @@ async def test_an_answer_after_the_deadline_resurrects_nothing(bench: Any, name:
     assert grant.state == "lost"
 
 
-async def test_a_slow_answer_makes_belief_no_longer(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
+async def test_a_slow_response_does_not_extend_the_deadline(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
     """C073: the deadline counts from when the renewal was sent: however late the answer, it is before the row's expiry."""
     here = bench(proxy.dsn)
     grant = here.take(name, 3.0)
@@ -358,7 +360,7 @@ async def test_renewing_what_is_lost_or_released_says_so(bench: Any, name: str, 
 
 
 @one_of_each
-async def test_renewing_by_hand_without_a_server_says_that_nobody_knows(
+async def test_renew_without_a_server_raises_unknown_outcome(
     bench: Any, proxy: Any, name: str, eventually: Any
 ) -> None:
     """No answer is an UnreachableError, and the lease stands until its deadline."""
@@ -395,9 +397,7 @@ def _links_of_others() -> list[threading.Thread]:
 
 
 @one_of_each
-async def test_a_row_that_is_locked_at_the_moment_delays_nobody(
-    bench: Any, name: str, dsn: str, eventually: Any
-) -> None:
+async def test_a_locked_row_delays_no_other_lease(bench: Any, name: str, dsn: str, eventually: Any) -> None:
     """Somebody has one row locked: the others are renewed meanwhile, and that one as soon as it is free."""
     here = bench()
     locked, free = here.take(f"{name}:locked", 1.5), here.take(f"{name}:free", 1.5)
@@ -425,7 +425,7 @@ async def test_a_release_without_an_answer_is_repeated(bench: Any, proxy: Any, n
 
 
 @one_of_each
-async def test_a_grant_nobody_heard_of_is_ended_by_its_id(bench: Any, name: str, eventually: Any) -> None:
+async def test_a_grant_without_a_response_is_ended_by_its_id(bench: Any, name: str, eventually: Any) -> None:
     """C084: the answer to the acquire was lost: the row is free again long before the TTL."""
     here = bench()
     lease_id = uuid4()
@@ -523,7 +523,7 @@ async def test_listening_goes_on_after_the_connection_was_lost(bench: Any, name:
     cease()
 
 
-async def test_nothing_is_opened_before_the_first_beat_and_nothing_left_after_dispose(
+async def test_the_heartbeat_connection_opens_with_the_first_renewal_and_closes_with_dispose(
     world: World, bench: Any, name: str, eventually: Any, admin: Any
 ) -> None:
     """A short lease costs no connection of the heartbeat; `engine.dispose()` ends it once nobody needs it."""

@@ -39,7 +39,9 @@ async def test_a_loss_ends_the_block_with_its_reason(world: World, name: str, ad
     assert (caught.value.reason, caught.value.token, caught.value.names) == ("superseded", 1, (name,))
 
 
-async def test_with_flag_a_loss_is_only_told(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_with_on_loss_flag_a_loss_only_sets_a_flag(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
     """on_loss="flag": the body goes on, the handle says so, leaving the block raises nothing."""
     async with world.enter(lease(world, world.engine(), name, ttl=2).hold(on_loss="flag")) as held:
         lapse(admin, name)
@@ -49,7 +51,7 @@ async def test_with_flag_a_loss_is_only_told(world: World, name: str, admin: psy
     assert row(admin, name).owner == "rival"
 
 
-async def test_callbacks_and_waiters_are_told_of_a_loss(
+async def test_callbacks_and_waiters_are_notified_of_a_loss(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """on_lost runs once, at once if it is lost already; wait_lost comes back with True."""
@@ -66,7 +68,7 @@ async def test_callbacks_and_waiters_are_told_of_a_loss(
         await world.call(held.release)
 
 
-async def test_an_evicted_holder_is_told_so(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
+async def test_an_evicted_holder_is_notified(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """At its next heartbeat, or by its release, whichever comes first; the row is not touched by either."""
     one = lease(world, world.engine(), name, ttl=2)
     held = await world.call(one.acquire)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("tables")
 
 
-async def test_who_times_out_in_line_hears_who_holds_it(
+async def test_a_timeout_in_the_local_queue_names_the_holder(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Only the first in line asks the server; those behind it name the holder that it found."""

@@ -205,7 +205,7 @@ async def test_a_row_that_stays_locked_is_neither_free_nor_held(
     assert rival(admin, name) == 2
 
 
-async def test_a_grant_whose_answer_is_lost_blocks_nobody(
+async def test_a_grant_whose_response_is_lost_blocks_no_other(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
     """C084: the error says that nobody knows, and the row is free again long before its TTL of a minute."""

@@ -132,7 +132,7 @@ async def test_left_by_an_exception_a_slot_is_free_for_another_attempt(world: Wo
     await world.call(again.release)
 
 
-async def test_whoever_waits_learns_that_it_is_done(world: World, name: str) -> None:
+async def test_a_waiter_learns_that_the_slot_is_done(world: World, name: str) -> None:
     """A waiter is woken by the end of the run, and told at once instead of at its timeout."""
     first = await world.call(once(world, name).acquire)
     other = world.other()
@@ -144,7 +144,7 @@ async def test_whoever_waits_learns_that_it_is_done(world: World, name: str) -> 
         await asyncio.wait_for(waiting, 10)
 
 
-async def test_whoever_waits_gets_the_attempt_after_a_failed_one(world: World, name: str) -> None:
+async def test_a_waiter_gets_the_attempt_after_a_failed_one(world: World, name: str) -> None:
     """If the run fails, somebody who waits tries next."""
     with pytest.raises(ZeroDivisionError):
         async with world.enter(once(world, name).hold()):
@@ -257,7 +257,7 @@ async def test_missed_slots_are_caught_up_if_asked_for(world: World, name: str, 
 AHEAD = "UPDATE pgfence_slot SET done = done + interval '3 years', tried = tried + interval '3 years' WHERE name = %s"
 
 
-async def test_a_slot_done_by_a_clock_that_was_ahead_is_told_and_can_be_repaired(
+async def test_a_slot_done_by_a_clock_that_was_ahead_is_reported_and_can_be_repaired(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server's clock was years ahead once: nothing runs, no way of asking is silent, the statement in the message helps."""
@@ -427,7 +427,7 @@ async def test_wrap_takes_names_from_the_arguments(world: World, name: str) -> N
     assert calls == [1, 2]
 
 
-async def test_without_a_server_wrap_does_as_it_was_told(world: World, name: str) -> None:
+async def test_without_a_server_wrap_follows_on_unreachable(world: World, name: str) -> None:
     """No server is neither done nor free: an error, unless skipping or running unprotected was asked for."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/none")
     calls: list[int] = []

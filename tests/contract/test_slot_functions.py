@@ -148,7 +148,7 @@ def test_an_answer_that_was_lost_may_be_asked_for_again(one: Caller, other: Call
     assert other.acquire()[0] == "done"
 
 
-def test_work_that_was_finished_in_time_counts_also_if_the_word_came_late(one: Caller, other: Caller) -> None:
+def test_work_finished_in_time_counts_if_the_confirmation_is_late(one: Caller, other: Caller) -> None:
     """The client decides whether it still held when it sent; the server only whether somebody took over meanwhile."""
     one.acquire(ttl=0.05)
     threading.Event().wait(0.1)
@@ -283,7 +283,7 @@ def test_of_many_at_once_one_gets_the_slot(dsn: str, name: str, level: str) -> N
     assert sorted(outcomes) == ["busy"] * 7 + ["granted"]
 
 
-def test_whoever_asks_while_it_is_being_finished_learns_that_it_is_done(
+def test_a_request_during_the_finish_learns_that_the_slot_is_done(
     one: Caller, other: Caller, admin: psycopg.Connection[Any]
 ) -> None:
     """C088: between the look at what was done and the grant nobody can finish: the row is locked before it is read."""

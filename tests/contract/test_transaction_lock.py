@@ -322,7 +322,7 @@ async def test_a_name_lives_in_the_configured_namespace(world: World, name: str)
             assert holder.key == LockKey.of(name, namespace=namespace)
 
 
-async def test_grants_and_timeouts_are_told_to_the_hook_of_the_configuration(world: World, name: str) -> None:
+async def test_grants_and_timeouts_are_reported_to_on_event(world: World, name: str) -> None:
     """`configure(on_event=...)` hears of each grant and each timeout, and of nothing that cost no request."""
     engine = world.engine()
     heard: list[tuple[str, str | None]] = []

@@ -248,7 +248,7 @@ async def test_settings_of_the_transaction_survive_every_outcome(
 # ---------------------------------------------------------------- other ends of a wait
 
 
-async def test_a_circle_with_a_row_lock_is_a_deadlock_error(
+async def test_a_deadlock_with_a_row_lock_raises_deadlock_error(
     world: World, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any, eventually: Any
 ) -> None:
     """Lock on one side, row on the other: the server finds the circle, one is told and aborted, the other goes on."""

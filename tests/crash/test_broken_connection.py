@@ -26,7 +26,7 @@ TICK = 1.0
 
 
 @pytest.mark.parametrize("fault", ["reset", "half-closed towards us", "half-closed towards the server"])
-async def test_a_broken_connection_is_told_at_once_and_the_next_acquire_works(
+async def test_a_broken_connection_is_noticed_and_the_next_acquire_works(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], fault: str
 ) -> None:
     """C042: reset or half closed, the holder hears of it without a statement; released, nothing stays on the server."""
@@ -62,7 +62,7 @@ async def test_a_waiter_whose_connection_breaks_goes_on_with_another(
     await waiter.call(held.release)
 
 
-async def test_a_release_into_a_black_hole_ends_and_tells_of_a_loss(
+async def test_a_release_into_a_black_hole_ends_with_a_loss(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
     """The kernel still sees a living peer; the statement's own budget ends it: cut off, and the lock is not believed in."""

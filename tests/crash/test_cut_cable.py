@@ -42,7 +42,7 @@ OPTIONS = ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
 
 
 @pytest.mark.parametrize("form", ["hold", "connect"])
-async def test_both_ends_of_a_lock_session_have_their_budgets(world: World, name: str, form: str) -> None:
+async def test_opening_and_closing_a_connection_have_their_budgets(world: World, name: str, form: str) -> None:
     """C045: keepalive and user timeout on both ends; the client gives up at 20 s, the server at 30 s."""
     manager = getattr(lock(world, world.engine(), name), form)()
     async with world.enter(manager) as entered:
@@ -83,7 +83,7 @@ async def work(world: World, busy: Any, one: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_a_holder_behind_a_cut_cable_is_told_before_its_lock_is_given_away(
+async def test_a_holder_behind_a_cut_cable_is_notified_before_its_lock_is_free(
     name: str, dsn: str, far_server: FarServer
 ) -> None:
     """C045: told in under 25 s in every world, "cut off", and only later does the server free the lock, after about 30 s."""

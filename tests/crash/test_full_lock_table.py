@@ -91,7 +91,7 @@ async def test_many_requests_that_would_fill_it_together_are_refused(world: Worl
             handle.check()
 
 
-async def test_a_table_that_fills_up_is_told_of_once(
+async def test_a_table_that_fills_up_is_logged_once(
     world: World, small: OwnServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     """C035: from eight tenths on there is a warning in the log."""

@@ -58,7 +58,7 @@ async def test_a_quiet_holder_lives_on(world: World, name: str, hostile: str, ad
     assert is_free(admin, name)
 
 
-async def test_a_wait_lasts_as_long_as_the_caller_says(
+async def test_a_wait_lasts_for_the_timeout(
     world: World, name: str, hostile: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C039, C010: longer than every limit of the site, granted in the end; between slices it is idle, never in a transaction."""

@@ -91,7 +91,7 @@ async def test_a_waiter_outlives_a_hung_backend(
     await freed(admin, name)
 
 
-async def test_a_release_on_a_hung_backend_ends_and_tells_of_a_loss(
+async def test_a_release_on_a_hung_backend_ends_with_a_loss(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
     """No answer to the unlock within its budget: lost, "cut off"; what the server did is not claimed to be known."""

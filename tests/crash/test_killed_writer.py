@@ -73,7 +73,7 @@ async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
 
 
 @pytest.mark.parametrize("bound", ["default_timeout", "lock_timeout"])
-async def test_the_next_holder_is_told_what_stands_in_the_way(
+async def test_the_next_holder_learns_what_blocks_it(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], bound: str
 ) -> None:
     """C056: the lease passes on in time; at the gate the next holder waits for so long, is told the session and its statement."""

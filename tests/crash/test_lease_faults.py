@@ -247,7 +247,7 @@ async def test_writers_that_are_paused_past_their_ttl_write_nothing_stale(
                 os.killpg(crew.pid, signal.SIGKILL)
 
 
-async def test_after_a_sigkill_somebody_else_soon_holds_it(
+async def test_after_a_sigkill_another_process_soon_holds_the_lock(
     world: World, names: list[str], script: Callable[..., Script], dsn: str, tmp_path: Path
 ) -> None:
     """SIGKILL of the holder: taken over soon after the TTL, and nothing stale is written."""
@@ -320,7 +320,7 @@ async def test_a_server_that_crashes_forgets_no_token(
                 os.killpg(crew.pid, signal.SIGKILL)
 
 
-async def test_cut_and_swallowed_connections_leave_nobody_believing(
+async def test_cut_and_swallowed_connections_leave_no_holder_trusting(
     world: World, names: list[str], script: Callable[..., Script], proxy: Proxy, dsn: str, tmp_path: Path
 ) -> None:
     """TCP resets, and a middle box that swallows everything for longer than the TTL: holders stop believing in time."""

@@ -123,7 +123,7 @@ async def test_a_begin_whose_commit_was_cut_off_is_unknown(
     await world.call(held.release)
 
 
-async def test_an_error_of_the_last_flush_of_begin_is_no_doubt(world: World, name: str, row: Row) -> None:
+async def test_an_error_of_the_last_flush_of_begin_has_a_known_outcome(world: World, name: str, row: Row) -> None:
     """What the flush before COMMIT raises is raised as it is, and the transaction is rolled back."""
     sessions = factory(world, world.engine())
     with pytest.raises(DBAPIError):
@@ -169,7 +169,7 @@ async def test_a_cancelled_statement_in_commit_is_an_answer(
 
 
 @pytest.mark.parametrize("moment", ["in the work", "at the last flush"])
-async def test_a_connection_lost_before_commit_is_no_doubt(
+async def test_a_connection_lost_before_commit_has_a_known_outcome(
     world: World, row: Row, admin: psycopg.Connection[Any], moment: str
 ) -> None:
     """Before COMMIT was sent nothing can be committed: the error is SQLAlchemy's own, and it is not tried again."""

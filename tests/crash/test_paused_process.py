@@ -56,7 +56,7 @@ async def paused(holding: Script) -> None:
     holding.kill(signal.SIGCONT)
 
 
-async def test_a_process_that_stood_still_believes_nothing_until_the_server_answers(
+async def test_after_a_pause_nothing_is_trusted_until_the_server_responds(
     world: World, name: str, script: Callable[..., Script], private_server: OwnServer
 ) -> None:
     """Silence is not possession: on waking the state is unknown for as long as the server is silent, and held after its answer."""
@@ -73,7 +73,7 @@ async def test_a_process_that_stood_still_believes_nothing_until_the_server_answ
         await freed(admin, name)
 
 
-async def test_a_process_that_lost_its_lock_while_it_stood_still_hears_of_it_on_waking(
+async def test_a_process_that_lost_its_lock_while_paused_notices_on_waking(
     world: World,
     name: str,
     script: Callable[..., Script],

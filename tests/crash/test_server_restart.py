@@ -30,7 +30,7 @@ def connect(server: OwnServer) -> psycopg.Connection[Any]:
     return psycopg.connect(server.dsn, autocommit=True, application_name="admin")
 
 
-async def test_a_crash_tells_the_holder_and_a_waiter_outlasts_it(
+async def test_a_crash_notifies_the_holder_and_a_waiter_outlasts_it(
     world: World, name: str, private_server: OwnServer
 ) -> None:
     """C046: the holder is notified of the loss; the waiter asks again until the server is back, and gets the lock."""
@@ -73,7 +73,7 @@ async def test_a_crash_tells_the_holder_and_a_waiter_outlasts_it(
         assert is_free(admin, name)
 
 
-async def test_a_wait_that_ends_during_an_outage_tells_what_was_known(
+async def test_a_wait_that_ends_during_an_outage_names_the_last_known_holder(
     world: World, name: str, private_server: OwnServer
 ) -> None:
     """C040: UnreachableError, not LockTimeoutError: it says that the lock was held, and that the server is unreachable since then."""

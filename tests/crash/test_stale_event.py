@@ -50,7 +50,7 @@ def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
 
 
 @pytest.mark.skipif(not HAS_HANGUP, reason="this kernel does not tell of a hang-up")
-def test_the_event_of_a_session_that_was_torn_from_it_does_not_keep_the_watcher_awake(
+def test_a_stale_event_of_a_discarded_connection_does_not_keep_the_monitor_awake(
     dsn: str, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
     """An interrupt closes a watched number and leaves its event: the watcher rests all the same, and still hears of others."""

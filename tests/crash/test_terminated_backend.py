@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KILLS = 30
 
 
-async def test_a_holder_is_told_of_its_end_in_milliseconds(
+async def test_a_holder_is_notified_of_its_loss_in_milliseconds(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C042: thirty kills, nobody touches the database: state, reason, check() and the callback tell each one."""
@@ -47,7 +47,7 @@ async def test_a_holder_is_told_of_its_end_in_milliseconds(
     assert max(delays) < 1
 
 
-async def test_leaving_a_block_tells_of_the_loss_and_the_callers_error_wins(
+async def test_leaving_a_block_raises_the_loss_unless_the_body_raised(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C005: LockLostError with the name; beside an error of the caller's own it is a note."""
@@ -69,7 +69,7 @@ async def test_leaving_a_block_tells_of_the_loss_and_the_callers_error_wins(
         await eventually(lambda: held.lost)
 
 
-async def test_a_plain_release_finds_a_loss_that_nobody_told_of(
+async def test_release_raises_on_a_loss_that_was_not_noticed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """C005: released in the very moment of the kill: told by the server's answer, or by the watcher, never by silence."""
@@ -98,9 +98,7 @@ async def test_a_lock_that_was_unlocked_behind_our_back_is_lost(
         assert not is_free(admin, name)
 
 
-async def test_a_loss_frees_the_line_inside_the_process(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_a_loss_frees_the_local_queue(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C042: whoever waits here gets the lock at once, while the loser has not left its block yet; it never takes it back."""
     one = lock(world, labelled(world, name), name)
     held = await world.call(one.acquire)

@@ -53,9 +53,7 @@ def crash(server: OwnServer) -> None:
     server.restart("immediate")
 
 
-def test_this_server_forgets_in_a_crash_what_nobody_insists_on(
-    reach: Callable[[], Caller], forgetful: OwnServer
-) -> None:
+def test_this_server_loses_unsynced_commits_in_a_crash(reach: Callable[[], Caller], forgetful: OwnServer) -> None:
     """With synchronous_commit=off a plain commit is gone after a crash: else the tests here would prove nothing."""
     one = reach()
     one.connection.execute("INSERT INTO pgfence_checkpoint VALUES (%s, 1, NULL, now())", [one.name])

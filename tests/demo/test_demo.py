@@ -247,7 +247,7 @@ def test_a_process_that_ends_unasked_ends_the_demo(engine: Engine, admin: psycop
     assert schemas(admin) == []
 
 
-def test_a_mistake_in_an_act_is_told(engine: Engine, admin: psycopg.Connection[Any]) -> None:
+def test_a_mistake_in_a_workload_is_reported(engine: Engine, admin: psycopg.Connection[Any]) -> None:
     """An error that is no loss ends the process that met it, and its words come through."""
 
     def break_the_bank() -> None:

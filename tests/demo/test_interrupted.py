@@ -141,7 +141,7 @@ def test_without_a_dsn_it_brings_its_own_server(eventually: Callable[..., Any]) 
     eventually(lambda: gone(processes))
 
 
-def test_keep_lets_the_server_run_until_it_is_told_to_end(eventually: Callable[..., Any]) -> None:
+def test_keep_lets_the_server_run_until_interrupted(eventually: Callable[..., Any]) -> None:
     """What it prints is enough to connect, and the tables are there; Ctrl-C is then no failure."""
     with running("--keep", *LITTLE, program=("-c", SHORT)) as process:
         said = read_until(process, "psql '.*'")

@@ -158,7 +158,7 @@ def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_player_that_ends_unasked_is_told(dsn: str) -> None:
+def test_a_process_that_ends_unexpectedly_is_reported(dsn: str) -> None:
     """A process that fails is a DemoError with its last words, and no wait for ever."""
     engine: Any = create_engine(dsn)
     with players() as start, pytest.raises(DemoError, match="NoSuchModule|No module"):

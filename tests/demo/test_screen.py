@@ -50,7 +50,7 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
         (replace(STRUCK, takeovers=(TakeOver(Fault.KILL, "", None),)), Verdict.GUARD_FAILED, "nobody had its lock"),
     ],
 )
-def test_a_failure_is_said_and_the_praise_is_not(
+def test_a_failed_scenario_is_reported_without_praise(
     figures: Figures, verdict: Verdict, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One act that failed is enough."""
@@ -60,7 +60,7 @@ def test_a_failure_is_said_and_the_praise_is_not(
     assert "No guarded act lost a cent" not in shown
 
 
-def test_a_guard_that_failed_is_graver_than_the_control() -> None:
+def test_a_failed_guard_is_worse_than_a_failed_control() -> None:
     """One exit code for all acts."""
     failed = (LOCKED, Verdict.GUARD_FAILED)
     assert outcome((CONTROL, Verdict.CONTROL_FAILED), failed).verdict is Verdict.GUARD_FAILED

@@ -41,7 +41,7 @@ def test_without_waits_there_is_no_percentile() -> None:
         (Figures(act="a", title="A", transfers=1, takeovers=(TakeOver(Fault.KILL, "x", None),)), Verdict.GUARD_FAILED),
     ],
 )
-def test_a_guarded_act_may_lose_nothing_and_nobody(figures: Figures, verdict: Verdict) -> None:
+def test_a_guarded_workload_may_lose_no_money_and_no_worker(figures: Figures, verdict: Verdict) -> None:
     """One cent, no transfer at all or one lock that went to nobody is a failure."""
     assert keeps_every_cent(figures) is verdict
 
@@ -118,7 +118,7 @@ def test_a_take_over_is_the_next_grant_to_another_process(blows: Faults) -> None
     assert takeover.seconds is not None and 150 < takeover.seconds <= 200
 
 
-def test_a_blow_that_came_too_late_is_dealt_again(blows: Faults) -> None:
+def test_a_fault_that_came_too_late_is_injected_again(blows: Faults) -> None:
     """If somebody else had the lock before the blow fell, no holder was struck."""
     blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
     granted = clock()

@@ -207,7 +207,7 @@ def test_a_folder_with_an_odd_name_is_no_trouble(temporary: Path, monkeypatch: p
         assert ask(url, "SELECT 1") == 1
 
 
-def test_a_port_taken_by_somebody_else_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_taken_by_another_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that is gone between the look and the server's own bind costs a second try, not the start."""
     with _server.socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -45,7 +45,7 @@ def test_the_second_start_copies_the_template(template: Path) -> None:
         assert second.password == (template / "pgfence_password").read_text()
 
 
-def test_a_folder_that_another_start_takes_for_abandoned_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_start_deleted_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed between its making and its lock, a folder is none: the next one is taken."""
     make, removed = tempfile.mkdtemp, list[str]()
 
@@ -75,7 +75,7 @@ def test_first_starts_at_once_do_not_collide(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["global/pg_control", "pg_wal/archive_status", "pgfence_entries"])
-def test_a_template_that_lost_a_part_is_made_anew(template: Path, part: str) -> None:
+def test_an_incomplete_template_is_created_again(template: Path, part: str) -> None:
     """A cleaner of old files may take a part, or an empty folder: the next start does not trust the rest."""
     lost = template / part
     lost.rmdir() if lost.is_dir() else lost.unlink()
@@ -92,7 +92,7 @@ def test_a_start_that_fails_keeps_the_template(template: Path) -> None:
     assert template.exists()
 
 
-def test_templates_that_nobody_uses_any_more_go(cache: Path) -> None:
+def test_unused_templates_are_deleted(cache: Path) -> None:
     """What was not copied for a month is removed when another template is made."""
     old = cache / "pg-9.0-old"
     old.mkdir(parents=True)

@@ -120,7 +120,7 @@ async def test_a_client_that_goes_away_later_is_answered_for_all_that(site: Site
     assert (again.sent[0]["headers"], again.sent[1]["body"]) == ([(b"idempotent-replayed", b"true")], b"paid")
 
 
-async def test_the_application_hears_of_the_client_while_its_answer_flows(site: Site) -> None:
+async def test_the_application_sees_a_disconnect_while_it_responds(site: Site) -> None:
     """A stream of events is sent as it comes, and ends when nobody listens; it is not given again."""
     seen: list[int] = []
 

@@ -492,7 +492,7 @@ async def test_an_endpoint_that_streams_is_refused(shop: Shop, kind: str) -> Non
     assert ran == []
 
 
-async def test_a_field_that_nobody_declares_is_refused(shop: Shop) -> None:
+async def test_an_undeclared_field_is_rejected(shop: Shop) -> None:
     """It would be the text of the path, which says one number in many ways."""
 
     def closes() -> None:
@@ -526,7 +526,7 @@ async def test_a_request_that_is_sent_again_gets_the_first_answer(shop: Shop) ->
     assert shop.desk.effects() == 1
 
 
-async def test_a_replay_in_an_answer_of_the_endpoints_own_is_told_by_the_headers_it_is_given(shop: Shop) -> None:
+async def test_a_replay_in_the_endpoints_own_response_is_marked_in_its_headers(shop: Shop) -> None:
     """A Response of the endpoint's own takes status and headers from the parameter `response`, set outside of the work."""
     once = Idempotent(session=shop.session, principal=user, result=int)
 

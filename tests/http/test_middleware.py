@@ -77,7 +77,7 @@ async def test_an_expired_key_is_a_new_one(site: Site) -> None:
     assert (len(site.seen), site.row.attempt) == (2, 1)
 
 
-async def test_of_many_at_once_one_is_handled_and_the_others_are_told_to_come_back(site: Site) -> None:
+async def test_of_concurrent_requests_one_runs_and_the_others_get_retry_after(site: Site) -> None:
     """C095: twenty requests with one key at the same time; who asks until there is an answer gets the same one."""
     for n in range(ROUNDS):
         before = len(site.seen)
@@ -259,7 +259,7 @@ async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> N
     assert len({row.scope for row in site.rows()}) == 5
 
 
-async def test_a_key_of_nobody_is_refused(site: Site) -> None:
+async def test_a_key_without_a_principal_is_rejected(site: Site) -> None:
     """C102: without credentials, or where the principal is None, the answers would be everybody's."""
     got = await site.ask(user=None)
     assert (got.status, got.problem[:30]) == (400, "An Idempotency-Key belongs to ")
@@ -474,7 +474,7 @@ async def test_a_handler_may_use_the_only_connection_of_the_pool(world: World, a
     assert [(await site.ask()).status for _ in range(2)] == [201, 201]
 
 
-async def test_an_exhausted_pool_keeps_nobody_from_a_key(world: World, admin: psycopg.Connection[Any]) -> None:
+async def test_an_exhausted_pool_does_not_block_a_key(world: World, admin: psycopg.Connection[Any]) -> None:
     """Claims, records and replays are made on sessions of our own."""
     site = Site(world, admin, pool_size=1, max_overflow=0, pool_timeout=1)
     async with world.enter(site.engine.connect()):

@@ -129,7 +129,7 @@ def test_an_order_outlives_its_key(servers: Servers, own: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/orders", "/vouchers"])
-def test_bodies_that_json_cannot_repeat_and_keys_that_are_none_are_told_so(servers: Servers, path: str) -> None:
+def test_invalid_bodies_and_keys_are_client_errors(servers: Servers, path: str) -> None:
     """C108: an answer that repeated what it got would be none; what is not one key is refused wherever a key is needed."""
     url = f"{servers.api()}{path}"
     for body in ODD_BODIES:

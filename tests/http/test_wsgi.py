@@ -154,7 +154,7 @@ async def test_an_error_may_change_the_answer_until_it_is_sent(site: Site) -> No
     assert (sent, site.row.status) == (["200 OK", b"half a page", "402 Declined"], "free")
 
 
-async def test_an_application_that_does_not_begin_its_answer_is_told(site: Site) -> None:
+async def test_an_application_that_starts_no_response_is_an_error(site: Site) -> None:
     """Neither none nor two beginnings are an answer."""
 
     def none(environ: Any, start_response: Any) -> Any:
@@ -255,7 +255,7 @@ async def test_a_long_answer_that_the_server_gives_up_is_not_done_twice(site: Si
 
 
 @pytest.mark.parametrize(("status", "left"), [("200 OK", "done"), ("503 Away", "free")])
-async def test_a_write_that_nobody_hears_is_not_done_twice(site: Site, status: str, left: str) -> None:
+async def test_a_write_without_a_response_is_not_done_twice(site: Site, status: str, left: str) -> None:
     """A server that cannot send raises an error in the application, which gives up; a failure stays one."""
 
     def app(environ: Any, start_response: Any) -> Any:

@@ -248,7 +248,7 @@ def test_a_resource_in_another_table_cannot_be_read_off() -> None:
         ({"pgfence_version": 5}, "column"),
     ],
 )
-def test_what_a_table_says_and_cannot_be_made_is_told_with_its_name(
+def test_a_table_argument_that_cannot_be_built_is_named_in_the_error(
     engine: Engine, tmp_path: Path, info: dict[str, Any], told: str
 ) -> None:
     """No traceback, but an error of Alembic's command that names the table."""
@@ -513,7 +513,7 @@ def test_triggers_of_others_stay(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["pgfence_", "app_", ""])
 @pytest.mark.parametrize("plugins", [None, ["alembic.autogenerate.*"]])
-def test_an_env_py_that_does_not_ask_for_the_comparison_is_told(
+def test_an_env_py_without_the_comparison_is_reported(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture, plugins: Any, prefix: str
 ) -> None:
     """Alembic compares with those plugins only that env.py names: where ours would have had something to say, the log says so."""

@@ -131,7 +131,7 @@ async def test_a_timeout_names_the_session_and_its_statement_and_harms_nothing(
     await on(world, work)
 
 
-async def test_ddl_that_waited_in_vain_says_who_has_locks_on_tables(world: World, dsn: str, key: LockKey) -> None:
+async def test_ddl_that_timed_out_names_the_holders_of_table_locks(world: World, dsn: str, key: LockKey) -> None:
     """A note with table, application, process and last statement of the transaction that kept an ALTER TABLE waiting."""
     table = f"t{abs(key.value)}"
 
@@ -210,7 +210,7 @@ async def test_what_it_returns_is_entered_once(world: World, key: LockKey) -> No
     await on(world, work)
 
 
-async def test_a_write_that_nobody_committed_is_told_and_a_read_is_not(
+async def test_an_uncommitted_write_is_reported_and_a_read_is_not(
     world: World, admin: psycopg.Connection[Any], key: LockKey
 ) -> None:
     """Otherwise all DDL would be lost without a word; the lock is given back all the same."""
@@ -239,7 +239,7 @@ async def test_a_connection_in_autocommit_needs_no_commit(world: World, key: Loc
     await on(world, work, isolation_level="AUTOCOMMIT")
 
 
-async def test_a_lock_that_was_unlocked_inside_is_told(world: World, key: LockKey) -> None:
+async def test_a_lock_that_was_unlocked_inside_raises(world: World, key: LockKey) -> None:
     """pg_advisory_unlock_all and DISCARD ALL take it away; the block does not end as if all had been well."""
 
     def work(connection: Connection) -> None:

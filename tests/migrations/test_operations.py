@@ -161,7 +161,7 @@ async def test_two_prefixes_fence_one_table_independently(
         (lambda op, at: op.drop_index_safely(None), TypeError, "index is named by a str"),
     ],
 )
-async def test_what_cannot_be_done_is_told_and_nothing_is_half_done(
+async def test_what_cannot_be_done_is_reported_and_nothing_is_half_done(
     place: str, admin: psycopg.Connection[Any], dsn: str, directive: Any, error: type[Exception], message: str
 ) -> None:
     """A missing table or column, an unreadable resource or an unknown version end the migration with all it has done."""
@@ -183,7 +183,7 @@ async def test_what_cannot_be_done_is_told_and_nothing_is_half_done(
         ("drop_version_trigger", {}, "pgfence_version"),
     ],
 )
-async def test_a_trigger_of_somebody_else_with_our_name_stays(
+async def test_a_foreign_trigger_with_our_name_stays(
     place: str,
     admin: psycopg.Connection[Any],
     engine: Engine,
@@ -212,7 +212,7 @@ async def test_a_trigger_of_somebody_else_with_our_name_stays(
     assert names(admin, place) == {"Entry", trigger}
 
 
-async def test_tables_are_not_dropped_while_somebody_counts_on_them(
+async def test_tables_are_not_dropped_while_they_are_used(
     world: World, place: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A downgrade past a fenced table, or past a lease or a key that is held, is refused with what to do first."""
@@ -263,7 +263,7 @@ def use(admin: psycopg.Connection[Any], place: str, what: str, *, ended: bool = 
 
 
 @pytest.mark.parametrize("what", HELD)
-def test_a_script_drops_nothing_that_somebody_counts_on(engine: Engine, tmp_path: Path, what: str) -> None:
+def test_a_script_drops_nothing_that_is_still_used(engine: Engine, tmp_path: Path, what: str) -> None:
     """Run while a lease or a key is held, what `--sql` prints of a downgrade ends with nothing dropped."""
     with psycopg.connect(engine.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
         psql.execute(script_of(engine, tmp_path, "op.create_pgfence()"))
@@ -444,7 +444,7 @@ async def test_an_index_is_built_on_every_driver(world: World, place: str, admin
     assert admin.execute(made, [place]).fetchall() == []
 
 
-def test_an_index_in_a_transaction_of_somebody_else_is_refused(engine: Engine) -> None:
+def test_an_index_in_a_callers_transaction_is_rejected(engine: Engine) -> None:
     """Alembic does not end what it has not begun, and CONCURRENTLY cannot run in it: what to do is told, nothing is built."""
     with engine.connect() as connection:
         connection.execute(text("CREATE TABLE entry (book int)"))

@@ -199,7 +199,7 @@ def test_a_fence_that_holds_no_more_is_proposed_again(
             )
 
 
-def test_a_fence_switched_off_that_nobody_asks_for_is_dropped(
+def test_a_disabled_fence_that_no_model_declares_is_dropped(
     engine: Engine, tmp_path: Path, own_connection: psycopg.Connection[Any]
 ) -> None:
     """It counts as there, for what the models do not want."""

@@ -92,7 +92,7 @@ def test_a_failure_of_the_entry_point_is_logged_and_alembic_goes_on() -> None:
     assert "pgfence's operations are not there" in told
 
 
-def test_an_older_alembic_is_told_what_it_lacks(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_older_alembic_is_named_in_the_error(caplog: pytest.LogCaptureFixture) -> None:
     """Before 1.20.1 Alembic iterates over what an entry point loads: it finds nothing there, and says why."""
     with caplog.at_level(logging.WARNING):
         assert list(pgfence_alembic) == []  # type: ignore[call-overload]

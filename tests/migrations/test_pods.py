@@ -129,7 +129,7 @@ def _kill(project: Project, pod: Pod) -> None:
     blocking(lambda: not project.query(MIGRATING), 2)
 
 
-def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Path, own: str) -> None:
+def test_a_timed_out_migration_names_the_holder_and_exits_with_75(tmp_path: Path, own: str) -> None:
     """C040, C056: pid and statement of who migrates at this moment; nothing is changed."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0.5")])
     first = project.start(PAUSE="60")
@@ -144,7 +144,7 @@ def test_whoever_waits_in_vain_says_who_migrates_and_exits_with_75(tmp_path: Pat
     assert "Traceback" not in second.said
 
 
-def test_an_application_that_upgrades_itself_waits_and_is_told(tmp_path: Path, own: str) -> None:
+def test_a_self_upgrading_application_waits_and_reports_it(tmp_path: Path, own: str) -> None:
     """C057: `command.upgrade` takes the same lock; there it raises, since the application goes on and is no pod of its own."""
     project = Project(tmp_path, "async", "asyncpg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
     program = (

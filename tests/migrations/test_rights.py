@@ -45,7 +45,7 @@ def perform(engine: Engine, work: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("place", [None, "own"])
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
-def test_whoever_may_make_tables_in_a_schema_may_install(app: Engine, place: str | None, version: int) -> None:
+def test_a_role_with_create_on_a_schema_may_install(app: Engine, place: str | None, version: int) -> None:
     """A schema that is there needs no right to make schemas in the database, for none of the ways to install."""
     perform(app, lambda op: op.create_pgfence(schema=place, version=version))
     with app.begin() as connection:
@@ -57,7 +57,7 @@ def test_whoever_may_make_tables_in_a_schema_may_install(app: Engine, place: str
         assert installed(connection, TableNames(place or "public"))
 
 
-def test_a_complete_installation_of_somebody_else_is_left_alone(
+def test_a_complete_installation_of_another_process_is_left_alone(
     app: Engine, engine: Engine, owner: psycopg.Connection[Any]
 ) -> None:
     """Where an administrator has installed, the operations need no right but to look, and wait for no writer of keys."""

@@ -92,7 +92,7 @@ def test_the_same_index_stays(connection: Connection, kind: str) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_is_not_surely_the_wanted_index_is_told_and_stays(connection: Connection, other: str) -> None:
+def test_a_doubtful_index_is_reported_and_stays(connection: Connection, other: str) -> None:
     """An index that differs in anything, a table or a view of that name ends the migration; it is not taken for ours."""
     connection.exec_driver_sql(other)
     before = indexes(connection)
@@ -177,7 +177,7 @@ def test_a_table_of_partitions_is_refused_before_anything_is_committed(engine: E
             op.create_index_safely("ix", "entry", ["book"])
 
 
-def test_a_role_that_cannot_compare_is_told_so(connection: Connection) -> None:
+def test_a_role_that_cannot_compare_gets_an_error(connection: Connection) -> None:
     """Whoever may make no temporary table learns that, and not that all is well."""
     connection.exec_driver_sql("CREATE INDEX ix ON entry (book)")
     role, database = f"no_temp_{secrets.token_hex(4)}", f'DATABASE "{connection.engine.url.database}"'

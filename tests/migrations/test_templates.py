@@ -59,7 +59,7 @@ def test_the_database_is_that_of_database_url(tmp_path: Path, own: str, template
     assert project.run("current", MIGRATION_URL="", DATABASE_URL=nowhere).code == 1
 
 
-def test_a_write_beside_the_table_for_the_versions_is_told(tmp_path: Path, own: str) -> None:
+def test_a_write_around_the_version_table_is_reported(tmp_path: Path, own: str) -> None:
     """What env.py itself has written and not committed would be lost, whether Alembic has written before or not."""
     run = "            context.run_migrations()\n"
     for number, changed in enumerate((run + WRITE, WRITE + run)):
@@ -122,7 +122,7 @@ def test_limit_and_schema_hold_outside_of_a_transaction_too(
         ("-x tenant=a upgrade head", 255, "this env.py knows -x tenants=a,b alone"),
     ],
 )
-def test_tenants_that_are_not_there_are_told(tmp_path: Path, own: str, words: str, code: int, told: str) -> None:
+def test_missing_tenants_are_reported(tmp_path: Path, own: str, words: str, code: int, told: str) -> None:
     """Nothing is migrated, and it is said; no tenant at all is no error, for the first one may come later."""
     with_tenants(own, "a")
     project = Project(tmp_path, "multitenant", "psycopg", own)

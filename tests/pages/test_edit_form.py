@@ -78,7 +78,7 @@ def own(dsn: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("code", [FLASK, FASTAPI], ids=["flask", "fastapi"])
-def test_of_clients_that_save_at_the_same_time_one_wins_and_the_others_are_told(own: str, code: str) -> None:
+def test_of_concurrent_saves_one_wins_and_the_others_conflict(own: str, code: str) -> None:
     """C072: all have shown the version that is there, so the UPDATE decides: one 200, and 409 for those whose change is not made."""
     script = Script(pages.reader(own, code))
     answers = json.loads(script.read_line())

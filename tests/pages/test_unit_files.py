@@ -69,7 +69,7 @@ def host(dsn: str, tmp_path: Path) -> Iterator[Host]:
         yield Host(tmp_path, known | {"PGSERVICEFILE": str(tmp_path / "services")})
 
 
-def test_the_line_of_the_crontab_runs_once_a_day(host: Host) -> None:
+def test_the_crontab_entry_runs_once_a_day(host: Host) -> None:
     """The line that cron hands to the shell runs the job; the second host that day is told that it comes second."""
     host.environment["PGSERVICE"] = found(r"^PGSERVICE=(\w+)$")
     command = shlex.split(found(r"^0,20,40 2-4 \* \* \*  (.+)$"))

@@ -59,7 +59,7 @@ async def test_a_lease_is_taken_renewed_and_released_through_it(
     assert rival(admin, name) == 4
 
 
-async def test_a_waiter_gets_it_without_being_told(
+async def test_a_waiter_gets_the_lease_without_a_notification(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
     """NOTIFY does not come through, the look at the row does."""

@@ -42,7 +42,7 @@ def declared(world: World, through: str, **kwargs: Any) -> Any:
     return engine
 
 
-async def test_it_is_refused_while_nobody_vouches_for_it(
+async def test_it_is_rejected_until_the_pooler_is_declared(
     world: World, name: str, through: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """C019: from outside the mode cannot be proven safe: refused, and the message says how to vouch for it."""
@@ -132,7 +132,7 @@ def shown(through: str) -> dict[str, str]:
         return {key: client.execute(f"SHOW {key}").fetchone()[0] for key in ASKED}
 
 
-async def test_the_end_of_the_server_session_behind_it_is_told(
+async def test_the_end_of_the_server_session_is_noticed(
     world: World, name: str, through: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """C042: PgBouncer closes its client's connection with it; then a new lock works."""

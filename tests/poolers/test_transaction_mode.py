@@ -197,7 +197,7 @@ def test_a_pooler_that_hides_well_is_seen_by_the_first_statement(
     assert advisory_rows() == []
 
 
-async def test_a_wrong_word_in_the_configuration_is_found_out(
+async def test_a_wrong_value_in_the_configuration_is_rejected(
     world: World, name: str, pgbouncer: Callable[..., str], advisory_rows: Callable[[], list[Any]]
 ) -> None:
     """C019: declared as a session pooler, pooling by transaction in truth: a second client proves it."""

@@ -94,7 +94,7 @@ def test_a_delay_slows_both_ways(proxy: Proxy) -> None:
         assert time.monotonic() - began >= 0.2
 
 
-def test_a_refusing_proxy_lets_nobody_new_in(proxy: Proxy) -> None:
+def test_a_refusing_proxy_accepts_no_new_connection(proxy: Proxy) -> None:
     """Old connections go on; new ones are refused until it heals."""
     with connect(proxy.dsn) as old:
         proxy.refuse()
@@ -183,7 +183,7 @@ def test_a_living_forked_child_keeps_the_session_of_a_killed_script(
     eventually(lambda: not advisory_rows())
 
 
-def test_a_script_that_is_told_to_go_on_ends_well(script: Callable[..., Script]) -> None:
+def test_a_script_that_may_go_on_succeeds(script: Callable[..., Script]) -> None:
     """`park()` ends and so does the script."""
     running = script("say('here'); park(); sys.exit(3)")
     running.wait_for("here")

@@ -136,7 +136,7 @@ def test_headers_of_the_frameworks_and_plain_dicts_are_read() -> None:
         assert if_match(headers_) == IfMatch(('"a-1"',))
 
 
-def test_several_lines_are_one_list() -> None:
+def test_several_statements_are_one_list() -> None:
     """RFC 9110, 5.3: a header that was sent in two lines is one list, though `get` of Starlette knows the first alone."""
     lines = [(b"if-match", b'"a-1"'), (b"if-match", b'"a-2", "a-3"')]
     assert if_match(StarletteHeaders(raw=lines)).tags == ('"a-1"', '"a-2"', '"a-3"')

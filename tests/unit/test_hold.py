@@ -51,7 +51,7 @@ def test_unknown_is_neither_held_nor_lost() -> None:
     assert hold.state == "lost"
 
 
-def test_a_loss_is_for_ever_and_told_once() -> None:
+def test_a_loss_is_final_and_reported_once() -> None:
     """The first reason stands, each listener hears of it once, a late one at once."""
     hold, told = make(), []
     hold.subscribe(lambda: told.append("early"))
@@ -84,7 +84,7 @@ def test_a_lost_hold_stays_lost_after_its_release() -> None:
         hold.check()
 
 
-def test_a_listener_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_listener_is_logged_and_the_lock_works(caplog: pytest.LogCaptureFixture) -> None:
     """The others are told, and the loss stands."""
     hold, told = make(), []
 

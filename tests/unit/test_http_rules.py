@@ -250,7 +250,7 @@ def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> No
     assert ours.owner(request(), None) == ours.owner(request(path="/other"), None)
 
 
-async def test_a_request_of_nobody_has_no_key() -> None:
+async def test_a_request_without_a_principal_has_no_key() -> None:
     """Without credentials, or where the function says None, a key would be everybody's; what is no text is a mistake."""
 
     async def later(_: Any) -> str:
@@ -387,7 +387,7 @@ def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
         (SchemaError("secret"), 500),
     ],
 )
-def test_a_refusal_is_a_problem_that_tells_no_secrets(error: Any, status: int) -> None:
+def test_a_rejection_is_a_problem_response_without_secrets(error: Any, status: int) -> None:
     """What an error says is for the log."""
     reply = refused(error, "POST /pay")
     assert reply.status == status

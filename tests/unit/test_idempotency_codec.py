@@ -339,7 +339,7 @@ def test_a_day_is_no_moment() -> None:
         assert type(codec.decode(codec.encode(value))) is type(value)
 
 
-def test_a_class_that_has_changed_since_is_told_of_as_such() -> None:
+def test_a_stored_class_that_has_changed_raises_a_clear_error() -> None:
     """C110: a member that an enumeration has lost, a named tuple that has become shorter: no KeyError or TypeError."""
     before: list[tuple[Any, Any]] = [
         (Enum("Shape", "A B"), "B"),

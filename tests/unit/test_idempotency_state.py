@@ -87,7 +87,7 @@ class Faulty(Coords):
         raise OSError("no such thing")
 
 
-def test_whatever_a_value_raises_is_told_as_ours() -> None:
+def test_any_error_of_a_value_is_translated() -> None:
     """`complete` has one class of error for what cannot be stored."""
     with pytest.raises(IdempotencyMisuseError, match="OSError: no such thing"):
         Codec.of(Faulty).encode(Faulty.__new__(Faulty))

@@ -18,7 +18,9 @@ DELAYS = st.floats(min_value=0, max_value=1e6)
 
 
 @given(sent=INSTANTS, ttl=TTLS, there=DELAYS, back=DELAYS)
-def test_belief_ends_before_the_server_gives_the_lease_away(sent: float, ttl: float, there: float, back: float) -> None:
+def test_trust_ends_before_the_server_grants_the_lease_again(
+    sent: float, ttl: float, there: float, back: float
+) -> None:
     """C086: however long question and answer travel, the holder's deadline is a margin before the server's expiry."""
     expires = sent + there + ttl  # the server counts from when it decides
     assert terms.deadline(sent, ttl, ttl) <= expires - terms.margin(ttl) + 1e-6

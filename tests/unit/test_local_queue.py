@@ -182,7 +182,7 @@ def stand(lines: LocalQueue, *keys: LockKey, owner: Contender | None = None) -> 
     return ticket
 
 
-def test_a_ticket_for_several_keys_goes_on_only_when_it_is_first_for_all() -> None:
+def test_an_entry_for_several_keys_goes_on_only_when_it_is_first_for_all() -> None:
     """The last of its lines to come free wakes it, once."""
     lines, told = LocalQueue(), []
     one, two = stand(lines, A), stand(lines, B)
@@ -194,7 +194,7 @@ def test_a_ticket_for_several_keys_goes_on_only_when_it_is_first_for_all() -> No
     assert (lines.first(both), told) == (True, ["woken"])
 
 
-def test_the_heir_wants_exactly_the_same_keys() -> None:
+def test_the_successor_wants_exactly_the_same_keys() -> None:
     """A lock goes on without the server only to somebody who wants all of its keys and no other."""
     lines = LocalQueue()
     holder = stand(lines, A, B)
@@ -204,7 +204,7 @@ def test_the_heir_wants_exactly_the_same_keys() -> None:
     assert lines.next_for_same_keys(holder) is None
 
 
-def test_whoever_gives_up_in_the_middle_lets_those_behind_wait_on() -> None:
+def test_a_waiter_that_gives_up_leaves_the_others_waiting() -> None:
     """Leaving from the middle of a line wakes nobody and keeps the order."""
     lines, told = LocalQueue(), []
     holder, quitter, last = stand(lines, A), stand(lines, A), stand(lines, A)
@@ -216,7 +216,7 @@ def test_whoever_gives_up_in_the_middle_lets_those_behind_wait_on() -> None:
     assert told == ["last"]
 
 
-def test_a_circle_over_two_engines_is_seen() -> None:
+def test_a_deadlock_over_two_engines_is_found() -> None:
     """C032: one holds A here and wants B there, the other holds B there and wants A here."""
     here, there = LocalQueue(), LocalQueue()
     one, two = Contender("task"), Contender("thread")
@@ -227,7 +227,7 @@ def test_a_circle_over_two_engines_is_seen() -> None:
     assert closes_circle(stand(here, A, owner=two))
 
 
-def test_looking_for_circles_stays_cheap_in_a_crowd() -> None:
+def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
     """A thousand contenders, each with a hold of its own, join one line."""
     lines = LocalQueue()
     stand(lines, A)

@@ -57,7 +57,7 @@ def test_at_the_limit_turns_are_served_in_order() -> None:
     assert turns[2].session is two
 
 
-def test_whoever_forgoes_its_turn_is_passed_over() -> None:
+def test_a_cancelled_waiter_is_passed_over() -> None:
     """The next one gets the session, and forgoing twice is no error."""
     roster: PoolState[Any] = PoolState(1)
     one = opened(roster)
@@ -68,7 +68,7 @@ def test_whoever_forgoes_its_turn_is_passed_over() -> None:
     assert (quitter.served, patient.session) == (False, one)
 
 
-def test_a_newcomer_does_not_jump_the_line() -> None:
+def test_a_newcomer_does_not_jump_the_queue() -> None:
     """While somebody waits for a turn, a place that is free for a moment is not taken by whoever comes later."""
     roster: PoolState[Any] = PoolState(1)
     opened(roster)
@@ -85,7 +85,7 @@ def test_only_a_few_are_kept_warm() -> None:
     assert [roster.give(one) for one in sessions] == [True] * WARM + [False]
 
 
-def test_dead_and_retired_sessions_are_not_kept() -> None:
+def test_dead_and_single_use_connections_are_not_kept() -> None:
     """Their owner closes them, and says that they are gone."""
     roster: PoolState[Any] = PoolState(2)
     dead, close_after_use = opened(roster), opened(roster)
@@ -116,7 +116,7 @@ def test_retiring_empties_the_warm_ones() -> None:
     assert roster.take_all_idle() == []
 
 
-def test_a_session_that_died_while_it_was_idle_does_not_take_its_place_along() -> None:
+def test_an_idle_connection_that_died_frees_its_slot() -> None:
     """Its place comes free: by the one who finds it dead, or by the one who clears it away."""
     roster: PoolState[Any] = PoolState(1)
     one = opened(roster)
@@ -218,6 +218,6 @@ class Connections(RuleBasedStateMachine):
         assert not self.waiting or (self.roster.open == self.LIMIT and not live)
 
 
-def test_places_are_neither_lost_nor_invented() -> None:
+def test_connection_slots_are_neither_lost_nor_invented() -> None:
     """Whatever comes and goes, the count is the truth, the limit holds, and nobody waits beside a free place."""
     run_state_machine_as_test(Connections, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))

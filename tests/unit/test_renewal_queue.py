@@ -106,7 +106,7 @@ def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None
     assert [short.state, long.state] == ["held", "held"]
 
 
-def test_a_locked_row_is_asked_for_again_and_nobody_is_told(now: Clock) -> None:
+def test_a_locked_row_is_asked_for_again_without_a_loss(now: Clock) -> None:
     """The one who wished for a renewal waits on; what was wished for since is not lost either."""
     agenda = RenewalQueue()
     grant = make(now.now, 30, heartbeat="progress")
@@ -142,7 +142,7 @@ def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
     assert now.now <= 1000 + 61
 
 
-def test_a_channel_is_listened_to_while_somebody_waits_and_some_seconds_more() -> None:
+def test_a_channel_is_listened_to_while_there_are_waiters_and_shortly_after() -> None:
     """Waiters that come and go do not make a statement each."""
     ears, woken = NotifyListeners(), []
     assert ears.add(HERE, "a", lambda: woken.append("a"))

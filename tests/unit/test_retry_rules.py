@@ -94,11 +94,11 @@ def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
     ],
     ids=repr,
 )
-def test_a_commit_without_an_answer_is_in_doubt(error: Exception) -> None:
+def test_a_commit_without_a_response_has_an_unknown_outcome(error: Exception) -> None:
     """The connection went, or the time was over: the server may have committed."""
     assert unanswered(error)
 
 
-def test_a_mistake_at_commit_is_no_doubt() -> None:
+def test_a_rejected_commit_has_a_known_outcome() -> None:
     """What a hook of the caller's raises says nothing about the connection."""
     assert not unanswered(ZeroDivisionError())

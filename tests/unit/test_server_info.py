@@ -56,7 +56,7 @@ def test_two_clients_on_one_backend_prove_transaction_pooling() -> None:
         assert "lock_engine" in str(refusal)
 
 
-def test_a_declared_session_pooler_is_taken_at_its_word() -> None:
+def test_a_declared_session_pooler_is_trusted() -> None:
     """Another pid is expected there; a second client on another backend agrees with it."""
     assert verdict(GOOD, 999, "session", None) is None
     assert verdict(GOOD, 999, "session", 101) is None
@@ -69,7 +69,7 @@ def test_a_declared_transaction_pooler_is_refused_without_asking() -> None:
     assert refusal.mode == "transaction"
 
 
-def test_a_standby_excludes_nobody() -> None:
+def test_a_standby_does_not_exclude() -> None:
     """C046: refused with the way to the primary, before poolers are thought of."""
     refusal = verdict(replace(GOOD, standby=True), 999, "auto", 100)
     assert isinstance(refusal, StandbyError)

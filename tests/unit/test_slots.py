@@ -208,7 +208,7 @@ def test_the_hour_that_comes_twice_belongs_to_the_slot_begun_in_it_first() -> No
     assert cron.current(vienna(2026, 10, 25, 2, 10, fold=1)) == vienna(2026, 10, 25, 2, 30)
 
 
-def test_a_midnight_that_is_left_out_is_no_slot_of_a_line_by_real_time() -> None:
+def test_a_skipped_midnight_is_no_slot_of_a_cron_expression_by_real_time() -> None:
     """In Havana Sunday, 8 March 2026, begins at 01:00, which is not in the hour of 00."""
     havana = ZoneInfo("America/Havana")
     cron, saturday = Cron("* 23,0 1-31 * */5", havana), utc(2026, 3, 8, 4, 59)
