@@ -10,6 +10,7 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
+from support.rows import every_row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -83,3 +84,18 @@ def test_eventually_says_what_did_not_come_true() -> None:
     """The deadline ends the wait with an assertion."""
     with pytest.raises(AssertionError, match=r"not true within 0\.05 s"):
         eventually(lambda: False, deadline=0.05)
+
+
+def test_a_test_over_a_table_lists_every_row_that_failed() -> None:
+    """All rows run, and the failure names those that failed, whatever they failed by."""
+
+    @every_row("number", [1, 2, 3, 4])
+    def check(number: int) -> None:
+        assert number != 2
+        with pytest.raises(ZeroDivisionError):
+            1 / (number - 3)
+
+    with pytest.raises(AssertionError, match=r"(?s)3 of 4 rows failed\nnumber=1.*number=2.*number=4"):
+        check()
+    with pytest.raises(ValueError, match="plain ones"):
+        every_row("number", [pytest.param(1)])

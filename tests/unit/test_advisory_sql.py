@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pgfence._sql import advisory, server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
 from pgfence.keys import LockKey, resolve
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,14 +64,14 @@ def texts() -> list[str]:
     return [*found, *(LockSql(keys, "format").quiet_wait(250) for keys in SETS.values()), QUIET_CHECK]
 
 
-@pytest.mark.parametrize("text", [*texts(), server.READ_FACTS, *server.SET_UP.values()], ids=lambda text: text[:30])
+@every_row("text", [*texts(), server.READ_FACTS, *server.SET_UP.values()])
 def test_every_function_is_named_with_its_schema(text: str) -> None:
     """A search path cannot put another function in the place of PostgreSQL's own."""
     called = re.findall(r"(?<![\w.])([a-z_]\w*)\s?\(", text, re.IGNORECASE)
     assert [name for name in called if name.lower() not in WORDS] == []
 
 
-@pytest.mark.parametrize("text", texts(), ids=lambda text: text[:30])
+@every_row("text", texts())
 def test_locks_are_never_taken_by_a_filter_or_under_a_limit(text: str) -> None:
     """C034: no lock function in a WHERE or JOIN condition, no LIMIT, no ORDER BY that could pull rows through one."""
     assert not re.search(r"\b(LIMIT|FETCH|OFFSET)\b", text)

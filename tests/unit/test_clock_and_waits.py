@@ -17,12 +17,13 @@ from pgfence._holds.wait_plan import first_slice, milliseconds, pause, slice_for
 from pgfence._leases.terms import retry_after
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence.retrying._rules import pause_after
+from support.rows import every_row
 
 moments = st.floats(0, 1e9)
 spans = st.one_of(st.floats(0, 1e9), st.just(math.inf))
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("value", "number"),
     [
         (0, 0.0),
@@ -40,14 +41,14 @@ def test_seconds_are_numbers_or_timedeltas(value: float | timedelta, number: flo
     assert type(result) is float
 
 
-@pytest.mark.parametrize("value", ["1", None, True, False, Decimal(1), [1], 1j])
+@every_row("value", ["1", None, True, False, Decimal(1), [1], 1j])
 def test_a_timeout_that_is_no_time_is_refused(value: object) -> None:
     """Text, None, a bool or a Decimal is a TypeError that names the argument."""
     with pytest.raises(TypeError, match="ttl"):
         seconds(value, "ttl")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
+@every_row("value", [-1, -0.001, math.nan, -math.inf, timedelta(seconds=-1)])
 def test_a_negative_or_undefined_timeout_is_refused(value: float | timedelta) -> None:
     """A negative time or NaN is a ValueError that names the argument."""
     with pytest.raises(ValueError, match="ttl"):
@@ -89,7 +90,7 @@ def test_a_deadline_without_end_never_comes_nearer() -> None:
     assert Deadline.after(math.inf, 5.0).left(1e300) == math.inf
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("deadlock_timeout", "length"),
     [(1.0, 0.5), (60.0, 0.5), (0.8, 0.4), (0.2, 0.1), (0.199, 0.0), (0.001, 0.0)],
 )
@@ -124,9 +125,7 @@ def test_lock_timeout_is_never_0_nor_more_than_the_server_takes(length: float, k
     assert limit == 1 or limit * keys <= length * 1000
 
 
-@pytest.mark.parametrize(
-    ("length", "keys", "limit"), [(0.5, 1, 500), (0.5, 2, 250), (0.5, 1000, 1), (0, 1, 1), (0.0004, 1, 1)]
-)
+@every_row(("length", "keys", "limit"), [(0.5, 1, 500), (0.5, 2, 250), (0.5, 1000, 1), (0, 1, 1), (0.0004, 1, 1)])
 def test_lock_timeout_counts_per_key(length: float, keys: int, limit: int) -> None:
     """The server counts lock_timeout for each lock, so several keys share the slice."""
     assert milliseconds(length, keys) == limit

@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from pgfence import compat
 from pgfence.compat import dlock_key, hashtext_key, pals_key, pglock_key, sha256_hex15_key, with_advisory_lock_key
 from pgfence.keys import LockKey, resolve
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +39,9 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
 def vectors(library: str) -> Any:
-    """Return a parametrization over the recorded keys of one library."""
+    """Run a test on the recorded keys of one library."""
     cases = VECTORS[library]["vectors"]
-    return pytest.mark.parametrize("vector", cases, ids=[ascii(case)[:60] for case in cases])
+    return every_row("vector", cases)
 
 
 @vectors("pals")
@@ -114,30 +115,30 @@ def test_old_and_new_key_are_two_locks_in_one_order(name: str) -> None:
     assert resolve([with_advisory_lock_key(name), name], "")[-1].space == "pair"
 
 
-@pytest.mark.parametrize("make", ONE_NAME)
-@pytest.mark.parametrize("name", [None, 1.0, True, UUID(int=1), ["a"], bytearray(b"a")])
+@every_row("make", ONE_NAME)
+@every_row("name", [None, 1.0, True, UUID(int=1), ["a"], bytearray(b"a")])
 def test_a_name_of_the_wrong_type_is_refused(make: Callable[[Any], LockKey], name: object) -> None:
     """What is no name is a TypeError, a bool too: it is never locked as 1."""
     with pytest.raises(TypeError, match="must be"):
         make(name)
 
 
-@pytest.mark.parametrize("make", ONE_NAME[1:])
-@pytest.mark.parametrize("name", [7, b"a"])
+@every_row("make", ONE_NAME[1:])
+@every_row("name", [7, b"a"])
 def test_numbers_and_bytes_are_names_for_dlock_alone(make: Callable[[Any], LockKey], name: object) -> None:
     """Where the other library takes no int or bytes as a name, it is a TypeError."""
     with pytest.raises(TypeError, match="must be a str"):
         make(name)
 
 
-@pytest.mark.parametrize("make", ONE_NAME)
+@every_row("make", ONE_NAME)
 def test_a_lone_surrogate_is_refused(make: Callable[[Any], LockKey]) -> None:
     """Text that has no UTF-8 is a ValueError that says so."""
     with pytest.raises(ValueError, match="lone surrogate"):
         make("a\ud800")
 
 
-@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+@every_row("number", [2**63, -(2**63) - 1])
 def test_an_integer_beyond_64_bits_is_refused(number: int) -> None:
     """C025: sqlalchemy-dlock raises for it too, so no old lock can have that key."""
     with pytest.raises(ValueError, match="64-bit"):
@@ -155,7 +156,7 @@ def test_the_second_half_of_a_rails_prefix_is_added_as_documented() -> None:
     assert LockKey.pair(with_advisory_lock_key("billing").value >> 32, 12) == LockKey.pair(1814187178, 12)
 
 
-@pytest.mark.parametrize("thing", [None, "postgresql://app:secret@db/app", create_engine("sqlite://"), Session()])
+@every_row("thing", [None, "postgresql://app:secret@db/app", create_engine("sqlite://"), Session()])
 def test_hashtext_asks_a_connection_and_nothing_else(thing: Any) -> None:
     """An engine, a Session or a URL is a TypeError, without its text in the message."""
     with pytest.raises(TypeError, match="Connection") as caught:
@@ -163,9 +164,7 @@ def test_hashtext_asks_a_connection_and_nothing_else(thing: Any) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "error"), [(7, TypeError), (b"a", TypeError), ("a\x00", ValueError), ("\ud800", ValueError)]
-)
+@every_row(("name", "error"), [(7, TypeError), (b"a", TypeError), ("a\x00", ValueError), ("\ud800", ValueError)])
 def test_hashtext_refuses_a_name_that_the_server_cannot_have(name: Any, error: type[Exception]) -> None:
     """Another type, NUL or a lone surrogate never reaches the driver."""
     with create_engine("sqlite://", poolclass=NullPool).connect() as connection, pytest.raises(error):

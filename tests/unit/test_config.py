@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from pgfence.config import DEFAULT, Config, config_of, configure
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -153,7 +154,7 @@ def test_settings_do_not_keep_an_engine_alive() -> None:
     assert gone() is None
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("bad", "error"),
     [
         ({"namespace": 7}, TypeError),
@@ -180,7 +181,6 @@ def test_settings_do_not_keep_an_engine_alive() -> None:
         ({"pooler": None}, ValueError),
         ({"on_event": "print"}, TypeError),
     ],
-    ids=repr,
 )
 def test_a_bad_value_is_refused_and_leaves_nothing_set(
     engine: Engine, bad: dict[str, Any], error: type[Exception]
@@ -199,7 +199,7 @@ def test_not_waiting_and_waiting_for_ever_are_defaults_one_may_choose(engine: En
     assert config_of(engine).default_timeout == value
 
 
-@pytest.mark.parametrize("thing", ["postgresql://app:secret@db/app", None, 7, create_engine])
+@every_row("thing", ["postgresql://app:secret@db/app", None, 7, create_engine])
 def test_only_an_engine_can_be_configured(thing: object) -> None:
     """A URL or a function is refused by type, without its text in the message."""
     for call in (configure, config_of):

@@ -23,6 +23,7 @@ from pgfence.errors import (
     SchemaError,
     UnreachableError,
 )
+from support.rows import every_row
 
 
 def rules(**options: Any) -> Rules:
@@ -56,7 +57,7 @@ def request(**known: Any) -> HttpRequest:
 # ---------------------------------------------------------------- keys
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("value", "key"),
     [
         ('"k1"', "k1"),
@@ -75,7 +76,7 @@ def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> N
     assert key_of([value]) == key
 
 
-@pytest.mark.parametrize(
+@every_row(
     "values",
     [
         [],
@@ -124,7 +125,7 @@ def test_every_printable_text_is_a_key_when_it_is_quoted(key: str) -> None:
 # ---------------------------------------------------------------- routes and methods
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("route", "matches", "others"),
     [
         ("/pay", ["/pay", "/pay/", "/pay\n", "/pay/\n", "//pay", "//pay//"], ["/pay/1", "/", "/payx", "/x/pay"]),
@@ -167,14 +168,14 @@ def test_no_path_takes_long_to_compare() -> None:
             routes_of([route])
 
 
-@pytest.mark.parametrize("routes", [[], ["pay"], [""], ["/a*b"], ["/a/<id>"], ["/a/{id"], ["/a/{}"], ["/a?b"]])
+@every_row("routes", [[], ["pay"], [""], ["/a*b"], ["/a/<id>"], ["/a/{id"], ["/a/{}"], ["/a?b"]])
 def test_a_route_that_could_never_match_is_refused(routes: list[str]) -> None:
     """A middleware that protects nothing is a mistake; so is the notation of another framework."""
     with pytest.raises(ValueError, match="route"):
         routes_of(routes)
 
 
-@pytest.mark.parametrize("routes", ["/pay", [b"/pay"], [None]])
+@every_row("routes", ["/pay", [b"/pay"], [None]])
 def test_routes_are_texts(routes: Any) -> None:
     """One text in the place of several would be read letter by letter."""
     with pytest.raises(TypeError, match="route"):
@@ -194,7 +195,7 @@ def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
     assert told.value.reply.status == 400
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("options", "error"),
     [
         ({"methods": "POST"}, TypeError),
@@ -223,7 +224,7 @@ def test_arguments_that_cannot_work_are_refused_when_the_middleware_is_made(
 # ---------------------------------------------------------------- whose, and for what
 
 
-@pytest.mark.parametrize("announced", ["5" * 5000, "1048577", "101", "0" * 5000])
+@every_row("announced", ["5" * 5000, "1048577", "101", "0" * 5000])
 def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) -> None:
     """No number is made of what no body can have."""
     assert length_of("99") == 99
@@ -232,7 +233,7 @@ def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) ->
     assert told.value.reply.status == 413
 
 
-@pytest.mark.parametrize("announced", ["", "-1", "+5", " 5", "0x10", "\u00b2", "\u0663"])
+@every_row("announced", ["", "-1", "+5", " 5", "0x10", "\u00b2", "\u0663"])
 def test_what_is_no_length_is_none(announced: str) -> None:
     """Only digits are one."""
     assert length_of(announced) is None
@@ -358,7 +359,7 @@ def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
     assert not any(ours.streams(headers) for headers in ([], [("content-length", "3")], [("content-length", "x")]))
 
 
-@pytest.mark.parametrize(
+@every_row(
     "header", [("x", "a\0b"), ("x", "a\nb"), ("x", "a\r"), ("x\0", "a"), ("x", "\N{EURO SIGN}"), ("x", "\ud800")]
 )
 def test_of_an_answer_that_no_row_or_server_can_have_the_fact_is_recorded(header: tuple[str, str]) -> None:
@@ -378,7 +379,7 @@ def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
     assert waits == {59.0: "59", 29.5: "30", 0.1: "1", None: "1"}
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("error", "status"),
     [
         (IdempotencyKeyReusedError("secret", scope="s", key="k"), 422),

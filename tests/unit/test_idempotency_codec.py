@@ -20,6 +20,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgfence._values.codec import LIMIT, Codec
 from pgfence.errors import IdempotencyMisuseError
+from support.rows import every_row
 
 if TYPE_CHECKING:
     import psycopg
@@ -283,9 +284,7 @@ class Nested:
     deep: list[dict[str, Other | None]]
 
 
-@pytest.mark.parametrize(
-    "annotation", [Other, Nested, list[Other], Payment, complex, Nested | None, tuple[int, Payment]]
-)
+@every_row("annotation", [Other, Nested, list[Other], Payment, complex, Nested | None, tuple[int, Payment]])
 def test_an_annotation_that_cannot_be_stored_is_refused_before_anything_runs(annotation: Any) -> None:
     """C105: the class is named, also deep inside; a row of the database is told what to return instead."""
     with pytest.raises(TypeError, match="return its key" if "Payment" in str(annotation) else "cannot be stored"):

@@ -14,6 +14,7 @@ from typing_extensions import TypeAliasType
 
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._expected import expect_result
+from support.rows import every_row
 
 T = TypeVar("T")
 UserId = NewType("UserId", int)
@@ -124,13 +125,13 @@ MISFITS: list[tuple[Any, Any, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("announced", "value"), FITS)
+@every_row(("announced", "value"), FITS)
 def test_a_value_that_a_type_checker_would_accept_is_accepted(announced: Any, value: Any) -> None:
     """Also where nothing can be told: an annotation that names what is not defined is no reason to refuse."""
     expect_result(value, announced, "k")
 
 
-@pytest.mark.parametrize(("announced", "value", "expected", "found"), MISFITS)
+@every_row(("announced", "value", "expected", "found"), MISFITS)
 def test_the_error_names_what_was_expected_and_what_was_found(
     announced: Any, value: Any, expected: str, found: str
 ) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from pgfence._values.fingerprint import fingerprint
 from pgfence._values.keys import expect_key
+from support.rows import every_row
 
 
 @dataclass
@@ -106,14 +107,14 @@ DIFFERENT: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), EQUAL)
+@every_row(("one", "other"), EQUAL)
 def test_equal_requests_have_one_fingerprint(one: Any, other: Any) -> None:
     """C103: key order, kinds of numbers, lists and tuples, zones, models: how it was written down does not matter."""
     assert fingerprint(one) == fingerprint(other)
     assert fingerprint({"x": [one]}) == fingerprint({"x": (other,)})
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+@every_row(("one", "other"), DIFFERENT)
 def test_different_requests_have_different_fingerprints(one: Any, other: Any) -> None:
     """C103: a bool is no number, a text is no number, missing is not null, and nothing looks like something else."""
     assert fingerprint(one) != fingerprint(other)
@@ -158,7 +159,7 @@ def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None
         fingerprint([Model.model_construct(note="x")])
 
 
-@pytest.mark.parametrize(
+@every_row(
     "key",
     [
         "k",
@@ -175,7 +176,7 @@ def test_these_are_keys(key: str) -> None:
     assert expect_key(key, "the key") == key
 
 
-@pytest.mark.parametrize(
+@every_row(
     "key",
     ["", " ", "\t \n", "x" * 256, "".join(random.choices(string.printable, k=10_000)), "a\0", "a\nb", "\x7f", "\ud800"],
 )

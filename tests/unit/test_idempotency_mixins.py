@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel, RootModel
 
 from pgfence._values.codec import Codec
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -195,10 +196,10 @@ def pairs() -> Iterator[Any]:
                 value = kind(base)
             except Exception:  # whatever Python or pydantic says of it
                 continue
-            yield pytest.param(kind, base, value, id=f"{kind.__name__}-{getattr(base, '__name__', base)}")
+            yield kind, base, value
 
 
-@pytest.mark.parametrize(("kind", "base", "value"), tuple(pairs()))
+@every_row(("kind", "base", "value"), tuple(pairs()))
 def test_each_pair_of_mixins_comes_back_the_same_or_is_refused_where_it_is_named(
     kind: Callable[[Any], Any], base: Any, value: Any
 ) -> None:

@@ -45,6 +45,7 @@ from pydantic import (
 
 from pgfence._values.codec import Codec
 from pgfence.idempotency import idempotent_call
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -174,15 +175,13 @@ def test_marks_and_typed_dicts_count_as_what_their_values_are() -> None:
             Codec.of(one)
 
 
-@pytest.mark.parametrize(
-    "annotation", [Never, NoReturn, LiteralString, Self, EmailStr, TypeVar("T"), Mapping[str, Line] | str]
-)
+@every_row("annotation", [Never, NoReturn, LiteralString, Self, EmailStr, TypeVar("T"), Mapping[str, Line] | str])
 def test_what_says_nothing_is_no_refusal(annotation: Any) -> None:
     """The values tell."""
     same(annotation, "a")
 
 
-@pytest.mark.parametrize(
+@every_row(
     "annotation", [Callable[[int], Line], Callable, Iterator[int], Generator[int, None, None], type[Line], Line(), 7]
 )
 def test_what_no_value_can_be_is_refused_in_words(annotation: Any) -> None:

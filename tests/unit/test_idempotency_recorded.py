@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pgfence._values import errors
 from pgfence._values.codec import Codec
 from pgfence.errors import IdempotencyMisuseError
+from support.rows import every_row
 
 
 class Request(BaseModel):
@@ -46,7 +47,7 @@ def again(error: Exception) -> Exception:
     return errors.decode(errors.encode(error, CODEC), (Exception,), CODEC, "the key")
 
 
-@pytest.mark.parametrize("error", [Declined(7, "no"), KeyError("a"), FileNotFoundError(2, "gone"), Picky("first")])
+@every_row("error", [Declined(7, "no"), KeyError("a"), FileNotFoundError(2, "gone"), Picky("first")])
 def test_an_error_comes_back_as_its_class_whatever_that_takes(error: Exception) -> None:
     """C101: with its arguments and attributes, also where its `__new__` would not take them."""
     back = again(error)

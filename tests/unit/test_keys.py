@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sqlalchemy.dialects import postgresql
 
 from pgfence.keys import LockKey, resolve
+from support.rows import every_row
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "key_vectors.json").read_text(encoding="ascii"))["vectors"]
 
@@ -46,7 +47,7 @@ class Number(int, enum.Enum):
     SEVEN = 7
 
 
-@pytest.mark.parametrize("vector", VECTORS, ids=[v["note"] for v in VECTORS])
+@every_row("vector", VECTORS)
 def test_a_name_gives_its_frozen_key(vector: dict) -> None:
     """C023: every vector of the data file is met, value and both halves as pg_locks shows them."""
     key = LockKey.of(vector["name"], namespace=vector["namespace"])
@@ -62,7 +63,7 @@ def test_the_vectors_cover_both_signs_and_differ() -> None:
         assert {v[half] >= 2**31 for v in VECTORS} == {True, False}
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "random", None])
+@every_row("seed", ["0", "1", "random", None])
 def test_every_interpreter_gives_the_same_keys(seed: str | None) -> None:
     """C023: an interpreter with any PYTHONHASHSEED prints the golden values, of a 10 kB name too."""
     program = (
@@ -218,7 +219,7 @@ def test_an_enum_counts_as_its_plain_text_or_number() -> None:
     assert type(LockKey.raw(Number.SEVEN).value) is int
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("one", "two"),
     [
         ("caf\u00e9", "cafe\u0301"),
@@ -235,7 +236,7 @@ def test_nothing_is_normalised(one: str, two: str) -> None:
     assert LockKey.of(one) != LockKey.of(two)
 
 
-@pytest.mark.parametrize("name", [7, None, b"a", True, 1.0, UUID(int=1), ["a"], LockKey.raw(1)])
+@every_row("name", [7, None, b"a", True, 1.0, UUID(int=1), ["a"], LockKey.raw(1)])
 def test_a_name_that_is_no_str_is_refused(name: object) -> None:
     """C031: 7, None, bytes and UUID are refused, so that each is spelt in one place by the caller."""
     with pytest.raises(TypeError, match="must be a str"):
@@ -246,7 +247,7 @@ def test_a_name_that_is_no_str_is_refused(name: object) -> None:
         LockKey.family(name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["\x00", "a\x00b", "\x1f", "a\x1fb", "\ud800", "a\udfff"])
+@every_row("text", ["\x00", "a\x00b", "\x1f", "a\x1fb", "\ud800", "a\udfff"])
 def test_a_name_that_the_server_or_the_format_cannot_carry_is_refused(text: str) -> None:
     """C031: NUL, the separator and lone surrogates are a ValueError here and never reach a driver."""
     for make in (
@@ -269,27 +270,27 @@ def test_an_empty_name_or_id_is_refused() -> None:
             make()
 
 
-@pytest.mark.parametrize("ident", [None, True, 1.0, b"a", UUID(int=1), (1, 2)])
+@every_row("ident", [None, True, 1.0, b"a", UUID(int=1), (1, 2)])
 def test_an_id_that_is_neither_str_nor_int_is_refused(ident: object) -> None:
     """C031: the id of a family is a str or an int, nothing that only looks like one."""
     with pytest.raises(TypeError, match="str or an int"):
         LockKey.family("a")(ident)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
+@every_row("value", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
 def test_the_edges_of_a_raw_key_are_accepted(value: int) -> None:
     """C025: every number that a bigint holds is a key."""
     assert LockKey.raw(value).value == value
 
 
-@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 2**64 - 1, 10**40])
+@every_row("value", [2**63, -(2**63) - 1, 2**64 - 1, 10**40])
 def test_a_raw_key_out_of_range_is_refused(value: int) -> None:
     """C025: an unsigned or larger number is a ValueError before any SQL."""
     with pytest.raises(ValueError, match="64-bit"):
         LockKey.raw(value)
 
 
-@pytest.mark.parametrize("half", [2**31, -(2**31) - 1, 3048471620, 2**32 - 1])
+@every_row("half", [2**31, -(2**31) - 1, 3048471620, 2**32 - 1])
 def test_a_half_out_of_range_is_refused(half: int) -> None:
     """C025: an unsigned 32-bit number is no half of a pair."""
     for pair in ((half, 0), (0, half)):
@@ -297,7 +298,7 @@ def test_a_half_out_of_range_is_refused(half: int) -> None:
             LockKey.pair(*pair)
 
 
-@pytest.mark.parametrize("value", [True, False, 1.0, "1", None, b"\x01"])
+@every_row("value", [True, False, 1.0, "1", None, b"\x01"])
 def test_a_number_that_is_no_int_is_refused(value: object) -> None:
     """C025: True, 1.0 and text are a TypeError: a key is never rounded or guessed."""
     for make in (LockKey.raw, lambda v: LockKey.pair(v, 0), lambda v: LockKey.pair(0, v)):
@@ -334,7 +335,7 @@ def test_no_names_are_refused() -> None:
         resolve([], "")
 
 
-@pytest.mark.parametrize("name", [None, 7, b"a"])
+@every_row("name", [None, 7, b"a"])
 def test_resolving_refuses_what_is_neither_name_nor_key(name: object) -> None:
     """C031: a number among the names is a TypeError and not silently its text."""
     with pytest.raises(TypeError, match="must be a str"):

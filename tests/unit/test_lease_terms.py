@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgfence._leases import terms
+from support.rows import every_row
 
 TTLS = st.floats(min_value=terms.SHORTEST_TTL, max_value=terms.LONGEST_TTL)
 INSTANTS = st.floats(min_value=0, max_value=1e9)
@@ -65,7 +66,7 @@ def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, 
     assert asked.lock_delay == delay
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("values", "told"),
     [
         ({"ttl": 0}, "0.3 s or more"),
@@ -91,7 +92,7 @@ def test_terms_out_of_range_are_refused_with_the_way_out(values: dict[str, Any],
         terms.terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
 
 
-@pytest.mark.parametrize("value", ["60", None, True, 1j])
+@every_row("value", ["60", None, True, 1j])
 def test_a_ttl_of_another_type_is_refused(value: Any) -> None:
     """Neither text nor a truth value is a length of time."""
     with pytest.raises(TypeError, match="ttl"):

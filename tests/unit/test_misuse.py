@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import pgfence
 from pgfence._api.misuse import HANDLE_NAMES
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +52,7 @@ def block_of(kind: str) -> str:
     return "use `async with lock.hold" if kind.startswith("Async") else "use `with lock.hold"
 
 
-@pytest.mark.parametrize("kind", ALL)
+@every_row("kind", ALL)
 def test_a_noun_is_not_a_context_manager(kind: str) -> None:
     """C018: neither form of `with` enters it, whichever twin it is, and the message has the block that does."""
     noun = ALL[kind]()
@@ -66,7 +67,7 @@ def test_a_noun_is_not_a_context_manager(kind: str) -> None:
         asyncio.run(enter())
 
 
-@pytest.mark.parametrize("kind", ALL)
+@every_row("kind", ALL)
 def test_a_noun_is_not_a_decorator(kind: str) -> None:
     """C018: `@AdvisoryLock(...)` raises at the decoration."""
     form = "@lock.wrap" if kind in HELD else r"lock.acquire\(\)` inside" if "Transaction" in kind else r"run\(fn\)"
@@ -76,7 +77,7 @@ def test_a_noun_is_not_a_decorator(kind: str) -> None:
         def work() -> None: ...
 
 
-@pytest.mark.parametrize("kind", ALL)
+@every_row("kind", ALL)
 def test_what_others_have_is_named_where_it_is(kind: str) -> None:
     """`lock.release()` is the handle's here, and looks absent to hasattr()."""
     noun = ALL[kind]()
@@ -90,7 +91,7 @@ def test_what_others_have_is_named_where_it_is(kind: str) -> None:
         _ = noun.nothing
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL if "Effect" not in kind])
+@every_row("kind", [kind for kind in ALL if "Effect" not in kind])
 def test_arguments_of_the_verbs_go_by_name(kind: str) -> None:
     """`acquire(5)` and `hold(blocking=False)` name the argument that does it."""
     noun = ALL[kind]()
@@ -102,7 +103,7 @@ def test_arguments_of_the_verbs_go_by_name(kind: str) -> None:
                 asyncio.run(called)
 
 
-@pytest.mark.parametrize("kind", HELD)
+@every_row("kind", HELD)
 def test_wrap_needs_its_parentheses(kind: str) -> None:
     """`@lock.wrap` raises at the decoration."""
     with pytest.raises(TypeError, match=rf"{kind}\.wrap\(\) does not take <function .*with parentheses"):
@@ -118,7 +119,7 @@ def test_the_hold_of_a_transaction_lock_is_not_a_decorator() -> None:
             OTHERS[kind]().hold()(print)
 
 
-@pytest.mark.parametrize("several", [("a", "b"), ["a"], {"a"}], ids=type)
+@every_row("several", [("a", "b"), ["a"], {"a"}])
 def test_several_names_are_unpacked(several: Any) -> None:
     """A tuple or list is not a name, and str() of it would be another one."""
     for make in (
@@ -137,7 +138,7 @@ def test_several_names_are_unpacked(several: Any) -> None:
         pgfence.fence(Session(ENGINE), several, 1)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("given", "asynchronous"),
     [
         (Session(ENGINE), False),
@@ -147,7 +148,6 @@ def test_several_names_are_unpacked(several: Any) -> None:
         (async_scoped_session(async_sessionmaker(ASYNC_ENGINE), scopefunc=lambda: None), True),
         (async_sessionmaker(ASYNC_ENGINE), True),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_a_session_or_its_factory_is_no_engine(given: Any, asynchronous: bool) -> None:
     """A sessionmaker is callable, and must not pass for a function that returns an engine."""
@@ -166,10 +166,9 @@ def test_a_session_or_its_factory_is_no_engine(given: Any, asynchronous: bool) -
             kind(given, "k", scope="a")
 
 
-@pytest.mark.parametrize(
+@every_row(
     "given",
     [ENGINE, ASYNC_ENGINE, sessionmaker(ENGINE), async_sessionmaker(ASYNC_ENGINE), "postgresql://nowhere/"],
-    ids=lambda value: type(value).__name__,
 )
 def test_a_transaction_lock_needs_a_transaction(given: Any) -> None:
     """An engine, a factory or a URL has none: the message names begin()."""

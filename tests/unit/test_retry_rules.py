@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -16,6 +15,7 @@ from pgfence.errors import (
     VersionConflictError,
 )
 from pgfence.retrying._rules import curable, of_a_snapshot, pause_after
+from support.rows import every_row
 
 
 class DriverError(Exception):
@@ -36,7 +36,7 @@ def test_a_pause_lies_between_nothing_and_a_bound_that_doubles(attempt: int) -> 
     assert 0 <= pause_after(attempt) <= min(0.5, 0.005 * 2 ** min(attempt - 1, 20))
 
 
-@pytest.mark.parametrize(("attempt", "bound"), [(1, 0.005), (2, 0.010), (20, 0.5)])
+@every_row(("attempt", "bound"), [(1, 0.005), (2, 0.010), (20, 0.5)])
 def test_pauses_are_spread_over_the_whole_span(attempt: int, bound: float) -> None:
     """Those who met at one row do not meet again at one moment."""
     pauses = sorted(pause_after(attempt) for _ in range(2000))
@@ -44,7 +44,7 @@ def test_pauses_are_spread_over_the_whole_span(attempt: int, bound: float) -> No
     assert pauses[-100] > bound * 9 / 10
 
 
-@pytest.mark.parametrize("state", ["40001", "40P01"])
+@every_row("state", ["40001", "40P01"])
 def test_two_sqlstates_are_curable_wherever_they_stand(state: str) -> None:
     """Of SQLAlchemy's error, or of the driver's own where somebody works past SQLAlchemy."""
     for error in (refused(state), DriverError(state)):
@@ -73,13 +73,13 @@ def test_other_errors_are_not_curable() -> None:
         assert not curable(error)
 
 
-@pytest.mark.parametrize("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])
+@every_row("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])
 def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
     """The server said no: nothing is committed."""
     assert not unanswered(refused(state))
 
 
-@pytest.mark.parametrize(
+@every_row(
     "error",
     [
         refused("23505", lost=True),
@@ -92,7 +92,6 @@ def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
         ConnectionResetError(),
         TimeoutError(),
     ],
-    ids=repr,
 )
 def test_a_commit_without_a_response_has_an_unknown_outcome(error: Exception) -> None:
     """The connection went, or the time was over: the server may have committed."""

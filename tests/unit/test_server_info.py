@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pgfence._sql.params import DRIVERS, style_of
 from pgfence._sql.server import ServerInfo, capacity, verdict
 from pgfence.errors import CapacityError, PoolerError, StandbyError, UnsupportedServerError
+from support.rows import every_row
 
 GOOD = ServerInfo(
     backend_pid=100,
@@ -37,7 +38,7 @@ def test_a_direct_primary_is_trusted() -> None:
     assert verdict(GOOD, 100, "session", None) is None
 
 
-@pytest.mark.parametrize("declared", ["auto", "direct"])
+@every_row("declared", ["auto", "direct"])
 def test_another_pid_is_a_pooler_of_unknown_mode(declared: Any) -> None:
     """C019: refused, with the ways out: a direct engine, or the caller's word for session pooling."""
     refusal = verdict(GOOD, 999, declared, 101)
@@ -76,7 +77,7 @@ def test_a_standby_does_not_exclude() -> None:
     assert "primary" in str(refusal)
 
 
-@pytest.mark.parametrize(
+@every_row(
     "version",
     [
         "CockroachDB CCL v23.1.11 (x86_64-pc-linux-gnu)",
@@ -100,7 +101,7 @@ def test_stub_functions_are_refused() -> None:
     assert "exclude nobody" in str(refusal)
 
 
-@pytest.mark.parametrize(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])
+@every_row(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])
 def test_old_versions_are_refused(number: int, refused: bool) -> None:
     """Rule 20: before 14 some settings that a quiet holder needs do not exist."""
     answer = verdict(replace(GOOD, number=number), 100, "auto", None)
@@ -120,7 +121,7 @@ def test_facts_are_read_from_one_row() -> None:
     assert (facts.backend_pid, facts.deadlock_timeout, facts.settings) == (7, 1.5, {"lock_timeout": "70"})
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("used", "wanted", "answer"),
     [(0, 1, "fine"), (0, 799, "fine"), (0, 800, "warn"), (799, 1, "warn"), (0, 899, "warn"), (890, 9, "warn")],
 )
@@ -129,7 +130,7 @@ def test_the_lock_table_is_judged_with_the_request(used: int, wanted: int, answe
     assert capacity(used, wanted, 1000) == answer
 
 
-@pytest.mark.parametrize(("used", "wanted"), [(0, 900), (899, 1), (5000, 1), (0, 20_000)])
+@every_row(("used", "wanted"), [(0, 900), (899, 1), (5000, 1), (0, 20_000)])
 def test_a_nearly_full_lock_table_is_refused(used: int, wanted: int) -> None:
     """Rule 16: from 90 % on, with both numbers and the setting to raise."""
     refusal = capacity(used, wanted, 1000)
@@ -150,13 +151,13 @@ def test_more_is_never_better(used: int, wanted: int, limit: int) -> None:
     assert rank(capacity(used, wanted, limit)) <= rank(capacity(used, wanted + 1, limit))
 
 
-@pytest.mark.parametrize("driver", sorted(DRIVERS))
+@every_row("driver", sorted(DRIVERS))
 def test_known_drivers_have_their_way_of_marking_parameters(driver: str) -> None:
     """Each driver that is known, and no other."""
     assert style_of(SimpleNamespace(name="postgresql", driver=driver)) in ("format", "numeric")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("name", "driver"),
     [("sqlite", "pysqlite"), ("mysql", "pymysql"), ("postgresql", "pg8000"), ("cockroachdb", "psycopg")],
 )

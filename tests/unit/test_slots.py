@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import pgfence.once
 from pgfence.once._schedule import schedule_of, zone_of
 from pgfence.once._slots import Ahead, Cron, Due, Every, Over, due
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from pgfence.once._slots import CatchUp, Schedule
@@ -174,7 +175,7 @@ def test_hours_have_one_length_and_begin_on_the_hour() -> None:
 # ---------------------------------------------------------------- cron and summer time
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("line", "day", "expected"),
     [
         # 2026-03-29: 02:00 to 03:00 is left out. 2026-10-25: 02:00 to 03:00 comes twice.
@@ -275,7 +276,7 @@ def test_a_slot_that_the_caller_names_is_due_until_it_is_done() -> None:
     assert due(TOMORROW, "last", TODAY, TOMORROW, TOMORROW) == Over(TOMORROW, "done", None)
 
 
-@pytest.mark.parametrize("catch_up", ["none", "last", "all"])
+@every_row("catch_up", ["none", "last", "all"])
 def test_a_slot_that_a_clock_ran_ahead_of_time_is_an_anomaly(catch_up: CatchUp) -> None:
     """After the server's clock was set back, a slot that is done and has not begun is told apart from one that is done."""
     assert due(DAYS, catch_up, TODAY, TOMORROW, TOMORROW) == Ahead(TOMORROW)
@@ -292,7 +293,7 @@ def test_in_the_hour_that_comes_twice_what_is_done_is_not_ahead() -> None:
     assert due(minutes, "last", done, now, now) == Ahead(now.astimezone(UTC))
 
 
-@pytest.mark.parametrize("catch_up", ["none", "last", "all"])
+@every_row("catch_up", ["none", "last", "all"])
 def test_a_slot_that_a_clock_began_ahead_of_time_keeps_nothing_from_running(catch_up: CatchUp) -> None:
     """What was begun ahead of time and never finished is forgotten: the slot that counts by the clock now is due."""
     for done in (None, utc(2026, 5, 3)):
@@ -312,7 +313,7 @@ def test_a_slot_done_under_another_schedule_is_done() -> None:
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("given", "error", "says"),
     [
         ({}, TypeError, "one of every=, cron= and at="),
@@ -348,7 +349,7 @@ def test_what_cannot_be_used_is_refused_with_the_way_out(
         schedule_of(**arguments | given)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("nickname", "line"),
     [
         ("@hourly", "0 * * * *"),
