@@ -74,9 +74,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the drivers that a test does not need; see support/worlds.py."""
-    items[:] = filter(is_wanted, items)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Make no items for drivers that a test does not need; see support/worlds.py."""
+    made = yield
+    return list(filter(is_wanted, made)) if isinstance(made, list) else made
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from support.worlds import Contender, World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @pytest.fixture
@@ -84,6 +84,7 @@ def blow(admin: psycopg.Connection[Any], name: str, token: int) -> None:
 # ---------------------------------------------------------------- what it refuses, and what not
 
 
+@pytest.mark.every_driver
 async def test_only_the_newest_token_can_commit(world: World, name: str, ledger: str, admin: Any) -> None:
     """A token that was overtaken is refused at the door, with both numbers; the same and newer ones are let in."""
     engine = world.engine()
@@ -142,6 +143,7 @@ async def test_a_newer_holder_waits_for_older_writers_and_sees_what_they_wrote(
     assert amount(admin, ledger) == 151
 
 
+@pytest.mark.every_driver
 async def test_a_token_above_the_leases_row_was_never_issued(world: World, name: str, admin: Any) -> None:
     """C080: a token from another resource, or from before a restore, is refused as such."""
     admin.execute(
@@ -156,6 +158,7 @@ async def test_a_token_above_the_leases_row_was_never_issued(world: World, name:
     assert (caught.value.token, caught.value.newest) == (9, 1)
 
 
+@pytest.mark.every_driver
 async def test_several_resources_are_entered_by_one_statement_all_or_none(world: World, name: str, admin: Any) -> None:
     """One round trip in one order; one stale token among them refuses all."""
     engine, names = world.engine(), {f"{name}:{n}": 1 for n in (3, 1, 2)}
@@ -171,6 +174,7 @@ async def test_several_resources_are_entered_by_one_statement_all_or_none(world:
     assert caught.value.resource == f"{name}:2"
 
 
+@pytest.mark.every_driver
 async def test_a_connection_and_a_scoped_session_have_transactions_too(world: World, name: str, admin: Any) -> None:
     """A Core connection and a scoped session enter like a Session, and the namespace is part of the resource."""
     engine = world.engine()
@@ -223,6 +227,7 @@ async def test_settings_that_a_hook_sends_at_the_begin_are_no_reads(world: World
         assert await value(world, work, f"SELECT token FROM pgfence_gate WHERE resource = '{name}'") == 1
 
 
+@pytest.mark.every_driver
 async def test_the_sqlstate_of_somebody_else_stays_what_it_is(world: World, name: str) -> None:
     """Another program may raise PF001 too: its error comes out as it is, with its own words."""
     raised = "DO $$ BEGIN RAISE EXCEPTION 'not ours' USING ERRCODE = 'PF001', DETAIL = '{no json'; END $$"
@@ -267,6 +272,8 @@ async def test_a_session_on_a_connection_of_a_test_may_have_had_statements(
         assert (await world.call(outer.execute, entered, {"name": name})).scalar() is None
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_leaving_fenced_raises_if_its_transaction_ended(world: World, name: str, end: str) -> None:
     """The rest of the block was not fenced; what the block itself raises wins."""
@@ -283,6 +290,7 @@ async def test_leaving_fenced_raises_if_its_transaction_ended(world: World, name
         await world.call(work.commit)
 
 
+@pytest.mark.every_driver
 async def test_autocommit_is_refused(world: World, name: str) -> None:
     """A gate that is left with the statement that entered it protects nothing."""
     engine = world.engine(isolation_level="AUTOCOMMIT")
@@ -291,6 +299,8 @@ async def test_autocommit_is_refused(world: World, name: str) -> None:
             await world.call(fence, work, name, 1)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_under_a_snapshot_a_waiter_is_told_to_try_again(
     world: World, name: str, admin: Any, eventually: Any, level: str
@@ -353,6 +363,7 @@ async def test_what_has_no_transaction_of_its_own_is_refused(world: World, name:
         fence(1, name, 1)  # type: ignore[call-overload]
 
 
+@pytest.mark.every_driver
 async def test_without_the_tables_the_command_is_named(world: World, name: str) -> None:
     """A fence in a schema where nothing is installed: SchemaError, with the way out."""
     engine = world.engine()
@@ -363,6 +374,7 @@ async def test_without_the_tables_the_command_is_named(world: World, name: str) 
     assert caught.value.command == "pgfence install --schema nowhere"
 
 
+@pytest.mark.every_driver
 async def test_in_a_read_only_transaction_the_primary_is_named(world: World, name: str) -> None:
     """No raw error of the driver: a gate is entered where rows are written."""
     async with session(world, world.engine()) as work:
@@ -405,6 +417,7 @@ async def test_begin_takes_a_factory_and_nothing_else(world: World) -> None:
 # ---------------------------------------------------------------- refusals of the database, and what follows them
 
 
+@pytest.mark.every_driver
 async def test_a_guarded_table_refuses_who_enters_no_gate(world: World, name: str, guarded: str, admin: Any) -> None:
     """PF002 reaches the caller as FenceRequiredError, whatever statement it was, Core or ORM."""
     engine = world.engine()
@@ -429,6 +442,8 @@ EVERY = {
 }
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", EVERY)
 async def test_a_holder_who_was_overtaken_inside_a_transaction_cannot_write_by_any_statement(
     world: World, name: str, guarded: str, admin: Any, kind: str
@@ -493,6 +508,7 @@ async def test_a_refusal_that_a_savepoint_swallows_still_keeps_the_transaction_f
     assert amount(admin, ledger) == 101
 
 
+@pytest.mark.every_driver
 async def test_on_a_connection_too_a_swallowed_refusal_keeps_the_transaction_from_committing(
     world: World, name: str, ledger: str, guarded: str, admin: Any
 ) -> None:
@@ -523,6 +539,7 @@ async def test_others_can_poison_a_transaction(world: World, name: str, ledger: 
             await world.call(work.commit)
 
 
+@pytest.mark.every_driver
 async def test_a_checkpoint_is_written_behind_the_gate(world: World, name: str, admin: Any) -> None:
     """It is committed with the caller's transaction; whoever was overtaken writes none."""
     engine = world.engine()

@@ -47,6 +47,7 @@ async def test_hooks_see_the_entry_also_when_they_come_later(world: World, name:
     assert len(await seen_by(world, engine, name)) == 1
 
 
+@pytest.mark.twins
 async def test_leases_leave_no_mark_on_the_engine(world: World, name: str) -> None:
     """Statements of an engine that leases and fences use look for listeners no more than before; its disposal is noticed."""
     engine = world.engine()
@@ -127,6 +128,7 @@ async def test_a_wait_at_the_gate_puts_the_settings_back(world: World, name: str
             await world.call(work.commit)
 
 
+@pytest.mark.twins
 async def test_all_who_are_inside_are_named(world: World, name: str) -> None:
     """C056: of several writers with one token each may be the one in the way."""
     engine, other = world.engine(), world.other()
@@ -163,6 +165,7 @@ async def test_a_listener_that_executes_itself_cannot_hide_a_rollback(world: Wor
         assert await world.call(lock(other, name).try_acquire) is False
 
 
+@pytest.mark.twins
 async def test_a_block_whose_entry_is_refused_rolls_back(world: World, name: str) -> None:
     """The transaction that a block opened is over when it could not enter: the connection is back in the pool."""
     engine = world.engine(pool_size=1, max_overflow=0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from support.worlds import Contender, World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @pytest.fixture
@@ -57,6 +57,8 @@ async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
 # ---------------------------------------------------------------- after a refusal
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("opened", [session, connection])
 async def test_the_commit_after_a_refused_one_commits_none_of_the_refused_writes(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str, opened: Any
@@ -149,6 +151,7 @@ async def copy(world: World, work: Any, table: str) -> None:
             raw.cursor().copy_expert(statement, io.StringIO("3\t3\n"))
 
 
+@pytest.mark.every_driver
 async def test_copy_past_sqlalchemy_meets_the_fence(
     world: World, admin: psycopg.Connection[Any], name: str, table: str
 ) -> None:
@@ -165,6 +168,7 @@ async def test_copy_past_sqlalchemy_meets_the_fence(
     assert rows(admin, table) == [(1, 100), (2, 100), (3, 3)]
 
 
+@pytest.mark.every_driver
 async def test_a_commit_in_plain_text_leaves_the_gate(
     world: World, admin: psycopg.Connection[Any], name: str, table: str
 ) -> None:
@@ -219,6 +223,7 @@ async def test_known_ways_around_are_those_of_a_superuser(
 # ---------------------------------------------------------------- how a refusal is told
 
 
+@pytest.mark.every_driver
 async def test_every_copy_of_the_engine_tells_refusals_as_ours(world: World, name: str, table: str) -> None:
     """The first fence may be entered on a copy with options; statements of the engine itself are translated too."""
     engine = world.engine()
@@ -230,6 +235,7 @@ async def test_every_copy_of_the_engine_tells_refusals_as_ours(world: World, nam
     assert (told.value.resource, told.value.sqlstate) == (name, "PF002")
 
 
+@pytest.mark.every_driver
 async def test_other_errors_stay_as_they_are(world: World, name: str, table: str) -> None:
     """Behind a gate a broken constraint is SQLAlchemy's IntegrityError, as everywhere, and poisons nothing."""
     async with session(world, world.engine()) as work:
@@ -257,6 +263,7 @@ async def test_settings_sent_by_an_engines_hook_at_the_begin_do_not_trip_begin(
     assert rows(admin, table) == [(1, 102), (2, 102)]
 
 
+@pytest.mark.every_driver
 async def test_a_role_without_rights_is_told_the_grant(world: World, role: Any, name: str) -> None:
     """No right to the gate: SchemaError with the GRANT that its owner has to run."""
     async with session(world, world.engine(dsn=role())) as work:
@@ -282,6 +289,7 @@ async def test_each_tenant_has_gates_of_its_own(world: World, admin: psycopg.Con
         admin.execute(f"DROP SCHEMA {tenant} CASCADE".encode())
 
 
+@pytest.mark.every_driver
 async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
     world: World, admin: psycopg.Connection[Any], name: str, eventually: Any
 ) -> None:

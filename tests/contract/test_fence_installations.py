@@ -101,6 +101,7 @@ def test_a_savepoint_takes_back_the_claim_in_one_installation_alone(
             connection.execute(text(f'INSERT INTO "{tenants[1]}".entry VALUES (1)'))
 
 
+@pytest.mark.twins
 @pytest.mark.usefixtures("tables")
 async def test_a_handle_enters_no_gate_of_another_installation(
     world: World, name: str, tenants: tuple[str, str]

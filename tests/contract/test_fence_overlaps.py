@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from support.worlds import Contender, World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 STALE, NEW = 1, 2
 
@@ -110,6 +110,8 @@ async def new_write(who: Contender, work: Any, overlap: Overlap, name: str, tabl
     await run(who, work, overlap.new.format(table))
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 async def test_a_stale_write_after_the_new_holders_commit_is_refused(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, overlap: Overlap, stale_write: Any
 ) -> None:
@@ -129,6 +131,8 @@ async def test_a_stale_write_after_the_new_holders_commit_is_refused(
     assert rows(admin, table) == left
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 async def test_a_stale_write_during_the_new_holders_transaction_waits_and_is_refused(
     world: World,
     admin: psycopg.Connection[Any],
@@ -152,6 +156,8 @@ async def test_a_stale_write_during_the_new_holders_transaction_waits_and_is_ref
     assert rows(admin, table) == left
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 async def test_a_new_holder_waits_for_a_stale_writer_who_is_inside(
     world: World,
     admin: psycopg.Connection[Any],
@@ -210,6 +216,7 @@ async def log_of(admin: psycopg.Connection[Any], world: World, resource: str) ->
     return made
 
 
+@pytest.mark.every_driver
 async def test_in_a_crowd_tokens_never_go_back(world: World, admin: psycopg.Connection[Any], name: str) -> None:
     """Six writers with tokens up and down, each at random moments: in the order of writing no token follows a newer one."""
     engine = world.engine(pool_size=6)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.one_driver, pytest.mark.usefixtures("tables")]
 
 
 def rows(session: Session, cls: Any) -> list[tuple[Any, ...]]:
@@ -55,6 +55,8 @@ def book() -> str:
 # ------------------------------------------------------------ the flush
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["gate", "row"])
 async def test_a_flush_writes_the_token_into_every_row(world: World, kind: str, mode: str) -> None:
@@ -71,6 +73,8 @@ async def test_a_flush_writes_the_token_into_every_row(world: World, kind: str, 
     assert found == [(1, "a", 7, 5), (2, "a", 0, 3)]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["gate", "row"])
 @pytest.mark.parametrize("act", ["add", "change", "delete"])
@@ -144,6 +148,7 @@ async def test_a_stale_holder_is_refused_at_the_gate(world: World) -> None:
         await under(world, engine, own(cls, 4), adding(cls, 2))
 
 
+@pytest.mark.every_driver
 async def test_five_hundred_rows_are_flushed_in_few_statements(world: World) -> None:
     """The mixin keeps the batching of a flush: the guard costs no statement for each row, in either mode."""
     engine = world.engine()
@@ -249,6 +254,8 @@ STATEMENTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("statement", STATEMENTS)
 @pytest.mark.parametrize("mode", ["gate", "row"])
 @pytest.mark.parametrize("resource", [None, by_book], ids=["constant", "by row"])
@@ -460,6 +467,8 @@ async def test_a_statement_that_sets_the_token_itself_is_refused(world: World, m
 # ------------------------------------------------------------ past the class
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("resource", [None, by_book], ids=["constant", "by row"])
 async def test_legacy_bulk_methods_need_a_token_too(world: World, resource: Any, book: str) -> None:
     """`bulk_save_objects` and `bulk_insert_mappings`, which call no hook, are asked by the column itself."""
@@ -478,6 +487,7 @@ async def test_legacy_bulk_methods_need_a_token_too(world: World, resource: Any,
     assert found == [(number, book, 0, 3) for number in (1, 2, 3)]
 
 
+@pytest.mark.every_driver
 async def test_inserts_and_updates_of_the_table_need_a_token_too(world: World) -> None:
     """Core statements on the Table pass behind the gate and are refused without; those of mode "row" are refused always."""
     engine = world.engine()
@@ -520,6 +530,8 @@ async def _set_back(world: World, engine: Any, cls: Any) -> None:
     )
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("act", STALE)
 async def test_a_row_written_under_a_newer_token_is_refused_to_an_older_one(world: World, act: str) -> None:
     """In mode "row" one such row makes the statement an error, the others stay as they were, and no commit is possible."""
@@ -565,6 +577,8 @@ async def test_a_row_that_is_gone_is_no_row_to_write(world: World, act: str) -> 
         await under(world, engine, own(cls, 3), work)
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("act", [act for act in STALE if act != "bulk update by key"])
 async def test_a_stale_writer_waits_for_the_newer_one_and_is_refused(
     world: World, act: str, dsn: str, eventually: Callable[..., Any]
@@ -585,6 +599,7 @@ async def test_a_stale_writer_waits_for_the_newer_one_and_is_refused(
     assert await on_session(world, engine, lambda session: rows(session, cls)) == [(1, "a", 5, 5), (2, "a", 0, 3)]
 
 
+@pytest.mark.twins
 async def test_a_row_that_comes_to_match_meanwhile_is_left_alone(
     world: World, dsn: str, eventually: Callable[..., Any]
 ) -> None:
@@ -635,6 +650,7 @@ async def test_mode_row_lets_through_what_no_column_can_tell(world: World, mode:
             await under(world, engine, own(cls, 4), lambda session: stale(session, cls))
 
 
+@pytest.mark.twins
 async def test_mode_row_takes_the_token_of_a_lease_that_is_held_here(world: World, name: str) -> None:
     """No table of pgfence's is needed beside the rows: the lease may be in another database, or in another schema."""
     elsewhere = world.engine()
@@ -652,6 +668,7 @@ async def test_mode_row_takes_the_token_of_a_lease_that_is_held_here(world: Worl
         await under(world, elsewhere, {}, adding(cls, 2, book=name))
 
 
+@pytest.mark.every_driver
 async def test_mode_row_is_refused_in_autocommit(world: World, name: str) -> None:
     """There the lock of a row ends when it was compared, and a newer holder's write in between would be overwritten."""
     engine = world.engine()
@@ -667,6 +684,7 @@ async def test_mode_row_is_refused_in_autocommit(world: World, name: str) -> Non
             await under(world, world.engine(isolation_level="AUTOCOMMIT"), {}, work)
 
 
+@pytest.mark.twins
 async def test_a_held_lease_alone_lets_nothing_through_a_gate(world: World, name: str) -> None:
     """In mode "gate" the transaction itself must have entered: a lease in the hand is no fence."""
     engine = world.engine()
@@ -770,6 +788,8 @@ async def test_a_change_of_a_child_table_alone_is_fenced(world: World, mode: str
     assert tuple(row) == (8 if mode == "gate" else 7, 4)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", ["gate", "row"])
 async def test_a_key_may_have_several_columns(world: World, mode: str, book: str) -> None:
     """Rows with a composite primary key of several types are read, locked and bound like others."""

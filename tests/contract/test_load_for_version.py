@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.one_driver
+
 A_UUID = UUID("8f1f9f0e-3f0e-4b57-9d57-0f6f5a1d6b1a")
 
 
@@ -149,6 +151,7 @@ def desk(world: World) -> Desk:
 # ------------------------------------------------------------ the version that a client has seen
 
 
+@pytest.mark.twins
 async def test_the_first_of_two_clients_saves_and_the_second_is_told(desk: Desk) -> None:
     """C072: both have read version 1; the second to save gets row, expected and found version, and its change is not made."""
     cls = page()
@@ -223,6 +226,7 @@ async def test_a_write_in_between_makes_the_flush_fail(desk: Desk) -> None:
         assert not isinstance(refused.value, VersionConflictError) or refused.value.http_status == 409
 
 
+@pytest.mark.twins
 async def test_a_lock_keeps_the_row_until_the_transaction_ends(desk: Desk, admin: psycopg.Connection[Any]) -> None:
     """With `lock=True` nobody else writes the row, so the flush cannot fail; without it anybody may."""
     cls = page()
@@ -297,6 +301,7 @@ def test_what_is_no_versioned_class_and_no_session_is_refused() -> None:
         etag(page())
 
 
+@pytest.mark.twins
 async def test_changes_that_are_not_flushed_are_neither_lost_nor_sent(desk: Desk) -> None:
     """To read anew would overwrite them, a flush would write them unchecked: the call is refused, and they stay."""
     cls = page()
@@ -326,6 +331,7 @@ async def test_changes_that_are_not_flushed_are_neither_lost_nor_sent(desk: Desk
 # ------------------------------------------------------------ kinds of classes, keys and sessions
 
 
+@pytest.mark.every_driver
 async def test_uuid_versions_and_a_column_of_another_name(desk: Desk) -> None:
     """A UUID tells a row from one that was made again in its place; the column's name in the table is the class's own."""
     cls = page(VersionedUUID, __version_column__="row_version")
@@ -360,6 +366,7 @@ async def test_a_version_that_the_server_counts_sees_every_writer(desk: Desk, ad
     assert admin.execute(f"SELECT version, title FROM {cls.__tablename__}").fetchall() == [(4, "4")]
 
 
+@pytest.mark.every_driver
 async def test_xmin_is_compared_and_is_no_tag(desk: Desk) -> None:
     """C071: within a unit of work xmin is a version like any other; a tag that may outlive a dump of the database is refused."""
     cls = page(__version_mode__="xmin")
@@ -398,6 +405,7 @@ async def test_dataclasses_have_the_version_of_their_own_column(desk: Desk) -> N
         assert etag(await desk.load(session, Note, 1, 2)) == f'"{Note.__tablename__}-2"'
 
 
+@pytest.mark.twins
 async def test_composite_keys_as_a_tuple_and_as_a_dict(desk: Desk) -> None:
     """Keys are given as for `Session.get`; in the error they are a tuple in the order of the table."""
 
@@ -435,6 +443,7 @@ async def test_joined_inheritance_and_eager_rows_can_be_locked(desk: Desk) -> No
                 await desk.load(session, cls, 1, 2, lock=True)
 
 
+@pytest.mark.twins
 async def test_a_lock_that_was_waited_for_gives_every_table_as_it_is_afterwards(
     desk: Desk, dsn: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
@@ -455,6 +464,7 @@ async def test_a_lock_that_was_waited_for_gives_every_table_as_it_is_afterwards(
         assert (row.version, row.title, row.topic) == (2, "theirs", "theirs")
 
 
+@pytest.mark.twins
 async def test_scoped_sessions_are_taken(desk: Desk) -> None:
     """scoped_session and async_scoped_session stand for the session of this thread or task."""
     cls = page()
@@ -468,6 +478,7 @@ async def test_scoped_sessions_are_taken(desk: Desk) -> None:
     await desk.world.call(session.remove)
 
 
+@pytest.mark.twins
 async def test_a_session_on_a_connection_is_taken(desk: Desk) -> None:
     """A test's session that is bound to a connection, and rolled back, loads and compares like any other."""
     cls = page()
@@ -491,6 +502,8 @@ async def test_a_session_on_a_connection_is_taken(desk: Desk) -> None:
     assert await desk.title(cls) == "old"
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("lock", [False, True])
 async def test_a_session_that_reads_from_replicas_compares_on_the_primary(desk: Desk, lock: bool) -> None:
     """What a replica says may be late: the row is read where the flush will write it."""
@@ -536,6 +549,7 @@ async def test_a_tag_is_strong_and_changes_with_the_version(desk: Desk) -> None:
         await desk.load(session, cls, 1, if_match({"If-Match": "*"}))
 
 
+@pytest.mark.twins
 async def test_an_expired_row_is_loaded_for_its_tag(desk: Desk) -> None:
     """After a commit the tag is that of the version in the database; in asyncio that needs `expire_on_commit=False`."""
     cls = page()

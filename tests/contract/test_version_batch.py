@@ -19,6 +19,8 @@ from support.versioned_rows import KINDS, beside, joined, made, on_session, page
 if TYPE_CHECKING:
     from support.worlds import World
 
+pytestmark = pytest.mark.one_driver
+
 BATCH = {"conflict_check": "batch"}
 
 
@@ -29,6 +31,8 @@ async def in_batch(world: World, engine: Any, work: Any) -> Any:
 # ------------------------------------------------------------ rows go out together
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rows_go_out_together(world: World, kind: str) -> None:
     """However many rows change and go, a flush is one lock, one statement for each kind of change and at most two looks after."""
@@ -65,6 +69,8 @@ async def test_rows_go_out_together(world: World, kind: str) -> None:
         assert {after[number] for number in (1, 2, 3)} == {2}
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_session_flushes_again_and_again(world: World, kind: str) -> None:
     """The versions in memory are those of the table after each flush, so the next one passes, in a new transaction too."""
@@ -107,6 +113,7 @@ async def test_rows_that_change_in_other_columns_go_out_in_their_own_statement(w
     await in_batch(world, engine, work)
 
 
+@pytest.mark.twins
 async def test_hooks_see_the_new_version(world: World) -> None:
     """after_update finds each instance at its own new version."""
     engine = world.engine()
@@ -145,6 +152,8 @@ async def test_only_rows_that_change_are_locked(world: World) -> None:
 # ------------------------------------------------------------ conflicts
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_conflict_names_every_row_before_anything_is_sent(world: World, kind: str) -> None:
     """Of five rows two were changed and one deleted elsewhere: the error lists these three, and no row was written."""
@@ -288,6 +297,7 @@ async def test_a_row_deleted_and_added_in_one_flush_goes_on_from_its_version(wor
 # ------------------------------------------------------------ kinds of classes
 
 
+@pytest.mark.twins
 async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> None:
     """Joined inheritance: a change to the second table alone raises the version, twice in one session; a stale one is refused."""
     engine = world.engine()
@@ -316,7 +326,6 @@ async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> N
         await beside(world, engine, stale, **BATCH)
 
 
-@pytest.mark.one_driver
 async def test_a_table_without_its_trigger_is_told(world: World) -> None:
     """Mode "server" where no trigger counts: the error says so and how to add it, and nothing is kept."""
     engine = world.engine()
@@ -332,6 +341,7 @@ async def test_a_table_without_its_trigger_is_told(world: World) -> None:
         await in_batch(world, engine, work)
 
 
+@pytest.mark.every_driver
 async def test_autocommit_is_refused_where_a_row_lock_has_to_last(world: World) -> None:
     """In autocommit the lock ends with its statement: the rows of a batch, or of a pending change, would be compared in vain."""
     engine = world.engine()
@@ -355,6 +365,7 @@ async def test_autocommit_is_refused_where_a_row_lock_has_to_last(world: World) 
     assert await read(world, engine, cls) == dict.fromkeys(range(1, 7), 1)
 
 
+@pytest.mark.every_driver
 async def test_keys_of_every_kind_are_found(world: World) -> None:
     """Composite keys of text, numbers and UUIDs are locked, compared and confirmed like one number, and may be changed."""
 
@@ -494,6 +505,7 @@ async def test_another_session_in_a_hook_of_the_flush_is_compared_or_refused(wor
     assert (await read(world, engine, cls))[2] == 2
 
 
+@pytest.mark.every_driver
 async def test_a_flush_that_fails_leaves_nothing_behind(world: World) -> None:
     """After an error of the database in a batch flush, flushes in the same thread or task compare as they should."""
     engine = world.engine()
@@ -519,6 +531,7 @@ async def test_a_flush_that_fails_leaves_nothing_behind(world: World) -> None:
     assert await read(world, engine, cls) == {1: 2, 2: 1, 3: 2, 4: 1, 5: 1}
 
 
+@pytest.mark.twins
 async def test_rows_are_locked_in_one_order(world: World) -> None:
     """Two who change the same rows in opposite order meet in a conflict, never in a deadlock."""
     engine = world.engine(pool_size=8)
@@ -557,7 +570,6 @@ def _with_session(engine: Any, work: Any) -> None:
         work(session)
 
 
-@pytest.mark.one_driver
 async def test_a_snapshot_that_is_too_old_is_the_servers_error(world: World) -> None:
     """At REPEATABLE READ a row that changed since is a serialization failure, as without the batch."""
     engine = world.engine(isolation_level="REPEATABLE READ")

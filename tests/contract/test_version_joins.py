@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
+pytestmark = pytest.mark.one_driver
 
 
 def edit(session: Session, pair: Pair) -> None:
@@ -116,6 +116,8 @@ async def pair_of(world: World, engine: Any, name: str, mode: str = "client") ->
     return pair
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mode", "check"), [("client", "row"), ("client", "batch"), ("server", "row"), ("server", "batch")]
 )
@@ -141,6 +143,8 @@ async def test_every_change_of_a_line_counts_once_for_its_owners(
     assert found == {change.__name__: raised for change, raised in CHANGES.items()}
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", PAIRS)
 async def test_two_people_who_change_two_lines_of_one_owner_conflict(world: World, name: str) -> None:
     """C065: both have read the owner and its lines; the second commit raises the conflict over the owner."""

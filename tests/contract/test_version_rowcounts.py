@@ -57,6 +57,7 @@ def acting(cls: Any, act: str) -> Callable[[Session], None]:
     return work
 
 
+@pytest.mark.twins
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("act", ACTS)
 async def test_a_row_that_a_trigger_keeps_is_no_conflict(world: World, act: str, check: str) -> None:
@@ -72,6 +73,7 @@ async def test_a_row_that_a_trigger_keeps_is_no_conflict(world: World, act: str,
         assert await read(world, engine, cls) == before
 
 
+@pytest.mark.one_driver
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("act", ACTS)
 async def test_a_row_that_a_policy_keeps_is_no_conflict(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.one_driver
+
 CHECKS = ("row", "batch")
 EVERY = (*KINDS, "xmin")
 SYNCHRONIZE = ("auto", "evaluate", "fetch", False, None)
@@ -105,6 +107,8 @@ def executing(*given: Any, **options: Any) -> Callable[[Session], None]:
 # ------------------------------------------------------------ those who have read the rows notice
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_reader_notices_a_statement(world: World, form: Callable[[Any], Any], kind: str) -> None:
@@ -228,7 +232,6 @@ async def test_a_reader_notices_a_delete(world: World, kind: str) -> None:
     assert [(item.pk, item.found) for item in conflict.value.items] == [((1,), None)]
 
 
-@pytest.mark.one_driver
 async def test_a_version_in_a_column_of_another_name_is_raised(world: World) -> None:
     """The name of the column does not matter, for statements of the class and of its Table."""
     engine = world.engine()
@@ -255,7 +258,6 @@ async def test_values_that_come_as_parameters_are_enough(world: World) -> None:
     assert await read(world, engine, cls) == {1: 2, 2: 2, 3: 2, 4: 2, 5: 1}
 
 
-@pytest.mark.one_driver
 async def test_a_plain_session_raises_versions_as_well(world: World) -> None:
     """The guard belongs to the class, whatever kind of Session executes its statements."""
     engine = world.engine()
@@ -269,6 +271,8 @@ async def test_a_plain_session_raises_versions_as_well(world: World) -> None:
     assert (await read(world, engine, cls))[1] == 2
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rows_inserted_by_a_statement_have_a_version(world: World, kind: str) -> None:
     """insert() of the class or its Table, of one row or many, from values or a SELECT, gives rows their first version."""
@@ -318,6 +322,8 @@ def own_statements(cls: Any) -> list[Callable[[Session, Any], Any]]:
     return found if of_xmin else [*found, by_key]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("check", CHECKS)
 async def test_a_pending_change_is_saved_beside_the_sessions_own_statements(
@@ -499,7 +505,6 @@ async def test_only_rows_of_others_are_conflicts_beside_the_sessions_own(world: 
     await beside(world, engine, work, conflict_check=check, autoflush=False)
 
 
-@pytest.mark.one_driver
 async def test_an_update_by_primary_key_tells_the_sessions_own_statement_from_a_conflict(world: World) -> None:
     """The versions of the parameters were read before the session's own update(), or before it deleted the row."""
     engine = world.engine()
@@ -600,6 +605,8 @@ async def test_a_stale_owner_is_a_conflict_after_the_sessions_own_statement(worl
 # ------------------------------------------------------------ by primary key
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("synchronize", ["auto", "evaluate", False, None])
 async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
@@ -629,7 +636,6 @@ async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
     assert await read(world, engine, cls) == after
 
 
-@pytest.mark.one_driver
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [{}, {"version": None}])
 async def test_an_update_by_primary_key_without_a_version_is_refused(
@@ -645,7 +651,6 @@ async def test_an_update_by_primary_key_without_a_version_is_refused(
     assert await read(world, engine, cls) == before
 
 
-@pytest.mark.one_driver
 async def test_an_update_by_primary_key_with_criteria_of_its_own_is_refused(world: World) -> None:
     """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass without a word."""
     engine = world.engine()
@@ -659,6 +664,7 @@ async def test_an_update_by_primary_key_with_criteria_of_its_own_is_refused(worl
         )
 
 
+@pytest.mark.every_driver
 async def test_a_row_given_twice_is_told_from_a_conflict(world: World) -> None:
     """C068: the same primary key twice in one batch is an error of its own."""
     engine = world.engine()
@@ -698,7 +704,6 @@ async def refused_on_its_second_table(world: World, engine: Any, cls: Any) -> No
     assert set((await read(world, engine, cls)).values()) == {2}
 
 
-@pytest.mark.one_driver
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any], Any]) -> None:
     """With bulk="refuse" no statement that would have to raise versions goes out."""
@@ -709,7 +714,6 @@ async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any
     assert (await read(world, engine, cls))[1] == 1
 
 
-@pytest.mark.one_driver
 async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) -> None:
     """With bulk="refuse" an UPDATE is found as a part of a SELECT too."""
     engine = world.engine()
@@ -721,7 +725,6 @@ async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) 
 
 
 @pytest.mark.parametrize("bulk", ["bump", "refuse"])
-@pytest.mark.one_driver
 async def test_a_statement_inside_of_another_is_refused_unless_it_raises_the_version(world: World, bulk: str) -> None:
     """C064: an UPDATE that is read from, rides along or comes as from_statement() changes no row past its version."""
     engine = world.engine()
@@ -742,7 +745,6 @@ async def test_a_statement_inside_of_another_is_refused_unless_it_raises_the_ver
     assert (await read(world, engine, cls))[1] == expected
 
 
-@pytest.mark.one_driver
 async def test_a_statement_that_comes_as_a_lambda_raises_the_version(world: World) -> None:
     """C064: lambda_stmt() is the statement that the lambda returns."""
     engine = world.engine()
@@ -752,7 +754,6 @@ async def test_a_statement_that_comes_as_a_lambda_raises_the_version(world: Worl
     assert (await read(world, engine, cls))[1] == expected
 
 
-@pytest.mark.one_driver
 async def test_what_has_no_parts_can_be_executed_under_every_policy(world: World) -> None:
     """A sequence is asked for its next value, with bulk="refuse" too."""
     engine = world.engine()
@@ -783,7 +784,6 @@ async def test_a_session_that_refuses_lets_through_what_is_guarded(world: World)
     assert (await read(world, engine, other))[1] == 2
 
 
-@pytest.mark.one_driver
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_session_can_leave_statements_alone(world: World, form: Callable[[Any], Any]) -> None:
     """With bulk="ignore" a statement goes out as it is."""
@@ -794,7 +794,6 @@ async def test_a_session_can_leave_statements_alone(world: World, form: Callable
     assert (await read(world, engine, cls))[1] == expected
 
 
-@pytest.mark.one_driver
 async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
     """A value for the version in an UPDATE is an error; an expression that raises it is left as it is."""
     engine = world.engine()
@@ -814,7 +813,6 @@ async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
     assert set((await read(world, engine, cls)).values()) == {11}
 
 
-@pytest.mark.one_driver
 async def test_values_in_an_order_of_their_own_are_refused(world: World) -> None:
     """ordered_values() leaves no place for the version."""
     engine = world.engine()

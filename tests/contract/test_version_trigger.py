@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 @pytest.fixture
 def table(admin: psycopg.Connection[Any]) -> str:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.one_driver
+
 MODES = ("client", "uuid", "server")
 
 
@@ -147,6 +149,8 @@ def test_a_session_that_is_dropped_in_a_savepoint_gives_its_connection_back(dsn:
     engine.dispose()
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("check", ["row", "batch"])
 async def test_exactly_the_rows_that_others_have_written_are_listed(
@@ -268,6 +272,7 @@ async def test_a_stale_row_of_another_class_stays_sqlalchemys_error(
 # ------------------------------------------------------------ after it
 
 
+@pytest.mark.twins
 async def test_after_a_conflict_the_session_reads_what_is_there(world: World, admin: psycopg.Connection[Any]) -> None:
     """C069: until rollback() it refuses work; after it the instances are read again, and a second attempt passes."""
     engine = world.engine()
@@ -290,6 +295,7 @@ async def test_after_a_conflict_the_session_reads_what_is_there(world: World, ad
     assert stored(admin, cls)[0] == (1, "ours", 3)
 
 
+@pytest.mark.twins
 async def test_a_conflict_in_a_savepoint_leaves_what_was_before_it_usable(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
@@ -317,6 +323,7 @@ async def test_a_conflict_in_a_savepoint_leaves_what_was_before_it_usable(
     assert [row[1:] for row in stored(admin, cls)] == [("before", 2), ("theirs", 2), ("", 1), ("after", 2), ("", 1)]
 
 
+@pytest.mark.every_driver
 async def test_the_look_at_the_rows_holds_nothing(world: World, admin: psycopg.Connection[Any]) -> None:
     """After the conflict, before rollback(), the session's connection is in no transaction and others may write the row."""
     engine = world.engine()
@@ -335,6 +342,7 @@ async def test_the_look_at_the_rows_holds_nothing(world: World, admin: psycopg.C
     await on_session(world, engine, work)
 
 
+@pytest.mark.every_driver
 async def test_in_repeatable_read_postgresql_refuses_by_itself(world: World, admin: psycopg.Connection[Any]) -> None:
     """There a conflict is SQLSTATE 40001, which `run_transaction` knows as well."""
     engine = world.engine(isolation_level="REPEATABLE READ")

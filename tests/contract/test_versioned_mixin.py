@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.one_driver
+
 
 EVERY = [*((kind, "client") for kind in KINDS), *(("plain", mode) for mode in MODES[1:])]
 
@@ -47,6 +49,7 @@ def change(cls: Any, title: str = "ours") -> Any:
 # ------------------------------------------------------------ every kind of class
 
 
+@pytest.mark.every_driver
 @pytest.mark.parametrize(("kind", "mode"), EVERY)
 async def test_each_flush_gives_the_row_another_version(
     world: World, admin: psycopg.Connection[Any], kind: str, mode: str
@@ -72,6 +75,8 @@ async def test_each_flush_gives_the_row_another_version(
         assert (first, seen) == (1, 2)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "mode"), EVERY)
 @pytest.mark.parametrize("act", ["change", "delete"])
 async def test_a_row_that_somebody_else_has_written_is_not_overwritten(
@@ -305,6 +310,7 @@ def family(mode: str = "client") -> Any:
     return Item, Book, Leaflet
 
 
+@pytest.mark.twins
 @pytest.mark.parametrize("mode", ["client", "server"])
 async def test_a_child_that_changes_alone_counts_each_time(world: World, mode: str) -> None:
     """With joined inheritance, changes of the child's table only: twice in one session, memory right without a new read."""
@@ -356,6 +362,7 @@ async def test_inheritance_is_guarded_as_a_whole(world: World, admin: psycopg.Co
     await on_session(world, engine, delete)
 
 
+@pytest.mark.twins
 async def test_composite_and_natural_keys(world: World, admin: psycopg.Connection[Any]) -> None:
     """The conflict names a key of several columns, texts among them, in the order of the mapper."""
     engine = world.engine()
@@ -466,6 +473,7 @@ async def test_a_post_update_counts_once_and_does_not_spoil_the_delete(
 # ------------------------------------------------------------ xmin
 
 
+@pytest.mark.every_driver
 @pytest.mark.parametrize("number", [2**31, 2**32 - 1])
 async def test_xmin_is_compared_beyond_half_of_its_range(world: World, number: int) -> None:
     """C071: an xmin of 2**31 and more goes there and back, and compares as unsigned."""
@@ -592,6 +600,7 @@ async def test_a_row_without_a_version_is_refused_with_the_way_to_fill_it(
     assert await on_session(world, engine, change(cls)) == 2
 
 
+@pytest.mark.twins
 async def test_a_missing_trigger_is_noticed(world: World, admin: psycopg.Connection[Any]) -> None:
     """In the mode "server" a write that nobody has counted is refused, and the error says how to make the trigger."""
     engine = world.engine()
@@ -603,6 +612,7 @@ async def test_a_missing_trigger_is_noticed(world: World, admin: psycopg.Connect
     assert stored(admin, cls)[0] == (1, "", 1)
 
 
+@pytest.mark.twins
 async def test_a_plain_session_is_guarded_as_well(world: World, admin: psycopg.Connection[Any]) -> None:
     """Without VersionedSession the conflict is SQLAlchemy's StaleDataError, and nothing is overwritten either."""
     from support.fenced_models import on_session as on_plain_session

@@ -28,6 +28,8 @@ from support.versioned_rows import made, on_session
 if TYPE_CHECKING:
     from support.worlds import World
 
+pytestmark = pytest.mark.one_driver
+
 COUNTED = ("lines", "tags")
 
 
@@ -171,6 +173,8 @@ def versions(session: Session, one: Shop) -> list[int]:
     return list(session.scalars(select(one.order.version).order_by(one.order.id)))
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(("mode", "loaded"), [("client", False), ("server", True)])
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_change_of_what_belongs_to_a_row_counts_once(
@@ -210,6 +214,7 @@ async def test_without_the_option_only_its_own_columns_count(world: World) -> No
     assert await on_session(world, engine, work) == [1, 1]
 
 
+@pytest.mark.twins
 async def test_two_who_change_different_lines_meet(world: World) -> None:
     """C065: one appends a line, the other edits another one; the second to commit is in conflict over the order."""
     engine = world.engine()
@@ -294,7 +299,6 @@ async def test_a_row_of_key_and_version_alone_can_count(world: World) -> None:
     assert await on_session(world, engine, work) == [3, 1]
 
 
-@pytest.mark.one_driver
 async def test_an_order_is_counted_by_a_column_that_can_be_written(world: World) -> None:
     """Not by one that is GENERATED ALWAYS AS IDENTITY, nor by one whose load is refused."""
     engine = world.engine()
