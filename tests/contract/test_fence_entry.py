@@ -11,7 +11,7 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
 from pgfence import LockTimeoutError, TransactionStateError
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.fence import fence
 from pgfence.fence._entering import begin_fenced, begin_fenced_async
 from support.fences import forged, guarded, overtake
@@ -66,7 +66,7 @@ async def test_an_entry_that_fails_says_what_sqlalchemy_says(
         await run(world, work, "SET LOCAL statement_timeout = 300")
         with pytest.raises(DBAPIError) as caught:
             await world.call(fence, work, name, 2, after_reads=True)
-        assert sqlstate(caught.value.orig) == "57014"
+        assert sqlstate_of(caught.value.orig) == "57014"
         assert "enter_gate_v1" in str(caught.value.statement)
         assert not caught.value.connection_invalidated
         await other.call(older.commit)

@@ -12,7 +12,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError
 
 from pgfence import schema
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.config import configure
 from pgfence.errors import FenceRequiredError, SchemaError, StaleFencingTokenError
 from pgfence.fence import fence
@@ -160,7 +160,7 @@ async def test_copy_past_sqlalchemy_meets_the_fence(
         await value(world, work, "SELECT 1")
         with pytest.raises(Exception, match="brought no token") as told:
             await copy(world, work, table)
-        assert sqlstate(told.value) == "PF002"
+        assert sqlstate_of(told.value) == "PF002"
         await world.call(work.rollback)
         await world.call(fence, work, name, 1)
         await copy(world, work, table)

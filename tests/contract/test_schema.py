@@ -19,7 +19,9 @@ from sqlalchemy.orm import Session
 
 from pgfence import schema
 from pgfence._sql import tables
-from pgfence._sql.storage import TableNames, grants, table_names, translated
+from pgfence._sql.errors import translate_error
+from pgfence._sql.rights import build_grants
+from pgfence._sql.storage import TableNames, table_names
 from pgfence.config import configure
 from pgfence.errors import SchemaError, StandbyError, TransactionStateError, UnreachableError, UnsupportedServerError
 from support.transactions import connection
@@ -314,14 +316,14 @@ def test_a_newer_version_is_good_enough(dsn: str, place: TableNames, admin: psyc
 
 
 async def test_nothing_there_is_an_error_that_names_the_command(world: World, place: TableNames) -> None:
-    """The check of a place without tables raises what `translated` explains."""
+    """The check of a place without tables raises what `translate_error` explains."""
     async with connection(world, engine_at(world, place)) as open_connection:
         with pytest.raises(DBAPIError) as caught:
             if world.is_async:
                 await open_connection.run_sync(tables.verify, place)
             else:
                 await world.call(tables.verify, open_connection, place)
-    error = translated(caught.value, place)
+    error = translate_error(caught.value, place)
     assert isinstance(error, SchemaError)
     assert f"pgfence install --schema '{place.schema}' --prefix 'p%\"'" in str(error)
 
@@ -377,7 +379,7 @@ async def test_a_role_with_the_listed_rights_only_can_use_everything(
     await given(schema.create_all(engine_at(world, place)))
     least = role()
     who = least.split("//")[1].split(":")[0]
-    for statement in grants(place, who):
+    for statement in build_grants(place, who):
         admin.execute(statement.encode())
     await given(schema.create_all(engine_at(world, place, dsn=least)))
     lease = "gen_random_uuid()::text"
@@ -398,7 +400,7 @@ async def test_a_role_with_the_listed_rights_only_can_use_everything(
         evict = f"SELECT * FROM {place.name('evict_lease_v2')}('a', 'me', 'because', NULL)".encode()
         with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught:
             user.execute(evict)
-        error = translated(caught.value, place)
+        error = translate_error(caught.value, place)
         assert isinstance(error, SchemaError)
         admin.execute(error.command.replace("<role>", who).encode())
         assert user.execute(evict).fetchall() == [(1, 2)]
@@ -411,14 +413,14 @@ async def test_each_listed_right_is_needed(
     """Without any one of them something is refused, and the error is a SchemaError with a GRANT."""
     await given(schema.create_all(engine_at(world, place)))
     least = role()
-    statements = grants(place, least.split("//")[1].split(":")[0])
+    statements = build_grants(place, least.split("//")[1].split(":")[0])
     assert len(statements) == 3
     for statement in statements[:missing] + statements[missing + 1 :]:
         admin.execute(statement.encode())
     with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught, psycopg.connect(least, autocommit=True) as user:
         take(user, place, "a")
         user.execute(tables.checking(place).encode())
-    error = translated(caught.value, place)
+    error = translate_error(caught.value, place)
     assert isinstance(error, SchemaError)
     assert error.command.startswith("GRANT ")
 

@@ -10,8 +10,9 @@ from sqlalchemy import create_engine
 
 from pgfence import schema
 from pgfence._sql import tables
+from pgfence._sql.errors import translate_error
 from pgfence._sql.purge import _PURGE
-from pgfence._sql.storage import TableNames, translated
+from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import SchemaError
 
@@ -124,7 +125,7 @@ def test_the_listed_rights_are_enough_and_each_is_needed(
         admin.execute(f"REVOKE {grant} FROM {who}".encode())
         with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught:
             use(least, place, feature)
-        assert isinstance(translated(caught.value, place), SchemaError), grant
+        assert isinstance(translate_error(caught.value, place), SchemaError), grant
         admin.execute(f"GRANT {grant} TO {who}".encode())
 
 

@@ -87,7 +87,7 @@ async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_stan
     engine = world.engine(dsn=copy.dsn)
     with pytest.raises(StandbyError, match="takes no writes"):
         await world.call(lease(world, engine, name).try_acquire)
-    with pytest.raises(StandbyError, match="evict on the primary"):
+    with pytest.raises(StandbyError, match="Evict on the primary"):
         await world.call(monitoring.evict, engine, name, reason="test")
 
 

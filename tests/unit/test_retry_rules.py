@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from pgfence._api.transactions import unanswered
+from pgfence._sql.errors import is_commit_unanswered
 from pgfence.errors import (
     DeadlockError,
     IdempotencyInProgressError,
@@ -76,7 +76,7 @@ def test_other_errors_are_not_curable() -> None:
 @every_row("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])
 def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
     """The server said no: nothing is committed."""
-    assert not unanswered(refused(state))
+    assert not is_commit_unanswered(refused(state))
 
 
 @every_row(
@@ -95,9 +95,9 @@ def test_a_refusal_of_a_commit_is_an_answer(state: str) -> None:
 )
 def test_a_commit_without_a_response_has_an_unknown_outcome(error: Exception) -> None:
     """The connection went, or the time was over: the server may have committed."""
-    assert unanswered(error)
+    assert is_commit_unanswered(error)
 
 
 def test_a_rejected_commit_has_a_known_outcome() -> None:
     """What a hook of the caller's raises says nothing about the connection."""
-    assert not unanswered(ZeroDivisionError())
+    assert not is_commit_unanswered(ZeroDivisionError())

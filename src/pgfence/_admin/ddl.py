@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._connections.connect import unreachable
 from pgfence._sql import fences
 from pgfence._sql import tables as texts
+from pgfence._sql.errors import ErrorContext, raise_translated, translate_connect_error
 from pgfence._sql.params import style_of
-from pgfence._sql.sqlstate import SWITCHING, sqlstate
-from pgfence._sql.storage import VERSION, TableNames, primary, table_names, translated
+from pgfence._sql.server import check_version
+from pgfence._sql.storage import VERSION, TableNames, table_names
 from pgfence._sql.transaction import driver_state
-from pgfence.errors import PgfenceError, SchemaError, StandbyError, TransactionStateError, UnsupportedServerError
+from pgfence.errors import SchemaError, TransactionStateError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection
 
-OLDEST = (14,)
+_CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)
 
 
 def perform(engine: Any, work: Callable[[Connection, TableNames], None]) -> Any:
@@ -60,11 +59,7 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
     Raises:
         PgfenceError, ValueError: as `schema.create_all` and its neighbours say.
     """
-    version = connection.dialect.server_version_info
-    if version is not None and version < OLDEST:
-        raise UnsupportedServerError(
-            f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
-        )
+    check_version(connection.dialect)
     if driver_state(connection).autocommit:
         raise TransactionStateError(
             "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine, or in"
@@ -73,7 +68,8 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
     try:
         work(connection, texts.settled(connection, place))
     except DBAPIError as error:
-        raise _told(error, place) or error from error
+        raise_translated(error, place, _CONTEXT, connection.engine)
+        raise
 
 
 def _sync(engine: Engine | Connection, work: Callable[[Connection], None]) -> None:
@@ -99,33 +95,11 @@ async def _async(engine: Any, work: Callable[[Connection], None]) -> None:
             await connection.run_sync(work)
 
 
-_OWNED = re.compile(r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)")
-
-
 @contextmanager
 def _connecting(engine: Engine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if told := unreachable(engine, error, "Nothing was made or changed"):
+        if told := translate_connect_error(engine, error, "Nothing was made or changed"):
             raise told from error
         raise
-
-
-def _told(error: DBAPIError, place: TableNames) -> PgfenceError | None:
-    """Return what it means that something could not be made or dropped; None when it is not ours to explain."""
-    match sqlstate(error):
-        case "42501" as state:
-            said = primary(error)
-            of = _OWNED.search(said)
-            owned = of is not None and not of[1].startswith(place.prefix)
-            return SchemaError(
-                f"this role may not do that: {said}."
-                + (" Do it as its owner" if owned else f" Run `{place.command}` as a role that may"),
-                needed=VERSION,
-                command="" if owned else place.command,
-                sqlstate=state,
-            )
-        case "25006":
-            return StandbyError(f"{primary(error)}: this server is a standby, or rejects writes. {SWITCHING}")
-    return translated(error, place)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgfence._connections.connect import unreachable
 from pgfence._sql import purge as statements
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.errors import translate_connect_error, translate_error
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.storage import table_names
 from pgfence.errors import PgfenceError
 
@@ -69,9 +69,9 @@ async def purge_async(engine: AsyncEngine, batch: int) -> int:
 def _told(engine: Engine, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
-    if (told := statements.meaning(error, table_names(engine))) is not None:
+    if told := translate_error(error, table_names(engine), statements.CONTEXT, engine):
         return told
-    state = sqlstate(error)
+    state = sqlstate_of(error)
     if state is not None and not state.startswith(_NO_SESSION):
         return None
-    return unreachable(engine, error, "What was purged before stays so")
+    return translate_connect_error(engine, error, "What was purged before stays so")

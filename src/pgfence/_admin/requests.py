@@ -5,13 +5,13 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from sqlalchemy import Engine
 
-from pgfence._connections.connect import unreachable
 from pgfence._leases.heartbeat.service import HeartbeatService
 from pgfence._process.registry import ManagerRegistry
+from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.evict import EvictionRequest
 from pgfence._sql.storage import table_names
 from pgfence.config import config_of
@@ -24,14 +24,19 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from pgfence._sql.errors import ErrorContext
     from pgfence._sql.evict import Found
+    from pgfence._sql.storage import TableNames
 
 
 class AdminRequest(Protocol):
     """Something to be done on a connection."""
 
-    def meaning(self, error: BaseException) -> PgfenceError | None:
-        """Return what an error of its statements means; None if nothing of ours."""
+    context: ClassVar[ErrorContext]
+
+    @property
+    def place(self) -> TableNames:
+        """Where its tables are."""
 
 
 O = TypeVar("O", bound=AdminRequest)  # noqa: E741
@@ -91,7 +96,7 @@ async def perform_async(engine: AsyncEngine, work: Callable[[Connection, O], R],
 def _told(engine: Engine, order: AdminRequest, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
-    return order.meaning(error) or unreachable(engine, error)
+    return translate_error(error, order.place, order.context, engine) or translate_connect_error(engine, error)
 
 
 def _non_empty(value: object, what: str) -> str:

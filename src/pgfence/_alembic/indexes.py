@@ -16,9 +16,10 @@ from sqlalchemy.types import NULLTYPE
 from pgfence._sql import migration_scripts
 from pgfence._sql import tables as texts
 from pgfence._sql.columns import dialect
+from pgfence._sql.errors import message_of
 from pgfence._sql.fences import Target
-from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import primary, translated_schema
+from pgfence._sql.sqlstate import sqlstate_of
+from pgfence._sql.storage import translated_schema
 from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
@@ -137,10 +138,10 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
     try:
         texts.plainly(operations.get_bind(), migration_scripts.comparing(table, found.called, creation, definition))
     except DBAPIError as error:
-        state = sqlstate(error)
+        state = sqlstate_of(error)
         if state is None or state[:2] in _UNRELATED:
             raise
-        why, way_out = primary(error), "drop it, or rename one of them"
+        why, way_out = message_of(error), "drop it, or rename one of them"
         if state != migration_scripts.DIFFERS:
             why = f"building it on an empty copy of the table failed: {why}"
             way_out = "if it is, write it in these words; else drop it, or rename one of them"

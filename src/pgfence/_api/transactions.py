@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError
 
 from pgfence._api.contexts import AsyncSafeContext, SafeContext, loaded_classes
-from pgfence._connections.connect import connecting_error, from_driver
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.errors import find_connect_error, is_commit_unanswered
 from pgfence.errors import CommitOutcomeUnknownError
 
 if TYPE_CHECKING:
@@ -17,17 +15,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 NOT_COMMITTED = "Nothing was committed"
-
-# Connection exceptions, 40003 statement completion unknown, shutdowns and crashes: the server said no more.
-_SILENCED = ("08", "40003", "57P")
-
-
-def unanswered(error: Exception) -> bool:
-    """Say of an error at COMMIT whether the server's response is missing; a rejection with an SQLSTATE is a response."""
-    if not isinstance(error, DBAPIError) and not from_driver(error):
-        return isinstance(error, OSError)
-    state = sqlstate(getattr(error, "orig", None) or error)
-    return getattr(error, "connection_invalidated", False) or state is None or state.startswith(_SILENCED)
 
 
 def commit_doubt(why: str, what: str) -> CommitOutcomeUnknownError:
@@ -54,7 +41,7 @@ def connected(session: Any, bind_arguments: dict[str, Any]) -> Connection:
 
 def raise_connecting(engine: Engine, error: Exception) -> None:
     """Raise what an error means if it comes from connecting; else return."""
-    if told := connecting_error(engine, error, NOT_COMMITTED):
+    if told := find_connect_error(engine, error, NOT_COMMITTED):
         raise told from error
 
 
@@ -93,7 +80,7 @@ class Begun(SafeContext[Any]):
         try:
             super().__exit__(kind, error, tb)
         except Exception as failure:
-            if error is None and unanswered(failure):
+            if error is None and is_commit_unanswered(failure):
                 raise commit_doubt("the connection was lost during COMMIT", self._what) from failure
             raise
 
@@ -134,7 +121,7 @@ class AsyncBegun(AsyncSafeContext[Any]):
         try:
             await super().__aexit__(kind, error, tb)
         except Exception as failure:
-            if error is None and unanswered(failure):
+            if error is None and is_commit_unanswered(failure):
                 raise commit_doubt("the connection was lost during COMMIT", self._what) from failure
             raise
 

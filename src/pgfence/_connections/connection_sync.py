@@ -20,7 +20,7 @@ from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
 from pgfence._sql.encoding import text_error
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate_of
 from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class SyncLockConnection(LockConnection):
                 token = self.ask(engine, sql.lock_text, args, limit=limit)
                 break
             except Exception as error:
-                state = sqlstate(error)
+                state = sqlstate_of(error)
                 if state == LOCK_NOT_AVAILABLE:
                     break
                 if state != SERIALIZATION_FAILURE or failures == RETRIES:
@@ -130,7 +130,7 @@ class SyncLockConnection(LockConnection):
             try:
                 self.ask(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
             except Exception as error:
-                if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                     return False
                 raise
             return True

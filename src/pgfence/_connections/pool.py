@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from pgfence._connections.addresses import describe_server
-from pgfence._connections.connect import UNKNOWN
 from pgfence._connections.connection import CallerConnection, LockConnection
 from pgfence._process import threads
 from pgfence._process.callbacks import log
@@ -21,6 +19,8 @@ from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence._process.monitor import MONITOR
 from pgfence._process.references import when_disposed
 from pgfence._sql import server
+from pgfence._sql.addresses import describe_server
+from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN
 from pgfence.errors import CapacityError, UnreachableError
 
 if TYPE_CHECKING:
@@ -237,7 +237,9 @@ class LockPool(ABC, Generic[S]):
             self.roster.gone()
 
     def too_late(self, budget: float) -> UnreachableError:
-        return UnreachableError(f"no session at {describe_server(self.engine)} within {budget:g} s. {UNKNOWN}")
+        return UnreachableError(
+            f"no session at {describe_server(self.engine)} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
+        )
 
     def must_count(self) -> bool:
         """Say whether the last count of the server's lock table is too old to judge a large request by."""
@@ -267,7 +269,7 @@ class LockPool(ABC, Generic[S]):
             if self.stuck < self.roster.limit or now - self._opening_began > OPEN_BUDGET:
                 self._opening_began = now
                 return
-        raise UnreachableError(f"{describe_server(self.engine)} does not answer. {UNKNOWN}")
+        raise UnreachableError(f"{describe_server(self.engine)} does not answer. {LOCK_OUTCOME_UNKNOWN}")
 
     def room_for(self, keys: int) -> None:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""

@@ -8,11 +8,12 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pgfence._connections.connect import in_greenlet, judge, open_connection, unreachable
+from pgfence._connections.connect import in_greenlet, judge, open_connection
 from pgfence._connections.connection_async import AsyncCallerConnection, AsyncLockConnection, keep, on_loop
 from pgfence._connections.drivers import ASYNC_DRIVERS, driver_connection_for
 from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, LockPool, PoolWaiter, close_all
 from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._sql.errors import translate_connect_error
 from pgfence.errors import CapacityError, UnreachableError
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class AsyncLockPool(LockPool[AsyncLockConnection]):
         try:
             session = await AsyncCallerConnection.of(connection, limit)
         except Exception as error:
-            if told := unreachable(self.engine, error):
+            if told := translate_connect_error(self.engine, error):
                 raise told from error
             raise
         engine, facts, driver, pooler = self.engine, session.facts, session.wire.driver, self.config.pooler

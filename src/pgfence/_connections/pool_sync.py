@@ -6,13 +6,14 @@ import contextvars
 import threading
 from typing import TYPE_CHECKING, Any
 
-from pgfence._connections.connect import judge, open_connection, unreachable
+from pgfence._connections.connect import judge, open_connection
 from pgfence._connections.connection_sync import SyncCallerConnection, SyncLockConnection
 from pgfence._connections.drivers import SYNC_DRIVERS, driver_connection_for
 from pgfence._connections.pool import OPEN_BUDGET, OPEN_LIMIT, LockPool, PoolWaiter
 from pgfence._holds.cancellation import wait
 from pgfence._process import threads
 from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._sql.errors import translate_connect_error
 from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class SyncLockPool(LockPool[SyncLockConnection]):
         try:
             session = SyncCallerConnection.of(connection, limit)
         except Exception as error:
-            if told := unreachable(self.engine, error):
+            if told := translate_connect_error(self.engine, error):
                 raise told from error
             raise
         try:

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pgfence._http.problems import NOT_CLAIMED, NOT_RECORDED, problem_of, retry_headers
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.errors import IdempotencyMisuseError, PgfenceError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def unclaimed(error: Exception, request: str) -> ProblemResponse | None:
         error: in the claim.
         request: for the log.
     """
-    if isinstance(error, PgfenceError) or sqlstate(error) is None:
+    if isinstance(error, PgfenceError) or sqlstate_of(error) is None:
         return None
     log.error("%s: the key is not claimed", request, exc_info=error)
     return ProblemResponse(NOT_CLAIMED)

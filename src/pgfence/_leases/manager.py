@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pgfence._connections.addresses import describe_server as place_in_words
-from pgfence._connections.connect import from_driver, lost_connection, unreachable
 from pgfence._connections.pool import S
 from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.wait_plan import WARN_AFTER
@@ -25,18 +23,20 @@ from pgfence._locks.manager import NO_CONNECTION, LockManager
 from pgfence._process.callbacks import log
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import MUTEX
+from pgfence._sql.addresses import describe_server
 from pgfence._sql.encoding import TextError
-from pgfence._sql.lease import lease_sql
-from pgfence._sql.sqlstate import (
-    LOCK_NOT_AVAILABLE,
-    READ_ONLY,
-    SERIALIZATION_FAILURE,
-    SWITCHING,
-    sqlstate,
+from pgfence._sql.errors import (
+    ErrorContext,
+    is_connection_lost,
+    is_driver_error,
+    translate_connect_error,
+    translate_error,
 )
-from pgfence._sql.storage import LEASES, translated
+from pgfence._sql.lease import lease_sql
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate_of
+from pgfence._sql.storage import LEASES
 from pgfence._sql.tables import checking
-from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, StandbyError, UnreachableError
+from pgfence.errors import LockLostError, LockNotHeldError, PgfenceError, UnreachableError
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -257,34 +257,29 @@ class LeaseManager(LockManager[S]):
 
     def translate_failure(self, error: Exception, claim: AcquireRequest, *, server_spoke: bool) -> Exception:
         """Return what an error of an attempt means to the caller."""
-        if told := self._meaning(error, claim.place):
+        if told := self._translate(error, claim.place):
             return told
         if server_spoke and not isinstance(error, UnreachableError):
             return error
-        told_unreachable = unreachable(self.engine, error, "")
-        if told_unreachable is None and not isinstance(error, PgfenceError) and not from_driver(error):
+        told_unreachable = translate_connect_error(self.engine, error, "")
+        if told_unreachable is None and not isinstance(error, PgfenceError) and not is_driver_error(error):
             return error  # a signal handler's
         reason = str(told_unreachable or error).strip()
         return UnreachableError(
-            f"the server gave no answer for {self.noun} {format_names(claim.names)} ({reason or place_in_words(self.engine)}): whether it was"
+            f"the server gave no answer for {self.noun} {format_names(claim.names)} ({reason or describe_server(self.engine)}): whether it was"
             " granted is unknown. A grant is given back as soon as the server answers, at the latest its TTL ends it"
         )
 
-    def _meaning(self, error: Exception, place: TableNames) -> PgfenceError | None:
-        if sqlstate(error) == READ_ONLY:
-            # Behind a pooler: a session of ours outlives the switchover that made a standby of its server.
-            return StandbyError(
-                f"{place_in_words(self.engine)} takes no writes: it is a standby, or read-only. pgfence writes its rows on the"
-                f" primary. {SWITCHING}",
-                sqlstate=READ_ONLY,
-            )
-        return translated(error, place, self.needed, database=self.engine.url.database)
+    def _translate(self, error: Exception, place: TableNames) -> PgfenceError | None:
+        # Behind a pooler a session of ours outlives the switchover that made a standby of its server.
+        context = ErrorContext(self.needed, on_primary="pgfence writes its rows on the primary")
+        return translate_error(error, place, context, self.engine)
 
     def refusal(self, error: Exception, place: TableNames, *, server_spoke: bool) -> Exception | None:
         """Return what an error of a statement means that could have granted nothing; None: what it says itself."""
-        if told := self._meaning(error, place):
+        if told := self._translate(error, place):
             return told
-        return None if server_spoke else unreachable(self.engine, error, "Nothing is known")
+        return None if server_spoke else translate_connect_error(self.engine, error, "Nothing is known")
 
     def too_late(self, request: LockRequest, busy: Busy) -> None:
         """Raise that it was not free in time; return where the caller did not want to wait.
@@ -345,17 +340,21 @@ def spoke(session: Any, error: BaseException) -> bool:
     """Say whether the server itself refused: then nothing was granted, and the session is as it was."""
     if isinstance(error, TextError):
         return True  # the driver itself rejects some texts, before anything is sent
-    return sqlstate(error) is not None and isinstance(error, Exception) and not lost_connection(session, error)
+    return (
+        sqlstate_of(error) is not None
+        and isinstance(error, Exception)
+        and not (session.dead or is_connection_lost(error))
+    )
 
 
 def again(error: BaseException) -> bool:
     """Say whether to ask again at once: the transaction met another one."""
-    return sqlstate(error) == SERIALIZATION_FAILURE
+    return sqlstate_of(error) == SERIALIZATION_FAILURE
 
 
 def row_locked(error: BaseException) -> bool:
     """Say whether somebody keeps the row locked: neither free nor held, so ask again."""
-    return sqlstate(error) == LOCK_NOT_AVAILABLE
+    return sqlstate_of(error) == LOCK_NOT_AVAILABLE
 
 
 def ask_again(error: BaseException) -> bool:

@@ -33,9 +33,10 @@ from pgfence._process.lifecycle import MUTEX
 from pgfence._process.monitor import MONITOR
 from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.encoding import TextError
+from pgfence._sql.errors import missing_tables_error
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.sqlstate import NO_RIGHT
-from pgfence._sql.storage import WHERE, missing
+from pgfence._sql.storage import WHERE
 from pgfence._sql.tables import judged
 from pgfence.errors import LockLostError, SchemaError, StandbyError, UnreachableError
 
@@ -247,7 +248,7 @@ class AsyncLeaseManager(LeaseManager[AsyncLockConnection]):
             if error.sqlstate == NO_RIGHT:
                 raise
             where = await self._ask(place, WHERE, (), limit=limit)
-            raise missing(place, self.needed, error.sqlstate, where) from error.__cause__
+            raise missing_tables_error(place, self.needed, error.sqlstate, where) from error.__cause__
         if refusal := judged(row, place, self.needed):
             raise refusal
         self._checked.add(place)

@@ -28,9 +28,10 @@ from pgfence._process.lifecycle import MUTEX
 from pgfence._process.monitor import MONITOR
 from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.encoding import TextError
+from pgfence._sql.errors import missing_tables_error
 from pgfence._sql.lease import lease_sql
-from pgfence._sql.sqlstate import NO_RIGHT, sqlstate
-from pgfence._sql.storage import WHERE, missing
+from pgfence._sql.sqlstate import NO_RIGHT, sqlstate_of
+from pgfence._sql.storage import WHERE
 from pgfence._sql.tables import judged
 from pgfence.errors import (
     LockLostError,
@@ -262,7 +263,7 @@ class SyncLeaseManager(LeaseManager[SyncLockConnection]):
             if error.sqlstate == NO_RIGHT:
                 raise
             where = self._ask(place, WHERE, (), limit=limit)
-            raise missing(place, self.needed, error.sqlstate, where) from error.__cause__
+            raise missing_tables_error(place, self.needed, error.sqlstate, where) from error.__cause__
         if refusal := judged(row, place, self.needed):
             raise refusal
         self._checked.add(place)
@@ -298,7 +299,7 @@ class SyncLeaseManager(LeaseManager[SyncLockConnection]):
             try:
                 answer = self._ask(grant.place, text, args, limit=RELEASE_BUDGET)[0]
             except Exception as error:
-                if not isinstance(error, PgfenceError) and sqlstate(error) is None:
+                if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
                     raise  # a signal handler's
                 self.unanswered(grant, error)
                 return

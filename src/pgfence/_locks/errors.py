@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pgfence._connections.connect import lost_connection
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._holds.events import format_names
-from pgfence._sql.sqlstate import DEADLOCK_DETECTED, OUT_OF_MEMORY, sqlstate
-from pgfence.errors import CapacityError, DeadlockError, TransactionStateError
+from pgfence._sql.errors import is_connection_lost, translate_error
+from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
 
-def translate_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
+def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
     """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""
-    state = sqlstate(error)
-    if told := sql.meaning(error):
+    context = replace(sql.context, lock_table=(session.facts.locks_used, session.facts.lock_limit))
+    if told := translate_error(error, sql.row and sql.row[0], context):
         return told
-    if state == DEADLOCK_DETECTED:
-        return DeadlockError("PostgreSQL ended this wait as the victim of a deadlock: try again", sqlstate=state)
-    if state == OUT_OF_MEMORY:
-        facts = session.facts
-        return CapacityError(
-            "the server's lock table is full: hold fewer locks at a time or raise max_locks_per_transaction",
-            used=facts.locks_used,
-            limit=facts.lock_limit,
-            sqlstate=state,
-        )
-    if lost_connection(session, error):
+    if session.dead or is_connection_lost(error):
         gone = ConnectionGoneError()
         gone.__cause__ = error
         return gone

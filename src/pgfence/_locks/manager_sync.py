@@ -7,7 +7,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, TypeVar
 
-from pgfence._connections.connect import lost_connection, unreachable
 from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE, ConnectionGoneError
 from pgfence._connections.connection_sync import SyncLockConnection
 from pgfence._connections.pool import MANY_KEYS
@@ -15,7 +14,7 @@ from pgfence._connections.pool_sync import SyncLockPool, ThreadEvent
 from pgfence._holds.cancellation import Cancelled, cancel_here, cancelled, expect_uncancelled, pause, wait
 from pgfence._holds.queue import Contender, QueueEntry
 from pgfence._holds.wait_plan import WARN_AFTER, WaitPlan
-from pgfence._locks.errors import translate_error
+from pgfence._locks.errors import translate_lock_error
 from pgfence._locks.manager import NO_CONNECTION, RETRY_AFTER, LockManager
 from pgfence._locks.outages import gone_error
 from pgfence._locks.own_holds import on_these_keys
@@ -27,6 +26,7 @@ from pgfence._process.references import weak_method
 from pgfence._process.registry import ManagerRegistry
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
+from pgfence._sql.errors import is_connection_lost, translate_connect_error
 from pgfence._sql.token import TokenSql
 from pgfence.errors import LockNotHeldError, StandbyError, UnreachableError
 
@@ -176,7 +176,7 @@ class SyncLockManager(LockManager[SyncLockConnection]):
                 except TextError:
                     raise
                 except Exception as error:
-                    raise translate_error(session, error, request.sql) from error
+                    raise translate_lock_error(session, error, request.sql) from error
                 if granted:
                     session.handoffs, session.granted_at = 0, time.monotonic()
                     if many:
@@ -278,7 +278,7 @@ class SyncLockManager(LockManager[SyncLockConnection]):
                 session.reclaim(self.engine)
             done = session.unlock(self.engine, hold.sql)
         except Exception as error:
-            if not lost_connection(session, error):
+            if not (session.dead or is_connection_lost(error)):
                 raise
             hold.reason = session.dead or "killed"
             return False
@@ -323,7 +323,7 @@ class SyncLockManager(LockManager[SyncLockConnection]):
             found = self._look(session, sql)
         except BaseException as error:
             self.keeper.discard(session)
-            if isinstance(error, Exception) and (told := unreachable(self.engine, error)):
+            if isinstance(error, Exception) and (told := translate_connect_error(self.engine, error)):
                 raise told from error
             raise
         self.keeper.checkin(session)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgfence._connections.connect import UNKNOWN
 from pgfence._holds.events import format_names
 from pgfence._process.callbacks import log
 from pgfence._process.clock import between, clock
+from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN
 from pgfence.errors import StandbyError, UnreachableError
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class Patience:
         """Return the error that ends a wait: the server cannot be reached, and what it last responded."""
         if self.heard_at is None and not self.failures:
             return error
-        reason = str(error).removesuffix(UNKNOWN).rstrip(" .")
+        reason = str(error).removesuffix(LOCK_OUTCOME_UNKNOWN).rstrip(" .")
         message = f"{reason}. Waited {timeout:g} s for {format_names(names)}: "
         if self.heard_at is None:
-            message += f"the server could not be reached. {UNKNOWN}"
+            message += f"the server could not be reached. {LOCK_OUTCOME_UNKNOWN}"
         else:
             by = f" by {', '.join(map(str, self.holders))}" if self.holders else ""
             message += f"{clock() - self.heard_at:.1f} s ago it was held{by}; since then the server cannot be reached"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pgfence._sql import activity
+from pgfence._sql.errors import ErrorContext
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
-    from pgfence.errors import PgfenceError
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
@@ -112,6 +112,11 @@ class LockSql:
 
     __slots__ = ("_one", "_texts", "_values", "keys", "places", "style", "try_text", "unlock_args", "unlock_text")
 
+    context = ErrorContext(
+        deadlock="PostgreSQL ended this wait as the victim of a deadlock: try again",
+        fewer_locks="hold fewer locks at a time",
+    )
+
     def __init__(self, keys: tuple[LockKey, ...], style: ParamStyle) -> None:
         self.keys = keys
         self.style = style
@@ -134,10 +139,6 @@ class LockSql:
     @property
     def row(self) -> tuple[TableNames, str] | None:
         """The row of the lease table that they use: none."""
-        return None
-
-    def meaning(self, error: BaseException) -> PgfenceError | None:
-        """Return what an error of these statements says of tables of ours: they need none."""
         return None
 
     def holders(self, connection: Connection) -> list[Holder]:

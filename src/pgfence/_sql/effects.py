@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._sql.errors import detail_of
 from pgfence._sql.params import call, mark, name_of, style_of
-from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import detail_of
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.transaction import send_quick
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def finish_inside(connection: Connection, place: TableNames, values: tuple[Any, 
     try:
         answer: int | None = send_quick(connection, effect_sql(place, style_of(connection.dialect)).finish, values)
     except DBAPIError as error:
-        if sqlstate(error) != LATE_ATTEMPT:
+        if sqlstate_of(error) != LATE_ATTEMPT:
             raise
         answer = detail_of(error).get("newest")
     return answer

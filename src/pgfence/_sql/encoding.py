@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import sqlstate_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def text_error(error: BaseException, values: object, driver: Callable[[], Any]) 
         driver: returns the driver's own connection, which knows the encodings. Called only for such an error, because
             SQLAlchemy would replace a lost connection.
     """
-    codec, state = _of_the_driver(error), sqlstate(error)
+    codec, state = _of_the_driver(error), sqlstate_of(error)
     if codec is not None:
         shown = codec.object[max(0, codec.start - _SHOWN // 2) : codec.end + _SHOWN // 2]
         if any("\ud800" <= letter <= "\udfff" for letter in codec.object[codec.start : codec.end]):

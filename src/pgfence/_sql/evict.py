@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
 from pgfence._sql.encoding import sending
+from pgfence._sql.errors import ErrorContext, message_of
 from pgfence._sql.moments import moment, number
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import (
     LOCK_NOT_AVAILABLE,
     NO_RIGHT,
-    READ_ONLY,
     SERIALIZATION_FAILURE,
-    SWITCHING,
-    sqlstate,
+    sqlstate_of,
 )
-from pgfence._sql.storage import LEASES, VERSION, primary, translated
-from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
+from pgfence._sql.storage import LEASES, VERSION
+from pgfence.errors import LockTimeoutError, SchemaError
 from pgfence.keys import display_name
 from pgfence.types import Holder
 
@@ -88,13 +87,7 @@ class EvictionRequest:
     actor: str
     only: Found | None = None
 
-    def meaning(self, error: BaseException) -> PgfenceError | None:
-        """Return what an error of these statements means; None if nothing of ours."""
-        if sqlstate(error) == READ_ONLY:
-            return StandbyError(
-                "this server takes no writes (a standby, or read-only): evict on the primary. " + SWITCHING
-            )
-        return translated(error, self.place, LEASES)
+    context: ClassVar[ErrorContext] = ErrorContext(LEASES, on_primary="Evict on the primary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +155,10 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
                 ) from None
         except DBAPIError as error:
             failures += 1
-            if sqlstate(error) == LOCK_NOT_AVAILABLE:
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 with connection.begin():
                     raise _occupied(connection, order) from error
-            if sqlstate(error) != SERIALIZATION_FAILURE or failures > _RETRIES:
+            if sqlstate_of(error) != SERIALIZATION_FAILURE or failures > _RETRIES:
                 raise
 
 
@@ -200,11 +193,11 @@ def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int
     try:
         _run(connection, order.place, _END, order.key.value, pids)
     except DBAPIError as error:
-        if sqlstate(error) != NO_RIGHT:
+        if sqlstate_of(error) != NO_RIGHT:
             raise
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
-            f"this role may not end the session that holds {display_name(order.name)!r}: {primary(error)}. {command}, or evict as"
+            f"this role may not end the session that holds {display_name(order.name)!r}: {message_of(error)}. {command}, or evict as"
             " the holder's own role; nothing was done",
             needed=VERSION,
             command=command,

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import event
 
+from pgfence._sql.errors import translate_error
 from pgfence._sql.params import call, style_of
 from pgfence._sql.savepoints import TransactionRecord
-from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import GATE_TIMEOUT, NO_TOKEN, STALE_TOKEN, TableNames, translated
 from pgfence._sql.transaction import begin_anew, send_quick
 from pgfence.errors import StaleFencingTokenError
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import ExceptionContext
 
     from pgfence._sql.params import ParamStyle
+    from pgfence._sql.storage import TableNames
 
 _STALE = "_pgfence_stale"
 _TRANSLATING = "_pgfence_translating"
@@ -97,9 +97,7 @@ def translate(connection: Connection) -> None:
 
 
 def _told(context: ExceptionContext) -> BaseException | None:
-    if sqlstate(context.original_exception) not in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT):
-        return None
-    error = translated(context.original_exception, TableNames())
+    error = translate_error(context.original_exception, None)
     if isinstance(error, StaleFencingTokenError) and context.connection is not None:
         block_commit(context.connection, error)
     return error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import event
 
+from pgfence._sql.errors import detail_text, message_of
 from pgfence._sql.params import call, mark, name_of, style_of
-from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import KEYS, primary
+from pgfence._sql.sqlstate import sqlstate_of
+from pgfence._sql.storage import KEYS
 from pgfence._sql.transaction import send, send_quick
 from pgfence.errors import IdempotencyMisuseError
 
@@ -114,10 +115,10 @@ def translate(connection: Connection) -> None:
 
 def _unfinished(context: ExceptionContext) -> BaseException | None:
     error = context.original_exception
-    if sqlstate(error) != UNFINISHED:
+    if sqlstate_of(error) != UNFINISHED:
         return None
     return IdempotencyMisuseError(
-        f"{primary(error)}. Nothing of it is committed: an exception of the work was swallowed, or the commit was inside the"
+        f"{message_of(error)}. Nothing of it is committed: an exception of the work was swallowed, or the commit was inside the"
         " block, or SET CONSTRAINTS ALL IMMEDIATE asked before the end. Let the exception leave the transaction, or set a"
         " savepoint around the call; and name the constraints that are meant",
         sqlstate=UNFINISHED,
@@ -153,11 +154,8 @@ def _finish(place: TableNames, style: ParamStyle) -> str:
 
 def doubled(error: DBAPIError) -> frozenset[str] | None:
     """Return the columns of the unique key that an INSERT has met; None where the error is about something else."""
-    if sqlstate(error) != UNIQUE_VIOLATION:
+    if sqlstate_of(error) != UNIQUE_VIOLATION:
         return None
-    original: Any = error.orig
-    for one in (original, getattr(original, "driver_exception", None), original.__cause__):
-        told = getattr(getattr(one, "diag", None), "message_detail", None) or getattr(one, "detail", None)
-        if isinstance(told, str) and (found := _COLUMNS.search(told)):
-            return frozenset(plain or quoted.replace('""', '"') for quoted, plain in _COLUMN.findall(found[1]))
+    if found := _COLUMNS.search(detail_text(error)):
+        return frozenset(plain or quoted.replace('""', '"') for quoted, plain in _COLUMN.findall(found[1]))
     return frozenset()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql.params import style_of
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import sqlstate_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ def has_written(connection: Connection) -> bool:
     try:
         written: bool = connection.exec_driver_sql(_HAS_WRITTEN).scalar_one()
     except DBAPIError as error:
-        if sqlstate(error) == "25P02":
+        if sqlstate_of(error) == "25P02":
             return False
         raise
     return written

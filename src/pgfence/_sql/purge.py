@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from pgfence._sql.errors import ErrorContext
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.params import mark, name_of, style_of
-from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
-from pgfence._sql.storage import translated
-from pgfence.errors import PgfenceError, StandbyError
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
 
 BEGINNING = float("-inf")
+CONTEXT = ErrorContext(NEEDED, "SELECT, UPDATE, DELETE", "Purge on the primary")
 
 _EXPIRED = "{k}.expires_at <= {now}() AND ({k}.locked_until IS NULL OR {k}.locked_until <= {now}())"
 # A stable time, so that the index is used; it is never later than the real one.
@@ -62,10 +61,3 @@ def purge(connection: Connection, place: TableNames, size: int, begin: float) ->
         connection.exec_driver_sql(_BY_INDEX)
         count, end = connection.exec_driver_sql(text, (begin, size)).one()
     return Batch(count, begin if end is None else end)
-
-
-def meaning(error: BaseException, place: TableNames) -> PgfenceError | None:
-    """Return what an error of this statement means; None if nothing of ours."""
-    if sqlstate(error) == READ_ONLY:
-        return StandbyError("this server takes no writes (a standby, or read-only): purge on the primary. " + SWITCHING)
-    return translated(error, place, NEEDED, "SELECT, UPDATE, DELETE")

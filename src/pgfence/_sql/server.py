@@ -14,13 +14,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from pgfence._sql.errors import standby_error
 from pgfence._sql.params import style_of
-from pgfence._sql.sqlstate import SWITCHING
 from pgfence.errors import (
     CapacityError,
     PgfenceError,
     PoolerError,
-    StandbyError,
     UnsupportedServerError,
 )
 
@@ -28,11 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Connection
+    from sqlalchemy.engine.interfaces import Dialect
 
     from pgfence._sql.params import ParamStyle
     from pgfence.config import PoolerSetting
 
-OLDEST = 140000
+OLDEST = 14
 
 _OURS = {
     "statement_timeout": "0",
@@ -191,10 +191,8 @@ def verdict(facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid
     if refused := unsupported(facts):
         return refused
     if facts.standby:
-        return StandbyError(
-            "this server is a standby: a lock acquired here excludes no process on the primary."
-            f" {SWITCHING}. Otherwise connect to the primary (target_session_attrs=read-write in the URL), or pass its engine as"
-            " configure(lock_engine=...)"
+        return standby_error(
+            "a lock", " (target_session_attrs=read-write in the URL), or pass its engine as configure(lock_engine=...)"
         )
     ways = (
         "Ways out: give an engine with a direct URL as configure(engine, lock_engine=...);"
@@ -220,13 +218,24 @@ def unsupported(facts: ServerInfo) -> UnsupportedServerError | None:
     """Return why this is no PostgreSQL that pgfence can trust, or None."""
     if not facts.version.startswith("PostgreSQL ") or "-YB-" in facts.version:
         return UnsupportedServerError(f"pgfence needs PostgreSQL; this server says it is {facts.version[:60]!r}")
-    if facts.number < OLDEST:
-        return UnsupportedServerError(f"pgfence needs PostgreSQL 14 or newer; this server is {facts.version[:40]!r}")
+    if facts.number < OLDEST * 10000:
+        return _too_old_error(repr(facts.version[:40]))
     if facts.locks_seen < 1:
         return UnsupportedServerError(
             f"this server grants advisory locks without keeping them ({facts.version[:60]!r}): they exclude nobody"
         )
     return None
+
+
+def check_version(dialect: Dialect) -> None:
+    """Raise UnsupportedServerError if SQLAlchemy's dialect has met a server that is too old."""
+    version = dialect.server_version_info
+    if version is not None and version < (OLDEST,):
+        raise _too_old_error(".".join(map(str, version)))
+
+
+def _too_old_error(version: str) -> UnsupportedServerError:
+    return UnsupportedServerError(f"pgfence needs PostgreSQL {OLDEST} or newer; this server is {version}")
 
 
 WARN, REFUSE = 0.8, 0.9

@@ -16,11 +16,19 @@ SWITCHING = "If the cluster is switching over, try again"
 """What to do about that, in every message."""
 
 NO_RIGHT = "42501"
+MISSING = ("42883", "42P01", "3F000", "42703", "42804")
+"""No such function, table, schema or column, or one with other types."""
+CONNECTION_LOST = ("08", "57P")
+"""How the SQLSTATEs of connection exceptions, and of shutdowns and crashes, begin."""
+OUTCOME_UNKNOWN = "40003"
+STALE_TOKEN = "PF001"  # noqa: S105
+NO_TOKEN = "PF002"  # noqa: S105
+GATE_TIMEOUT = "PF003"
 OUT_OF_MEMORY = "53200"
 """The shared lock table is full."""
 
 
-def sqlstate(error: BaseException | None) -> str | None:
+def sqlstate_of(error: BaseException | None) -> str | None:
     """Return the SQLSTATE that an error carries, whatever wraps it; None where the server did not speak."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql.encoding import sending
+from pgfence._sql.errors import ErrorContext
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.moments import moment, number
 from pgfence._sql.params import mark, name_of, style_of
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, NO_RIGHT, READ_ONLY, SWITCHING, sqlstate
-from pgfence._sql.storage import primary, translated
-from pgfence.errors import LockTimeoutError, PgfenceError, SchemaError, StandbyError
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
+from pgfence.errors import LockTimeoutError
 from pgfence.keys import SEPARATOR
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ class StuckKeyQuery:
     prefix: str
     older: float
 
-    def meaning(self, error: BaseException) -> PgfenceError | None:
-        """Return what an error of the statement means; None if nothing of ours."""
-        return translated(error, self.place, NEEDED, "SELECT")
+    context: ClassVar[ErrorContext] = ErrorContext(NEEDED, "SELECT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,25 +117,10 @@ class FreeKeyRequest:
     actor: str
     only: StuckKeyRow | None = None
 
+    context: ClassVar[ErrorContext] = ErrorContext(NEEDED, "SELECT, UPDATE", "Free the key on the primary")
+
     def __str__(self) -> str:
         return f"the idempotency key {self.key!r} of scope {self.scope.rpartition(SEPARATOR)[2]!r}"
-
-    def meaning(self, error: BaseException) -> PgfenceError | None:
-        """Return what an error of these statements means; None if nothing of ours."""
-        state = sqlstate(error)
-        if state == READ_ONLY:
-            return StandbyError(
-                "this server takes no writes (a standby, or read-only): free the key on the primary. " + SWITCHING
-            )
-        if state == NO_RIGHT and self.place.prefix + "audit" in primary(error):
-            command = f"GRANT INSERT ON {self.place.name('audit')} TO <role>"
-            return SchemaError(
-                f"this role may not write to the audit: {primary(error)}. As its owner: {command}; nothing was done",
-                needed=NEEDED,
-                command=command,
-                sqlstate=state,
-            )
-        return translated(error, self.place, NEEDED, "SELECT, UPDATE")
 
 
 def look(connection: Connection, wanted: StuckKeyQuery) -> list[StuckKeyRow]:
@@ -173,7 +156,7 @@ def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
             _run(connection, order.place, _AUDIT, stored, order.actor, order.reason, _detail(found))
             return found
     except DBAPIError as error:
-        if sqlstate(error) != LOCK_NOT_AVAILABLE:
+        if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
             raise
         raise LockTimeoutError(
             f"{order} was not freed and nothing was done: a transaction that is about to store its result did not end"

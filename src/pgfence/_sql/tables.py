@@ -284,7 +284,7 @@ def verify(connection: Connection, place: TableNames, version: int = VERSION) ->
     """Ask the server whether tables and version are those that this release makes, or older ones. One round trip.
 
     Raises:
-        sqlalchemy.exc.DBAPIError: it could not be read at all; see `storage.translated`.
+        sqlalchemy.exc.DBAPIError: it could not be read at all; see `errors.translate_error`.
     """
     return judged(plainly(connection, checking(place, version)).one(), place, version)
 

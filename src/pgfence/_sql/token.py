@@ -17,10 +17,10 @@ from sqlalchemy.exc import DBAPIError
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.encoding import sending
+from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.params import call
-from pgfence._sql.sqlstate import READ_ONLY, sqlstate
-from pgfence._sql.storage import LEASES, translated
+from pgfence._sql.storage import LEASES
 from pgfence.errors import TransactionStateError
 from pgfence.keys import display_name
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
-    from pgfence.errors import PgfenceError
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
@@ -45,6 +44,13 @@ class TokenSql(LockSql):
     """The statements for one key whose lock brings a token."""
 
     __slots__ = ("lock_text", "name", "place")
+    context = ErrorContext(
+        LEASES,
+        on_primary="A token is a row that is written: turn default_transaction_read_only off",
+        read_only=TransactionStateError,
+        deadlock=LockSql.context.deadlock,
+        fewer_locks=LockSql.context.fewer_locks,
+    )
 
     def __init__(self, key: LockKey, name: str, place: TableNames, style: ParamStyle) -> None:
         super().__init__((key,), style)
@@ -70,17 +76,8 @@ class TokenSql(LockSql):
             with sending(connection, self.name):
                 leases = connection.exec_driver_sql(look, (self.name,)).all()
         except DBAPIError as error:
-            if (told := self.meaning(error)) is None:
-                raise
-            raise told from error
+            raise_translated(error, self.place, self.context)
+            raise
         found = [activity.lease_holder(display_name(self.name), row) for row in leases]
         sessions = activity.with_token(super().holders(connection), found)
         return sessions + [one for one in found if one.kind != "session lock"]
-
-    def meaning(self, error: BaseException) -> PgfenceError | None:
-        """Return what an error says of our tables and functions; None if nothing."""
-        if sqlstate(error) == READ_ONLY:
-            return TransactionStateError(
-                "this session is read-only (default_transaction_read_only), and a token is a row that is written"
-            )
-        return translated(error, self.place, LEASES)

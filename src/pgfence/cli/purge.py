@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence import monitoring
 from pgfence._admin.purge import expect_batch
-from pgfence._sql.storage import primary
+from pgfence._sql.errors import message_of
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
 from pgfence.cli.report import Console
@@ -71,5 +71,5 @@ def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
     except PgfenceError as error:
         return None, Code.REFUSED, str(error)
     except DBAPIError as error:
-        return None, Code.BUSY, f"{primary(error)}. What was purged before stays so"
+        return None, Code.BUSY, f"{message_of(error)}. What was purged before stays so"
     return purged, Code.OK, f"{purged} expired keys taken away"

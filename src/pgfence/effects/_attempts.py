@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._leases.request import Refused
 from pgfence._locks.manager_sync import run_cleanup
-from pgfence._sql.sqlstate import sqlstate
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.effects._claim import AlreadyFinished, claim_of
 from pgfence.effects._ends import Lapse
 from pgfence.effects._manager import AsyncEffects, SyncEffects
@@ -155,7 +155,7 @@ class Running(Record):
             return self._freed(self._manager.execute_with_retry(*self._free(), 0.0))
         except BaseException as error:
             run_cleanup(partial(self._manager.unanswered, self._grant, error))
-            if not isinstance(error, PgfenceError) and sqlstate(error) is None:
+            if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
                 raise
             return None
 
@@ -230,7 +230,7 @@ class AsyncRunning(Record):
             return self._freed(await self._manager.execute_with_retry(*self._free(), 0.0))
         except BaseException as error:
             self._manager.unanswered(self._grant, error)
-            if not isinstance(error, PgfenceError) and sqlstate(error) is None:
+            if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
                 raise
             return None
 

@@ -10,9 +10,9 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._api.contexts import loaded_classes
 from pgfence._sql.effects import finish_inside
+from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.idempotency import NEEDED
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
-from pgfence._sql.storage import translated
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence._values.keys import expect_key
 from pgfence.effects._attempts import AsyncRunning, Running
 from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
@@ -127,12 +127,11 @@ class _Attempt(Generic[RunningT]):
         try:
             answer = finish_inside(connection, *self._running.inside(text))
         except DBAPIError as error:
-            if sqlstate(error) == LOCK_NOT_AVAILABLE:
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 raise IdempotencyMisuseError(
                     f"{self!r} was completed in another transaction, which has not ended: commit it, or roll it back, first"
                 ) from error
-            if told := translated(error, self._running.place, NEEDED):
-                raise told from error
+            raise_translated(error, self._running.place, ErrorContext(NEEDED))
             raise
         self._running.expect(answer)
         self._completed = value

@@ -13,7 +13,7 @@ from pgfence._leases.manager import ask_again
 from pgfence._process.clock import clock
 from pgfence._sql.effects import effect_sql
 from pgfence._sql.encoding import TextError
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence.effects._ends import lapsed, note_of
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, LockNotHeldError, UnreachableError
 
@@ -249,8 +249,8 @@ class Record:
         """Have it stored in the background, unless the server itself has refused what is to be stored."""
         if isinstance(error, TextError):
             return  # it can never be stored
-        silent = isinstance(error, UnreachableError) or sqlstate(error) is None
-        if silent or str(sqlstate(error)).startswith(_TROUBLE):
+        silent = isinstance(error, UnreachableError) or sqlstate_of(error) is None
+        if silent or str(sqlstate_of(error)).startswith(_TROUBLE):
             if not silent:
                 error.add_note(
                     f"the server is asked again for a while to store the result of attempt {self.number} at {self._wanted}: ask"
@@ -275,7 +275,7 @@ class Record:
 
     def _held_up(self, error: Exception) -> bool:
         """Say whether a transaction has the row of the key locked."""
-        return sqlstate(error) == LOCK_NOT_AVAILABLE
+        return sqlstate_of(error) == LOCK_NOT_AVAILABLE
 
     def _lost(self, newest: int | None) -> AttemptLostError:
         newest = max(newest or 0, self.number)

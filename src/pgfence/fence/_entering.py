@@ -12,10 +12,10 @@ from pgfence._api.contexts import loaded_classes
 from pgfence._api.transactions import AsyncBegun, Begun, connected
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
-from pgfence._sql.sqlstate import READ_ONLY, SWITCHING, sqlstate
-from pgfence._sql.storage import primary, table_names, translated
+from pgfence._sql.errors import FENCE, raise_translated
+from pgfence._sql.storage import table_names
 from pgfence.config import config_of
-from pgfence.errors import PgfenceError, StaleFencingTokenError, StandbyError, TransactionStateError
+from pgfence.errors import StaleFencingTokenError, TransactionStateError
 from pgfence.keys import display_name, qualified_name
 
 if TYPE_CHECKING:
@@ -171,8 +171,7 @@ def _enter(
     try:
         gates.enter(connection, place, record, missing, config_of(connection).default_timeout)
     except DBAPIError as error:
-        if told := _meaning(error, place, connection):
-            raise told from error
+        raise_translated(error, place, FENCE, connection.engine)
         raise
     record.first = record.first or first
 
@@ -184,14 +183,6 @@ def _expect_same(place: TableNames, issued: TableNames, names: Iterable[str]) ->
             f" {place.name('gate')}: another installation counts its own tokens. Use a sessionmaker or an engine with the same"
             " schema and prefix; or, if that gate is meant, fenced(session, resource, token)"
         )
-
-
-def _meaning(error: DBAPIError, place: TableNames, connection: Connection) -> PgfenceError | None:
-    if sqlstate(error) == READ_ONLY:
-        return StandbyError(
-            f"{primary(error)}: a gate is entered where rows are written. Begin on the primary, not read-only. {SWITCHING}"
-        )
-    return translated(error, place, database=connection.engine.url.database)
 
 
 def save_checkpoint(
@@ -223,8 +214,7 @@ def save_checkpoint(
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
     except DBAPIError as error:
-        if told := _meaning(error, place, connection):
-            raise told from error
+        raise_translated(error, place, FENCE, connection.engine)
         raise
 
 

@@ -15,27 +15,19 @@ from pgfence._holds.events import emit_event
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._process.clock import clock
 from pgfence._sql import idempotency as sql
+from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.params import style_of
-from pgfence._sql.sqlstate import (
-    DEADLOCK_DETECTED,
-    OUT_OF_MEMORY,
-    READ_ONLY,
-    SERIALIZATION_FAILURE,
-    SWITCHING,
-    sqlstate,
-)
-from pgfence._sql.storage import primary, table_names, translated
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE
+from pgfence._sql.storage import table_names
 from pgfence._sql.transaction import driver_state
 from pgfence._values import errors
 from pgfence.config import config_of
 from pgfence.errors import (
-    CapacityError,
     DeadlockError,
     IdempotencyInProgressError,
     IdempotencyKeyReusedError,
     IdempotencyMisuseError,
     PgfenceError,
-    StandbyError,
     TransactionStateError,
 )
 from pgfence.keys import qualified_name
@@ -54,6 +46,11 @@ log = logging.getLogger("pgfence.idempotency")
 
 # What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
 _WRITE = update(table("pgfence_idempotency_key"))
+_CONTEXT = ErrorContext(
+    sql.NEEDED,
+    on_primary="An idempotency key is claimed on the primary",
+    fewer_locks="PostgreSQL has aborted this transaction. Claim fewer keys in one transaction",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,24 +200,8 @@ def _sent(connection: Connection, place: TableNames, send: Callable[[], Any]) ->
     try:
         return send()
     except DBAPIError as error:
-        if told := _told(error, place, connection):
-            raise told from error
+        raise_translated(error, place, _CONTEXT, connection.engine)
         raise
-
-
-def _told(error: DBAPIError, place: TableNames, connection: Connection) -> PgfenceError | None:
-    state = sqlstate(error)
-    if state == READ_ONLY:
-        return StandbyError(f"{primary(error)}: an idempotency key is claimed on the primary. {SWITCHING}")
-    if state == OUT_OF_MEMORY:
-        return CapacityError(
-            "the server's lock table is full, and PostgreSQL has aborted this transaction: claim fewer keys in one"
-            " transaction, or raise max_locks_per_transaction",
-            used=0,
-            limit=0,
-            sqlstate=state,
-        )
-    return translated(error, place, sql.NEEDED, database=connection.engine.url.database)
 
 
 def _refused(call: KeyCall, outcome: str) -> PgfenceError:

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Mapper, QueryableAttribute
 
 from pgfence._api.transactions import connected
 from pgfence._sql.idempotency import doubled
-from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate_of
 from pgfence.errors import IdempotencyInProgressError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
                 raise
             refused = error
         except DBAPIError as error:
-            if sqlstate(error) != SERIALIZATION_FAILURE:
+            if sqlstate_of(error) != SERIALIZATION_FAILURE:
                 raise
             # In SERIALIZABLE, of a row that was committed during the wait for it: nobody may look at that any more.
             raise _unseen("there may be", mapper, instance, wanted) from error

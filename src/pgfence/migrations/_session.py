@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import event
 
-from pgfence._connections.addresses import describe_server
-from pgfence._connections.connect import from_driver, judge, sqlalchemy_connection, unreachable, wrong_backend_error
+from pgfence._connections.connect import judge, sqlalchemy_connection, wrong_backend_error
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.drivers import descriptor
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import MONITOR, socket_id
 from pgfence._sql import activity, migration_lock, server
+from pgfence._sql.addresses import describe_server
 from pgfence._sql.advisory import LockSql
+from pgfence._sql.errors import is_driver_error, translate_connect_error
 from pgfence._sql.params import style_of
-from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence.config import config_of
 from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, TransactionStateError, UnreachableError
 from pgfence.migrations import _command
@@ -118,7 +119,7 @@ class SessionLock:
                 with sqlalchemy_connection(engine, dbapi_connection) as own:
                     yield own
         except Exception as error:
-            if told := unreachable(engine, error, UNKNOWN):
+            if told := translate_connect_error(engine, error, UNKNOWN):
                 raise told from error
             raise
         finally:
@@ -334,7 +335,7 @@ class SessionLock:
             if not gone:
                 with self._limited(STATEMENT_BUDGET):
                     self._connection.rollback()
-                if sqlstate(error) == LOCK_NOT_AVAILABLE:
+                if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                     self._explain_wait(error)
                 if self._unlock():
                     return
@@ -342,7 +343,7 @@ class SessionLock:
             gone = True
             log.debug("the migration lock could not be given back: its session is closed", exc_info=True)
         self._close()
-        if gone and isinstance(error, Exception) and from_driver(error):
+        if gone and isinstance(error, Exception) and is_driver_error(error):
             raise self._lost() from error
 
     def _explain_wait(self, error: BaseException) -> None:

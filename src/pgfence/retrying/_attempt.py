@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
 
-from pgfence._api.transactions import NOT_COMMITTED, commit_doubt, unanswered
-from pgfence._connections.connect import connecting_error, from_driver
+from pgfence._api.transactions import NOT_COMMITTED, commit_doubt
 from pgfence._process.clock import clock
+from pgfence._sql.errors import find_connect_error, is_commit_unanswered, is_driver_error, translate_error
 from pgfence._sql.params import style_of
-from pgfence._sql.sqlstate import sqlstate
-from pgfence._sql.storage import TableNames, translated
+from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.transaction import driver_state
 from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import TransactionStateError
@@ -29,7 +28,6 @@ NUMBER = "pgfence_attempt"
 """Where `session.info` keeps the number of the attempt."""
 
 _ABORTED = "25P02"
-_FENCE = "PF"
 
 _ATTRIBUTE = "_pgfence_attempt"
 _PING = "SELECT 1"
@@ -83,9 +81,9 @@ class AttemptRun:
 
     def doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
-        if not self._ending or self.joined or not (isinstance(error, OSError) or from_driver(error)):
+        if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
-        if unanswered(error):
+        if is_commit_unanswered(error):
             why = "the connection was lost during COMMIT"
         elif len(self._connections) > 1 and not self._session.twophase:
             why = "the COMMIT of one database failed, and another one may be committed"
@@ -96,7 +94,7 @@ class AttemptRun:
     def unconnected(self, error: Exception) -> UnreachableError | None:
         """Return what an error means that comes from opening the session's connection; None: it comes from elsewhere."""
         bind = bind_of(self._session)
-        return None if bind is None else connecting_error(bind.engine, error, NOT_COMMITTED)
+        return None if bind is None else find_connect_error(bind.engine, error, NOT_COMMITTED)
 
     def use(self, connection: Connection) -> None:
         """Note a connection that the session begins on.
@@ -119,7 +117,7 @@ class AttemptRun:
 
     def note(self, connection: Connection, error: BaseException) -> None:
         """Keep the last error that a connection met, for it may be swallowed; one that only tells of an earlier does not count."""
-        if sqlstate(error) != _ABORTED:
+        if sqlstate_of(error) != _ABORTED:
             self._met[connection] = error
 
 
@@ -139,8 +137,7 @@ def _begun(session: Session, _transaction: SessionTransaction, connection: Conne
 
 def _swallowed(error: BaseException) -> BaseException:
     """Return what to raise for an error that the function caught: the fence's refusals as those of pgfence."""
-    ours = (sqlstate(error) or "").startswith(_FENCE)
-    found = (translated(error, TableNames()) if ours else None) or error
+    found = translate_error(error, None) or error
     found.add_note("it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed")
     found.__cause__ = error.__cause__ if found is error else error
     return found

@@ -9,7 +9,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._api.contexts import loaded_classes
 from pgfence._process.clock import between
-from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate
+from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate_of
 from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError
 from pgfence.types import Event
 
@@ -66,6 +66,6 @@ def of_a_snapshot(error: Exception) -> bool:
 def spoken(error: Exception) -> str | None:
     """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of ours; None for those of anybody else."""
     if isinstance(error, DBAPIError):
-        return sqlstate(error.orig)
+        return sqlstate_of(error.orig)
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     return state if isinstance(state, str) else None

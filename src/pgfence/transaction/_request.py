@@ -18,18 +18,16 @@ from pgfence._locks.own_holds import on_another_connection
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
+from pgfence._sql.errors import ErrorContext, raise_translated, standby_error
 from pgfence._sql.params import style_of
 from pgfence._sql.savepoints import TransactionRecord
-from pgfence._sql.sqlstate import DEADLOCK_DETECTED, IN_FAILED_TRANSACTION, LOCK_NOT_AVAILABLE, OUT_OF_MEMORY, sqlstate
+from pgfence._sql.sqlstate import IN_FAILED_TRANSACTION, LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence.config import Config, config_of
 from pgfence.errors import (
     CapacityError,
-    DeadlockError,
     LockTimeoutError,
     PgfenceError,
-    StandbyError,
     TransactionStateError,
-    UnsupportedServerError,
 )
 from pgfence.keys import resolve
 
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.transaction")
 
 MANY_KEYS = 100
-OLDEST = (14,)
 _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 # What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
@@ -110,11 +107,7 @@ class TransactionLockBase(Guided):
                 error.add_note("A lock has no mapped class: name one, as in bind_arguments={'mapper': Account}")
                 raise
         style_of(connection.dialect)
-        version = connection.dialect.server_version_info
-        if version is not None and version < OLDEST:
-            raise UnsupportedServerError(
-                f"pgfence needs PostgreSQL 14 or newer; this server is {'.'.join(map(str, version))}"
-            )
+        server.check_version(connection.dialect)
         return connection
 
     def _keys(self, config: Config) -> tuple[LockKey, ...]:
@@ -218,7 +211,7 @@ class TransactionLockBase(Guided):
             )
         except DBAPIError as error:
             # An aborted transaction keeps its locks until it is rolled back. One that is lost has none.
-            return sqlstate(error) == IN_FAILED_TRANSACTION
+            return sqlstate_of(error) == IN_FAILED_TRANSACTION
 
     def _take(
         self, work: Session | Connection, call: PreparedCall, deadline: Deadline, owner: Contender | None = None
@@ -228,9 +221,8 @@ class TransactionLockBase(Guided):
         try:
             granted = self._granted(call, deadline, owner)
         except DBAPIError as error:
-            if (known := self._known(error)) is None:
-                raise
-            raise known from error
+            raise_translated(error, None, self._error_context())
+            raise
         if not granted:
             return False
         call.record.add(call.keys, shared=self._shared)
@@ -277,7 +269,7 @@ class TransactionLockBase(Guided):
         try:
             sql.wait(call.connection, call.keys, answer, shared=self._shared, milliseconds=limit)
         except DBAPIError as error:
-            if sqlstate(error) != LOCK_NOT_AVAILABLE:
+            if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
                 raise
             sql.give_back(call.connection)
             return False
@@ -295,30 +287,19 @@ class TransactionLockBase(Guided):
             _WARNED.add(call.connection.dialect)
             log.warning("%d of at least %d places in the server's lock table are taken", used, limit)
 
-    def _known(self, error: DBAPIError) -> PgfenceError | None:
-        state = sqlstate(error)
-        if state == DEADLOCK_DETECTED:
-            return DeadlockError(
-                f"waiting for {format_names(self._labels())} closed a circle of waits, and PostgreSQL has aborted this transaction:"
-                " roll back and try again. Take all locks at once, before the first write",
-                sqlstate=state,
-            )
-        if state == OUT_OF_MEMORY:
-            return CapacityError(
-                f"the server's lock table is full: there was no room for {format_names(self._labels())}, and PostgreSQL has"
-                " aborted this transaction. Hold fewer locks at a time, or raise max_locks_per_transaction",
-                used=0,
-                limit=0,
-                sqlstate=state,
-            )
-        return None
+    def _error_context(self) -> ErrorContext:
+        names = format_names(self._labels())
+        return ErrorContext(
+            deadlock=f"waiting for {names} closed a circle of waits, and PostgreSQL has aborted this transaction: roll back and"
+            " try again. Take all locks at once, before the first write",
+            fewer_locks=f"there was no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
+        )
 
     def _refused(self, answer: sql.LockResult) -> PgfenceError:
         if answer.taken == sql.STANDBY:
-            return StandbyError(
-                f"this server is a standby: a lock on {format_names(self._labels())} taken here excludes nobody on the primary."
-                " If the cluster is switching over, try again. Otherwise connect to the primary; a Session that sends reads"
-                " elsewhere needs bind_arguments"
+            return standby_error(
+                f"a lock on {format_names(self._labels())}",
+                "; a Session that sends reads elsewhere needs bind_arguments",
             )
         return TransactionStateError(
             "under REPEATABLE READ and SERIALIZABLE this transaction reads from a snapshot that is older than the lock, so it"

@@ -16,7 +16,6 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
-from pgfence._connections import addresses
 from pgfence._leases import terms
 from pgfence._leases.grant import ended_error, log
 from pgfence._leases.heartbeat import tasks
@@ -30,6 +29,7 @@ from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.references import when_disposed
 from pgfence._process.registry import ManagerRegistry
+from pgfence._sql import addresses
 from pgfence._sql.params import style_of
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ class HeartbeatService:
 
     def _failed(self, chore: tasks.HeartbeatTask, error: Exception) -> None:
         """Note a chore without an answer: nothing is known, and it is tried again."""
-        told = tasks.no_answer(error, chore.place)
+        told = tasks.translate_renewal_error(error, chore.place)
         with self._lock:
             wishes = self._agenda.failed(chore, clock())
             if self._agenda.waiting:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pgfence._leases import terms
 from pgfence._process.clock import clock
 from pgfence._sql.effects import EffectSql, effect_sql
+from pgfence._sql.errors import translate_error
 from pgfence._sql.lease import LeaseSql, answers, lease_sql, losses
-from pgfence._sql.storage import translated
 from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
@@ -196,9 +196,9 @@ class RevokeTask(ReleaseTask):
         return now - self._heard < self.SETTLED and self.again(now)
 
 
-def no_answer(error: Exception, place: TableNames) -> Exception:
+def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
     """Return what a renewal that failed means to whoever asked for it."""
-    if told := translated(error, place):
+    if told := translate_error(error, place):
         return told
     reason = str(getattr(error, "orig", None) or error).strip() or type(error).__name__
     answer = UnreachableError(

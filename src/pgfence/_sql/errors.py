@@ -1,0 +1,384 @@
+"""What an error of the database means: the one translation of a DBAPI error into one of pgfence's.
+
+Callers say what their statement was for; what the error means is decided here, by its SQLSTATE and never by its text. The
+exception is a login that was rejected: libpq passes no SQLSTATE on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from pgfence._sql.addresses import describe_server
+from pgfence._sql.encoding import TextError
+from pgfence._sql.rights import build_grants
+from pgfence._sql.sqlstate import (
+    CONNECTION_LOST,
+    DEADLOCK_DETECTED,
+    GATE_TIMEOUT,
+    MISSING,
+    NO_RIGHT,
+    NO_TOKEN,
+    OUT_OF_MEMORY,
+    OUTCOME_UNKNOWN,
+    READ_ONLY,
+    STALE_TOKEN,
+    SWITCHING,
+    sqlstate_of,
+)
+from pgfence._sql.storage import KEYS, VERSION
+from pgfence.errors import (
+    CapacityError,
+    DeadlockError,
+    FenceRequiredError,
+    LockTimeoutError,
+    PgfenceError,
+    SchemaError,
+    StaleFencingTokenError,
+    StandbyError,
+    TransactionStateError,
+    UnreachableError,
+)
+from pgfence.keys import display_name
+from pgfence.types import Holder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from sqlalchemy import Engine
+
+    from pgfence._sql.storage import TableNames
+
+LOCK_OUTCOME_UNKNOWN = "Nothing is known about the lock"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorContext:
+    """What a statement was for, where the meaning of its error depends on that.
+
+    Attributes:
+        version: of the tables that it needs.
+        key_rights: what it does with idempotency keys, if that is the version of the tables that it needs.
+        on_primary: what to do where the server takes no writes; empty: such an error is left as it is.
+        read_only: what is raised there.
+        owner: it creates or drops something, for which a GRANT is not enough.
+        deadlock: what to say of one; empty: it is left as it is.
+        fewer_locks: what to do where the server's lock table is full; likewise.
+        lock_table: how many places of the lock table are taken, and how many it has.
+    """
+
+    version: int = 1
+    key_rights: str = "SELECT, INSERT, UPDATE"
+    on_primary: str = ""
+    read_only: type[StandbyError | TransactionStateError] = StandbyError
+    owner: bool = False
+    deadlock: str = ""
+    fewer_locks: str = ""
+    lock_table: tuple[int, int] = (0, 0)
+
+
+FENCE = ErrorContext(on_primary="A gate is entered where rows are written. Begin on the primary, not read-only")
+
+
+def translate_error(
+    error: BaseException,
+    place: TableNames | None,
+    context: ErrorContext = ErrorContext(),
+    engine: Engine | None = None,
+) -> PgfenceError | None:
+    """Return what an error of a statement means; None: it is none of ours to explain.
+
+    Args:
+        error: of the driver, or of SQLAlchemy.
+        place: of our tables and functions; None: the statement uses none.
+        context: what the statement was for.
+        engine: of the connection, for the message.
+    """
+    state = sqlstate_of(error)
+    if state == READ_ONLY and context.on_primary:
+        where = "this server" if engine is None else describe_server(engine)
+        return context.read_only(
+            f"{where} takes no writes ({message_of(error)}): it is a standby, or read-only. {context.on_primary}. {SWITCHING}",
+            sqlstate=state,
+        )
+    if state == DEADLOCK_DETECTED and context.deadlock:
+        return DeadlockError(context.deadlock, sqlstate=state)
+    if state == OUT_OF_MEMORY and context.fewer_locks:
+        used, limit = context.lock_table
+        advice = f"{context.fewer_locks}, or raise max_locks_per_transaction"
+        return CapacityError(f"the server's lock table is full: {advice}", used=used, limit=limit, sqlstate=state)
+    if state in (STALE_TOKEN, NO_TOKEN, GATE_TIMEOUT):
+        return _translate_rejection(error, state)
+    if place is not None and state in MISSING:
+        return missing_tables_error(
+            place, context.version, state, (None if engine is None else engine.url.database, None)
+        )
+    if place is not None and state == NO_RIGHT:
+        return _denial_error(message_of(error), place, context)
+    return None
+
+
+def raise_translated(
+    error: BaseException,
+    place: TableNames | None,
+    context: ErrorContext = ErrorContext(),
+    engine: Engine | None = None,
+) -> None:
+    """Raise what an error of a statement means, see `translate_error`; return if it is none of ours to explain."""
+    if told := translate_error(error, place, context, engine):
+        raise told from error
+
+
+def missing_tables_error(place: TableNames, needed: int, state: str | None, row: Sequence[str | None]) -> SchemaError:
+    """Return the error of a place where tables or functions are missing.
+
+    Args:
+        place: of the tables.
+        needed: the version that was needed.
+        state: the SQLSTATE.
+        row: the result of `storage.WHERE`, as far as it is known.
+    """
+    return SchemaError(
+        f"pgfence's tables or functions are missing or too old {place.where(*row)}: run `{place.command}`, or"
+        " pgfence.schema.create_all(engine). If they are elsewhere, pgfence.configure(engine, schema=..., prefix=...)"
+        " says where",
+        needed=needed,
+        command=place.command,
+        sqlstate=state,
+    )
+
+
+_OWNED = re.compile(r"(?:must be owner of|permission denied for) (?:relation|table|view) (.+)")
+
+
+def _denial_error(said: str, place: TableNames, context: ErrorContext) -> SchemaError:
+    if context.owner:
+        of = _OWNED.search(said)
+        command = "" if of is not None and not of[1].startswith(place.prefix) else place.command
+        advice = f"Run `{command}` as a role that may" if command else "Do it as its owner"
+        return SchemaError(
+            f"this role may not do that: {said}. {advice}", needed=VERSION, command=command, sqlstate=NO_RIGHT
+        )
+    audit = place.prefix + "audit" in said
+    key_rights = context.key_rights if context.version == KEYS else ""
+    command = "; ".join(build_grants(place, "<role>", key_rights=key_rights, audit=audit))
+    return SchemaError(
+        f"this role may not use pgfence's tables: {said}. As their owner: {command}",
+        needed=context.version,
+        command=command,
+        sqlstate=NO_RIGHT,
+    )
+
+
+def standby_error(what: str, otherwise: str = "") -> StandbyError:
+    """Return the error of a lock that is asked for on a standby; `otherwise`: what to do where no switch-over is going on."""
+    return StandbyError(
+        f"this server is a standby: {what} acquired here excludes no process on the primary. {SWITCHING}. Otherwise connect"
+        f" to the primary{otherwise}"
+    )
+
+
+# ---------------------------------------------------------------- rejections by the fence
+
+
+def _translate_rejection(error: BaseException, state: str) -> PgfenceError | None:
+    detail = detail_of(error)
+    if state == STALE_TOKEN and "token" in detail:  # another program may use the SQLSTATE too
+        resource, token, newest = display_name(str(detail.get("resource"))), int(detail["token"]), int(detail["newest"])
+        why = (
+            "a newer holder has taken over"
+            if token < newest
+            else "it was never issued here, or the lease's row was set back (a restore, a fail-over). If this connection leads to a"
+            " former primary, close it (engine.dispose()) and try again on a new one"
+        )
+        return StaleFencingTokenError(
+            f"token {token} for {resource!r} is refused, the newest is {newest}: {why}. Nothing of this transaction is"
+            " committed: roll back",
+            resource=resource,
+            token=token,
+            newest=newest,
+            sqlstate=state,
+        )
+    if state == NO_TOKEN:
+        name = detail.get("resource")
+        return FenceRequiredError(
+            f"{message_of(error)}. Write inside lease.begin(...), or fenced(session, resource, token)",
+            resource=None if name is None else display_name(str(name)),
+            sqlstate=state,
+        )
+    if state == GATE_TIMEOUT and "inside" in detail:
+        return _gate_timeout_error(detail)
+    return None
+
+
+def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
+    name, seconds = display_name(str(detail["resource"])), detail["milliseconds"] / 1000
+    holders = [
+        Holder(
+            name=name,
+            key=None,
+            kind="fence",
+            mode="shared",
+            owner=None,
+            host=one["host"],
+            pid=None,
+            backend_pid=one["pid"],
+            application_name=one["application_name"] or None,
+            purpose="",
+            token=None,
+            since=datetime.fromtimestamp(one["since"], UTC),
+            expires_at=None,
+        )
+        for one in detail["inside"]
+    ]
+    who = [f"{who}, {one['state']}: {one['query']}" for who, one in zip(holders, detail["inside"], strict=True)]
+    return LockTimeoutError(
+        f"the gate of {name!r} was not free within {seconds:g} s: a transaction of an older holder is still inside"
+        f" ({'; or '.join(who) or 'its session cannot be seen'}). Roll back and try again; pg_terminate_backend ends a"
+        " session whose client is gone",
+        names=(name,),
+        timeout=seconds,
+        holders=holders,
+    )
+
+
+# ---------------------------------------------------------------- what an error carries
+
+
+def _layers(error: BaseException) -> Iterator[object]:
+    """Yield the driver's error first, then what wraps it."""
+    original = getattr(error, "orig", None) or error
+    yield getattr(original, "driver_exception", None) or getattr(original, "__cause__", None) or original
+    yield original
+    yield error
+
+
+def detail_text(error: BaseException) -> str:
+    """Return the server's DETAIL; empty if there is none."""
+    for layer in _layers(error):
+        detail = getattr(getattr(layer, "diag", None), "message_detail", None) or getattr(layer, "detail", None)
+        if isinstance(detail, str):
+            return detail
+    return ""
+
+
+def detail_of(error: BaseException) -> dict[str, Any]:
+    """Return the DETAIL of an error that our functions raised; they write JSON there."""
+    detail = detail_text(error)
+    if detail.startswith("{"):
+        with contextlib.suppress(ValueError):
+            found: dict[str, Any] = json.loads(detail)
+            return found
+    return {}
+
+
+def message_of(error: BaseException) -> str:
+    """Return the server's message, without position and context."""
+    for layer in _layers(error):
+        message = getattr(getattr(layer, "diag", None), "message_primary", None) or getattr(layer, "message", None)
+        if isinstance(message, str):
+            return message
+    return str(error)
+
+
+# ---------------------------------------------------------------- connections
+
+
+def is_driver_error(error: BaseException) -> bool:
+    """Say whether a driver or SQLAlchemy raised it."""
+    return type(error).__module__.partition(".")[0] in ("asyncpg", "psycopg", "psycopg2", "sqlalchemy")
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Say whether a statement failed because its connection ended."""
+    state = sqlstate_of(error)
+    if state is not None:
+        return state.startswith(CONNECTION_LOST)
+    cause = getattr(error, "orig", None) or error
+    # Whatever a driver says without the server's word can prove nothing: asyncpg alone has four ways to say "closed".
+    return isinstance(cause, OSError) or (is_driver_error(cause) and type(cause).__name__ != "ProgrammingError")
+
+
+def is_commit_unanswered(error: Exception) -> bool:
+    """Say of an error at COMMIT whether the server's response is missing; a rejection with an SQLSTATE is a response."""
+    if not isinstance(error, DBAPIError) and not is_driver_error(error):
+        return isinstance(error, OSError)
+    state = sqlstate_of(getattr(error, "orig", None) or error)
+    lost = getattr(error, "connection_invalidated", False)
+    return lost or state is None or state.startswith((*CONNECTION_LOST, OUTCOME_UNKNOWN))
+
+
+def translate_connect_error(
+    engine: Engine, error: Exception, otherwise: str = LOCK_OUTCOME_UNKNOWN
+) -> UnreachableError | None:
+    """Return what an error from connecting means: no server; None when it is something else, e.g. a fault in a creator."""
+    if isinstance(error, (PgfenceError, TextError)):
+        return None
+    state = sqlstate_of(error)
+    of_driver = isinstance(error, (OSError, DBAPIError, engine.dialect.loaded_dbapi.Error)) or (
+        is_driver_error(error) and not isinstance(error, SQLAlchemyError)
+    )
+    if state is None and not of_driver:
+        return None
+    # libpq's lines, the last of which may be a question.
+    reason = " ".join(str(getattr(error, "orig", None) or error).split()) or type(error).__name__
+    reason = reason if reason.endswith("?") else f"{reason.rstrip('.')}."
+    where = describe_server(engine)
+    told = f"no session at {where}: {reason}"
+    # In a list of hosts another one may respond.
+    if is_login_rejected(state, reason) or (is_host_unknown(error, reason) and "," not in where):
+        advice = "Check host, user, password, database and pg_hba.conf"
+        return UnreachableError(f"{told} {advice}", sqlstate=state, retryable=False)
+    return UnreachableError(f"{told} {otherwise}", sqlstate=state)
+
+
+_REJECTED = re.compile(
+    r"server does not support SSL|rejected SSL upgrade|certificate verify failed|certificate file|bouncer config error|"
+    r"authentication failed|no password supplied|no pg_hba\.conf entry|is not permitted to log in"
+    r"|(?:role|database) \".*\" does not exist|no such (?:user|database)|permission denied for database"
+)
+_UNRESOLVED = re.compile(
+    "Name or service not known|nodename nor servname provided|No address associated with hostname|No such host is known"
+)
+_NO_SUCH_HOST = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
+
+
+def is_login_rejected(state: str | None, reason: str) -> bool:
+    """Say whether the server rejected the login, the encryption or the database, which no retry cures.
+
+    libpq passes no SQLSTATE on, so its text decides; that of a server with messages in another language is not recognized.
+    """
+    if state in (None, "08P01"):  # the latter is all that older releases of PgBouncer say
+        return _REJECTED.search(reason) is not None
+    return state[:2] in ("28", "3D", "42")
+
+
+def is_host_unknown(error: BaseException, reason: str) -> bool:
+    """Say whether the host does not exist; a name server that does not respond does not prove that."""
+    if isinstance(error, socket.gaierror):
+        return error.errno in _NO_SUCH_HOST
+    return _UNRESOLVED.search(reason) is not None
+
+
+def find_connect_error(engine: Engine, error: Exception, otherwise: str) -> UnreachableError | None:
+    """Return what an error means that came out of SQLAlchemy's code or the caller's; None unless it is from connecting.
+
+    Drivers raise OSError, TimeoutError and their own classes while they connect, and which of these SQLAlchemy wraps depends on
+    its version. The caller's own code may raise the same classes: the traceback tells where it comes from.
+    """
+    pool = engine.pool
+    for each in (error, getattr(error, "orig", None)):
+        trace = each.__traceback__ if isinstance(each, BaseException) else None
+        while trace is not None:
+            frame = trace.tb_frame
+            if frame.f_globals.get("__name__") == "sqlalchemy.pool.base" and frame.f_locals.get("self") is pool:
+                return translate_connect_error(engine, error, otherwise)
+            trace = trace.tb_next
+    return None

@@ -1,0 +1,30 @@
+"""The GRANT statements that a role needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._sql.storage import quoted
+
+if TYPE_CHECKING:
+    from pgfence._sql.storage import TableNames
+
+
+def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: bool = False) -> list[str]:
+    """Return the grants for leases, tokens and fences, or for what is done with idempotency keys.
+
+    Args:
+        place: of the tables.
+        role: that needs them, as an identifier.
+        key_rights: on the table of idempotency keys; without it the grants are for leases, tokens and fences.
+        audit: also for ending what others hold, which is recorded.
+    """
+    tables = ("idempotency_key",) if key_rights else ("lease", "gate", "checkpoint", "slot")
+    on_tables = key_rights or "SELECT, INSERT, UPDATE"
+    asked = [f"GRANT {on_tables} ON {', '.join(map(place.name, tables))} TO {role}"]
+    asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")
+    if place.schema is not None:
+        asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")
+    if audit:
+        asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
+    return asked
