@@ -12,6 +12,7 @@ import pytest
 
 import pgfence
 from support import pages
+from support.rows import every_row
 from support.servers import database
 
 TESTS = Path(__file__).parent
@@ -49,7 +50,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         assert there or name == "__version__", name
 
 
-@pytest.mark.parametrize("page", all_pages(), ids=called)
+@every_row("page", all_pages())
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     """A relative link or an included file exists."""
     content = page.read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ import pytest
 import pgfence
 from pgfence._api.misuse import Absent, Guided
 from pgfence_alembic import Directives
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,7 +154,7 @@ def listing() -> str:
     return "".join(f"{line}\n" for part in parts for line in (*part, "")).removesuffix("\n")
 
 
-@pytest.mark.parametrize("module_name", MODULES)
+@every_row("module_name", MODULES)
 def test_exports_are_sorted_and_complete(module_name: str) -> None:
     """`__all__` is sorted and leaves out nothing that the module offers."""
     module = importlib.import_module(module_name)
@@ -174,7 +175,7 @@ def test_the_front_door_shows_nothing_else() -> None:
     assert shown - beneath - {"TYPE_CHECKING", "annotations"} <= set(pgfence.__all__)
 
 
-@pytest.mark.parametrize("module_name", MODULES)
+@every_row("module_name", MODULES)
 def test_every_public_name_is_documented(module_name: str) -> None:
     """Each exported class and function, and each of their public methods and properties, has a docstring."""
     without = []

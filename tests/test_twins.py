@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, get_overloads
 
-import pytest
-
 import pgfence
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +41,7 @@ def test_the_locks_and_handles_are_twins() -> None:
     assert {"AdvisoryLock", "Held", "TransactionLock"} <= set(PAIRS)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@every_row("name", PAIRS)
 def test_twins_offer_the_same_names(name: str) -> None:
     """What one twin can do, the other can, under the same name; `with` becomes `async with`."""
     sync, asynchronous = twin_of(name)
@@ -51,7 +50,7 @@ def test_twins_offer_the_same_names(name: str) -> None:
         assert hasattr(sync, plain) == hasattr(asynchronous, awaited)
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@every_row("name", PAIRS)
 def test_twins_take_the_same_arguments(name: str) -> None:
     """Names, kinds and defaults of all parameters agree, in every overload."""
     sync, asynchronous = twin_of(name)
@@ -64,7 +63,7 @@ def test_twins_take_the_same_arguments(name: str) -> None:
             assert isinstance(left, property) == isinstance(right, property), method
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@every_row("name", PAIRS)
 def test_the_async_twin_awaits_what_may_wait(name: str) -> None:
     """Methods that talk to the server are coroutine functions in the async twin, and only there."""
     sync, asynchronous = twin_of(name)
@@ -74,7 +73,7 @@ def test_the_async_twin_awaits_what_may_wait(name: str) -> None:
             assert inspect.iscoroutinefunction(getattr(asynchronous, method)) == (method not in PLAIN), method
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@every_row("name", PAIRS)
 def test_twins_are_both_documented(name: str) -> None:
     """The async twin says what it promises in words of its own or points to its twin."""
     assert all(cls.__doc__ for cls in twin_of(name))

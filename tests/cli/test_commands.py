@@ -13,6 +13,7 @@ import pytest
 import pgfence.cli
 from pgfence.cli import main
 from pgfence.keys import LockKey
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ def test_version_prints_the_version_of_the_package(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"pgfence {version('pgfence')}\n"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["run", "-h"], ["key", "--help"]])
+@every_row("words", [["--help"], ["run", "--help"], ["run", "-h"], ["key", "--help"]])
 def test_help_is_no_misuse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Asking for help ends with 0 and says how to write the command."""
     assert main(words) == 0
@@ -77,7 +78,7 @@ def test_key_has_a_form_for_programs(capsys: pytest.CaptureFixture[str]) -> None
     assert (shown["name"], shown["namespace"], shown["key"]) == ("nightly-billing", "shop", HELD.value)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("words", "said"),
     [
         ([], "Usage"),
@@ -109,7 +110,7 @@ def test_misuse_has_one_code_and_no_traceback(words: list[str], said: str, capfd
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("url", "said"),
     [
         ("postgresql://ann:s3cret@h:port/d", "not a database URL"),
@@ -123,7 +124,7 @@ def test_misuse_has_one_code_and_no_traceback(words: list[str], said: str, capfd
         ("postgresql+nosuch://ann:s3cret@h/d", "psycopg and psycopg2"),
     ],
 )
-@pytest.mark.parametrize("source", ["--dsn", "DATABASE_URL"])
+@every_row("source", ["--dsn", "DATABASE_URL"])
 def test_a_bad_url_is_named_by_its_source_and_never_shown(
     source: str, url: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_bad_url_is_named_by_its_source_and_never_shown(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("path", "said"),
     [
         ("shop", "package.module:attribute"),
@@ -174,7 +175,7 @@ def test_an_engine_that_cannot_be_used_is_explained(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("url", "said"),
     [
         ("postgresql://h/d", "no PostgreSQL driver is installed"),

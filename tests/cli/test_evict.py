@@ -14,6 +14,7 @@ import pytest
 from pgfence.cli import main
 from pgfence.keys import LockKey, qualified_name
 from support.locking import elsewhere, is_free
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -236,7 +237,7 @@ def test_an_application_that_configured_something_else_is_a_misuse(
     sys.modules.pop("evict_app")
 
 
-@pytest.mark.parametrize(
+@every_row(
     "words",
     [
         ["evict"],

@@ -13,6 +13,7 @@ from pgfence import schema
 from pgfence._sql.storage import TableNames
 from pgfence.cli import main
 from pgfence.cli.codes import Code
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,7 +101,7 @@ def test_the_settings_of_the_applications_engine_count(
     assert tables(admin, place)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("words", "message"),
     [
         (["--sql", "--dsn", "postgresql://h/d"], "--sql asks no server"),

@@ -13,6 +13,7 @@ from pgfence._sql import stuck_keys as statements
 from pgfence.cli import keys as command
 from pgfence.cli import main
 from pgfence.keys import SEPARATOR, qualified_name
+from support.rows import every_row
 
 if TYPE_CHECKING:
     import psycopg
@@ -180,7 +181,7 @@ def test_a_key_under_which_nothing_is_stuck(name: str, capfd: pytest.CaptureFixt
     assert "Nothing is stuck under" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("words", "said"),
     [
         (["--older-than", "-1"], "older_than"),

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from pgfence.cli import main
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +76,7 @@ def test_schema_and_prefix_find_the_table(admin: psycopg.Connection[Any], capfd:
         admin.execute("DROP SCHEMA purge_cli CASCADE")
 
 
-@pytest.mark.parametrize("words", [["--batch", "0"], ["--batch", "1000000"], ["--batch", "x"], ["--dsn", "sqlite://"]])
+@every_row("words", [["--batch", "0"], ["--batch", "1000000"], ["--batch", "x"], ["--dsn", "sqlite://"]])
 def test_misuse_exits_with_64_and_a_message(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """A batch out of range, or another database."""
     assert main(["purge", *words]) == 64

@@ -14,6 +14,7 @@ import pytest
 
 import pgfence.cli
 from support.commandline import Cli, first_line
+from support.rows import every_row
 from support.zones import write_zone
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def test_slots_come_in_words_and_in_cron_lines(cli: Cli, name: str, period: str)
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("words", "said"),
     [
         (["--once-per", "fortnight"], "--once-per='fortnight'"),

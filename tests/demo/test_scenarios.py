@@ -16,6 +16,7 @@ from pgfence._demo.errors import DemoError
 from pgfence._demo.scenario import engine_for, players
 from pgfence._demo.scenarios import contention, paused, retries, slots
 from pgfence._demo.workload import Verdict
+from support.rows import every_row
 from support.servers import database
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def test_without_the_fence_the_scene_of_the_paused_worker_fails(stage: Engine, m
     assert paused.play(stage).verdict is Verdict.GUARD_FAILED
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("late", "late_fenced", "verdict"),
     [(1, 0, Verdict.OK), (0, 0, Verdict.CONTROL_FAILED), (1, 1, Verdict.GUARD_FAILED), (0, 1, Verdict.GUARD_FAILED)],
 )
@@ -63,7 +64,7 @@ def test_the_paused_worker_is_judged_by_both_tables(late: int, late_fenced: int,
     assert paused._judge(late, late_fenced) is verdict
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("ran", "runs", "verdict"), [(50, 50, Verdict.OK), (50, 51, Verdict.GUARD_FAILED), (49, 49, Verdict.GUARD_FAILED)]
 )
 def test_the_slots_are_judged_by_their_runs(ran: int, runs: int, verdict: Verdict) -> None:
@@ -80,7 +81,7 @@ def test_a_balance_that_differs_from_its_journal_is_found(stage: Engine) -> None
         assert connection.scalar(contention._AUDIT) == 1
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("transfers", "in_vain", "off", "verdict"),
     [
         (9, 3, 0, Verdict.OK),
@@ -105,7 +106,7 @@ def storm(**other: int) -> retries.Storm:
     return retries.Storm(**known | other)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("plain", "keyed", "verdict"),
     [
         ({}, {}, Verdict.OK),

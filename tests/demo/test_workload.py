@@ -12,11 +12,12 @@ from pgfence._demo.faults import Faults
 from pgfence._demo.workload import Fault, Figures, TakeOver, Verdict, keeps_every_cent, loses_money
 from pgfence._demo.workloads import ACTS
 from pgfence._process.clock import clock
+from support.rows import every_row
 
 FINE = Figures(act="a", title="A", seconds=2.0, transfers=10)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("count", "percent", "rank"),
     [(1, 50, 1), (1, 99, 1), (2, 50, 1), (100, 50, 50), (100, 99, 99), (100, 100, 100), (3, 99, 3), (1000, 99, 990)],
 )
@@ -31,7 +32,7 @@ def test_without_waits_there_is_no_percentile() -> None:
     assert FINE.wait(50) is None
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("figures", "verdict"),
     [
         (FINE, Verdict.OK),

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pgfence import embedded
 from pgfence.embedded import _binaries, _process, _server
 from pgfence.errors import UnreachableError
+from support.rows import every_row
 from support.servers import without_driver
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def test_settings_reach_the_server() -> None:
         assert ask(url, "SHOW fsync") == "on"
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("settings", "error"),
     [
         ({"port": "5432"}, ValueError),

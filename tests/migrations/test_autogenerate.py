@@ -25,6 +25,7 @@ from pgfence.fence import Fenced
 from pgfence.versions import Versioned
 from support.fenced_models import by_book, dataclass, plain, sqlmodel
 from support.revisions import PLUGINS, Project, on_connection
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,7 +183,7 @@ class Wide(Base):
     kind: Mapped[Kind]
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("resource", "told"),
     [
         ("one", "one"),

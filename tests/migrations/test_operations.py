@@ -21,6 +21,7 @@ from pgfence._sql.tables import installed
 from pgfence.errors import SchemaError, TransactionStateError
 from pgfence.lease import Lease
 from support.revisions import Project, on_connection
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -530,7 +531,7 @@ EVERYTHING = [
 ]
 
 
-@pytest.mark.parametrize(("operation", "script", "back"), EVERYTHING, ids=lambda value: type(value).__name__)
+@every_row(("operation", "script", "back"), EVERYTHING)
 def test_an_operation_is_written_as_it_is_called(operation: Any, script: str, back: str | None) -> None:
     """Each is written into a script with what it needs and no more, and its reverse likewise; no database is asked."""
     assert written(operation) == script
@@ -540,7 +541,7 @@ def test_an_operation_is_written_as_it_is_called(operation: Any, script: str, ba
     assert operation.reverse().to_diff_tuple()
 
 
-@pytest.mark.parametrize("operation", [operations.DropFence("t"), operations.DropIndexSafely("ix", "t")])
+@every_row("operation", [operations.DropFence("t"), operations.DropIndexSafely("ix", "t")])
 def test_what_does_not_say_what_was_there_cannot_be_reversed(operation: Any) -> None:
     """To reverse the drop of a fence or an index, somebody has to say what it was like."""
     with pytest.raises(ValueError, match="reversed"):
