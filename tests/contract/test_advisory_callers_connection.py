@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 async def backend(world: World, connection: Any) -> int:
     pid = await run(world, connection, "SELECT pg_backend_pid()")
@@ -44,6 +46,7 @@ async def backend(world: World, connection: Any) -> int:
     return pid
 
 
+@pytest.mark.every_driver
 async def test_the_lock_lives_on_that_connection(
     world: World, name: str, advisory_rows: Callable[[], list[Any]], admin: psycopg.Connection[Any]
 ) -> None:
@@ -62,6 +65,7 @@ async def test_the_lock_lives_on_that_connection(
         assert await backend(world, connection) == pid
 
 
+@pytest.mark.every_driver
 async def test_the_user_finds_no_transaction_that_he_did_not_begin(world: World, name: str) -> None:
     """Taking, looking, checking and giving back leave the connection outside a transaction, as it was."""
     async with world.enter(world.engine().connect()) as connection:
@@ -79,6 +83,7 @@ async def test_the_user_finds_no_transaction_that_he_did_not_begin(world: World,
             await run(world, connection, "SELECT 1")
 
 
+@pytest.mark.every_driver
 async def test_a_refusal_leaves_the_connection_as_it_was(world: World, name: str, dsn: str) -> None:
     """Busy by try, by timeout=0 and by a wait: no transaction is open afterwards, and the holder is named."""
     async with world.enter(world.engine().connect()) as connection:
@@ -94,6 +99,7 @@ async def test_a_refusal_leaves_the_connection_as_it_was(world: World, name: str
             pass
 
 
+@pytest.mark.every_driver
 async def test_inside_a_transaction_it_is_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C015: after a statement, in an aborted transaction, and in a begin() whose first statement is still to come."""
     async with world.enter(world.engine().connect()) as connection:
@@ -114,6 +120,7 @@ async def test_inside_a_transaction_it_is_refused(world: World, name: str, admin
             assert not is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_an_autocommit_connection_is_always_outside(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -164,6 +171,7 @@ async def test_a_block_that_ends_inside_a_transaction_closes_the_connection(
     assert engine.pool.checkedout() == 0
 
 
+@pytest.mark.every_driver
 async def test_the_users_error_wins_in_an_aborted_transaction(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -207,6 +215,7 @@ async def test_a_hold_by_raw_sql_survives(world: World, name: str, admin: psycop
         assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_after_a_reconnect_nothing_runs_without_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any], dsn: str
 ) -> None:
@@ -252,6 +261,7 @@ async def test_guard_raises_on_a_loss_that_was_not_noticed(
         assert await run(world, connection, "SELECT 1") == 1
 
 
+@pytest.mark.every_driver
 async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -266,6 +276,7 @@ async def test_closed_inside_the_block_it_leaves_nothing_on_the_pool(
         assert await run(world, connection, "SELECT 1") == 1
 
 
+@pytest.mark.every_driver
 async def test_the_pool_gets_a_clean_connection_back(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -317,6 +328,8 @@ async def test_many_locks_leave_no_trace_on_the_connection(world: World, name: s
         assert trace() == before
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize("freed_after", [0.1, 0.8], ids=["first-slice", "quiet-slice"])
 async def test_it_waits_for_another_session(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], freed_after: float
@@ -335,6 +348,7 @@ async def test_it_waits_for_another_session(
         await world.call(held.release)
 
 
+@pytest.mark.every_driver
 async def test_a_short_statement_timeout_does_not_end_a_wait(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -355,6 +369,7 @@ async def test_a_short_statement_timeout_does_not_end_a_wait(
             await world.call(connection.commit)
 
 
+@pytest.mark.every_driver
 async def test_in_pipeline_mode_it_is_refused(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C063: where an earlier error would hide the answer, nothing is sent."""
     if not world.name.startswith("psycopg") or world.name == "psycopg2":
@@ -425,12 +440,12 @@ async def test_a_lock_handed_over_to_a_cancelled_waiter_is_passed_on(
         await third.call(neighbour.release)
 
 
+@pytest.mark.async_only
+@pytest.mark.every_driver
 async def test_a_wait_given_up_leaves_the_connection_to_its_owner(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A cancelled wait may cost the connection, never leave a lock on it; the owner's next statement works."""
-    if not world.is_async:
-        pytest.skip("nobody can cancel a thread")
     async with world.enter(world.engine().connect()) as connection:
         with elsewhere(dsn, name) as holder:
             async with background(world.call(lock(world, connection, name).acquire, timeout=5)) as task:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from support.servers import OwnServer
 
+pytestmark = pytest.mark.twins
 
+
+@pytest.mark.every_driver
 async def test_the_holder_is_an_idle_session_outside_the_pool(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -80,6 +83,8 @@ async def test_a_commit_of_the_users_session_is_no_unlock(
     assert is_free(admin, name)
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize("pool", [NullPool, StaticPool, QueuePool, AssertionPool, SingletonThreadPool])
 async def test_every_kind_of_pool_serves(
     world: World, name: str, pool: type[Any], admin: psycopg.Connection[Any]
@@ -117,6 +122,7 @@ async def test_a_patched_connect_is_not_used(
         assert not is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_logins_are_made_as_the_engine_makes_them(world: World, name: str, dsn: str) -> None:
     """`do_connect` and `connect` hooks run for our connections too: tokens of cloud logins live there."""
     engine, seen = world.engine(dsn=dsn.replace("//postgres:", "//nobody_at_all:")), []
@@ -136,6 +142,7 @@ async def test_logins_are_made_as_the_engine_makes_them(world: World, name: str,
         assert seen == ["do_connect", "connect"]
 
 
+@pytest.mark.every_driver
 async def test_a_creator_is_used(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """An engine with a function that opens its connections opens ours with it."""
     made: list[int] = []
@@ -190,6 +197,7 @@ async def test_a_warm_connection_is_used_again(world: World, name: str, admin: p
             assert len(sessions(admin, name)) == 2
 
 
+@pytest.mark.every_driver
 async def test_dispose_keeps_holds_and_closes_the_rest(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Rule 6: a hold outlives engine.dispose(); idle connections close at once, that of the hold when it ends."""
     engine = labelled(world, name)
@@ -220,6 +228,7 @@ async def test_idle_connections_are_closed_after_a_while(
         pass
 
 
+@pytest.mark.every_driver
 async def test_an_engine_that_is_dropped_takes_its_connections_along(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -327,6 +336,7 @@ async def test_a_waiter_that_gives_up_leaves_its_turn_to_the_next(world: World, 
             pass
 
 
+@pytest.mark.every_driver
 async def test_connections_that_died_free_their_slots(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Killed while idle or while holding, ten times at a limit of one: the next lock is had all the same."""
     engine = labelled(world, name)
@@ -457,6 +467,7 @@ async def test_a_lock_engine_is_where_locks_live(world: World, name: str, admin:
             assert await world.call(lock(world, engine, name).is_held)
 
 
+@pytest.mark.every_driver
 async def test_a_cancelled_or_timed_out_opener_leaves_no_connection(
     world: World, name: str, dsn: str, make_proxy: Callable[[str], Any], admin: psycopg.Connection[Any]
 ) -> None:
@@ -487,6 +498,7 @@ def labelled_at(world: World, label: str, dsn: str) -> Any:
     return world.engine(dsn=dsn, connect_args=arguments)
 
 
+@pytest.mark.every_driver
 async def test_a_server_that_says_nothing_is_unreachable_in_time(
     world: World, name: str, dsn: str, make_proxy: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

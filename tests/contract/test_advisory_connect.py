@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 @pytest.fixture
 def table(admin: psycopg.Connection[Any], name: str) -> Iterator[str]:
@@ -42,6 +44,7 @@ async def backend(world: World, connection: Any) -> int:
     return pid
 
 
+@pytest.mark.every_driver
 async def test_the_connection_holds_the_lock(
     world: World, name: str, advisory_rows: Callable[[], list[Any]], admin: psycopg.Connection[Any]
 ) -> None:
@@ -55,6 +58,7 @@ async def test_the_connection_holds_the_lock(
     await eventually(lambda: sessions(admin, name) == [])
 
 
+@pytest.mark.every_driver
 async def test_transactions_are_the_users(world: World, name: str, table: str, admin: psycopg.Connection[Any]) -> None:
     """Commit, roll back, begin again, savepoints: an ordinary connection, and the lock stays through all of it."""
     async with world.enter(lock(world, world.engine(), name).connect()) as connection:
@@ -86,6 +90,7 @@ async def test_a_session_works_on_it(world: World, name: str, table: str, admin:
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_leaving_rolls_back_what_is_open(
     world: World, name: str, table: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -102,6 +107,7 @@ async def test_leaving_rolls_back_what_is_open(
     assert numbers(admin, table) == []
 
 
+@pytest.mark.every_driver
 async def test_an_error_of_the_database_is_the_error_that_is_seen(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -112,6 +118,7 @@ async def test_an_error_of_the_database_is_the_error_that_is_seen(
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_lost_lock_is_a_lost_connection(
     world: World, name: str, table: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -154,6 +161,7 @@ async def kill_and_wait(world: World, admin: psycopg.Connection[Any], pid: int, 
             raise
 
 
+@pytest.mark.every_driver
 async def test_a_loss_inside_a_transaction_undoes_it(
     world: World, name: str, table: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -201,6 +209,7 @@ async def test_released_early_inside_the_block(world: World, name: str, admin: p
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_closed_inside_the_block(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C008: a connection that the user closes inside leaves no lock behind."""
     engine = labelled(world, name)
@@ -211,6 +220,7 @@ async def test_closed_inside_the_block(world: World, name: str, admin: psycopg.C
     await eventually(lambda: sessions(admin, name) == [])
 
 
+@pytest.mark.every_driver
 async def test_invalidated_inside_the_block(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A connection that the user throws away takes the lock along: it is free, and leaving says that it was lost."""
     with pytest.raises(LockLostError):
@@ -222,6 +232,7 @@ async def test_invalidated_inside_the_block(world: World, name: str, admin: psyc
     await freed(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_an_isolation_level_of_the_users_own(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """AUTOCOMMIT or SERIALIZABLE inside: respected, and the lock is given back all the same."""
     for level in ("AUTOCOMMIT", "SERIALIZABLE"):
@@ -235,6 +246,7 @@ async def test_an_isolation_level_of_the_users_own(world: World, name: str, admi
         assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_the_engines_isolation_level_holds_inside(world: World, name: str) -> None:
     """An engine made with an isolation level gives it to this connection too."""
     engine = world.engine(isolation_level="REPEATABLE READ")
@@ -242,6 +254,7 @@ async def test_the_engines_isolation_level_holds_inside(world: World, name: str)
         assert await run(world, connection, "SHOW transaction_isolation") == "repeatable read"
 
 
+@pytest.mark.every_driver
 async def test_the_sites_limits_are_in_force_inside(
     world: World, name: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
@@ -305,6 +318,7 @@ async def test_several_names_work_on_one_connection(
         assert [row.pid for row in advisory_rows()] == [pid, pid]
 
 
+@pytest.mark.every_driver
 async def test_the_lock_outlives_an_index_built_concurrently(
     world: World, name: str, table: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:

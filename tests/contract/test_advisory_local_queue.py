@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 async def test_two_hundred_threads_wait_on_one_connection(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:
     """C009: a crowd of threads that waits for a key costs one connection beside the holder's, and all are served."""

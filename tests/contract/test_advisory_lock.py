@@ -23,6 +23,7 @@ from pgfence.config import configure
 from pgfence.errors import LockNotHeldError, LockTimeoutError, SelfDeadlockError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, is_free, labelled, lock, sessions, terminate, waits
+from support.rows import every_row
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 BAD_TIMES = [(-1, ValueError), (math.nan, ValueError), ("1", TypeError), (True, TypeError), ([], TypeError)]
 KEYS = [LockKey.raw(n) for n in (0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63))] + [LockKey.pair(-1, 2**31 - 1)]
 
@@ -40,6 +43,7 @@ def kind(world: World) -> Any:
     return world.pick(pgfence.Held, pgfence.AsyncHeld)
 
 
+@pytest.mark.every_driver
 async def test_a_free_lock_is_taken_and_given_back(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -70,10 +74,9 @@ async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, 
         assert is_free(holder, name)
 
 
+@pytest.mark.async_only
 async def test_a_try_that_is_not_awaited_warns(world: World, name: str) -> None:
     """C018: an async try without await is a coroutine that never ran: Python warns, nothing is held."""
-    if not world.is_async:
-        pytest.skip("nothing to await in the sync half")
     with pytest.warns(RuntimeWarning, match="never awaited"):
         bool(lock(world, world.engine(), name).try_acquire())
         gc.collect()
@@ -92,6 +95,7 @@ async def test_acquire_without_waiting_names_the_holder_at_once(world: World, na
         assert caught.value.timeout == 0
 
 
+@pytest.mark.every_driver
 async def test_a_timeout_names_the_lock_and_its_holder_without_secrets(
     world: World, name: str, dsn: str, role: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +123,8 @@ async def test_a_timeout_names_the_lock_and_its_holder_without_secrets(
     assert (str(again), again.holders, again.keys) == (str(error), error.holders, error.keys)
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize("timeout", [0.2, timedelta(milliseconds=200)], ids=["number", "timedelta"])
 async def test_a_wait_ends_at_its_timeout(world: World, name: str, dsn: str, timeout: Any) -> None:
     """Seconds or timedelta; not before, and not much later."""
@@ -157,7 +163,7 @@ async def test_infinity_waits_until_it_is_free(
     await world.call(held.release)
 
 
-@pytest.mark.parametrize(("value", "error"), BAD_TIMES, ids=[str(value) for value, _ in BAD_TIMES])
+@every_row(("value", "error"), BAD_TIMES)
 async def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(
     world: World, name: str, value: Any, error: type[Exception], admin: psycopg.Connection[Any]
 ) -> None:
@@ -295,6 +301,7 @@ async def test_current_is_the_innermost_handle_of_this_contender(world: World, n
         await world.call(current, kind(world))
 
 
+@pytest.mark.every_driver
 async def test_looking_shows_holders_and_takes_nothing(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -314,6 +321,7 @@ async def test_looking_shows_holders_and_takes_nothing(
         assert seen.backend_pid in {row.pid for row in sessions(admin, name)}
 
 
+@pytest.mark.every_driver
 async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) -> None:
     """C117: the same halves in the other key space, half a key, or another database are somebody else's."""
     key = LockKey.raw(-5)
@@ -326,6 +334,7 @@ async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) 
             assert seen.key == key
 
 
+@pytest.mark.every_driver
 async def test_what_the_process_knows_costs_no_statement(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -379,6 +388,7 @@ async def test_a_namespace_keeps_names_apart_and_ready_keys_stay(
             assert not is_free(admin, key)
 
 
+@pytest.mark.every_driver
 async def test_every_key_works_on_every_driver(world: World, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """C025: edges of 64 bits and pairs of both signs: taken, refused to others, waited for in both kinds of slice."""
     engine = world.engine()
@@ -460,6 +470,7 @@ async def test_a_function_that_returns_no_engine_is_rejected(world: World, name:
                 await world.call(make(lambda returned=returned: returned).acquire)
 
 
+@pytest.mark.every_driver
 async def test_a_dropped_handle_warns_and_frees_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -484,6 +495,7 @@ async def freed_after_collecting(admin: psycopg.Connection[Any], name: str) -> N
     await eventually(collected)
 
 
+@pytest.mark.every_driver
 async def test_a_handle_that_was_lost_is_dropped_in_silence(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -497,6 +509,7 @@ async def test_a_handle_that_was_lost_is_dropped_in_silence(
     gc.collect()
 
 
+@pytest.mark.every_driver
 async def test_threads_and_tasks_share_a_lock_object(world: World, name: str) -> None:
     """One object, many contenders: never two of them inside."""
     one = lock(world, world.engine(), name)
@@ -541,12 +554,11 @@ async def test_a_name_frees_up_for_others_at_once(world: World, name: str, admin
         assert is_free(admin, name)
 
 
+@pytest.mark.sync_only
 async def test_the_first_use_by_two_threads_is_one_lock(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch, admin: psycopg.Connection[Any]
 ) -> None:
     """A lock object of a module, a configured namespace, two threads that come first: both ask for the same key."""
-    if world.is_async:
-        pytest.skip("tasks of one loop do not interleave here")
     engine, other = world.engine(), world.other()
     configure(engine, namespace="configured")
     one = lock(world, engine, name)

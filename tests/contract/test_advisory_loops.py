@@ -146,6 +146,7 @@ def test_a_loop_that_ends_while_tasks_wait(async_engine: Any, name: str, admin: 
     assert is_free(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_handle_may_be_released_by_another_contender(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -157,6 +158,7 @@ async def test_a_handle_may_be_released_by_another_contender(
         assert is_free(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_contender_that_ended_leaves_its_handle_to_others(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -177,6 +179,7 @@ async def test_a_contender_that_ended_leaves_its_handle_to_others(
     assert is_free(admin, name)
 
 
+@pytest.mark.twins
 async def test_the_other_halfs_engine_is_refused_by_name(world: World, name: str) -> None:
     """The sync Engine inside an AsyncEngine, or a function that returns the wrong kind: a clear error, no hang, no greenlet."""
     engine = world.engine()
@@ -190,6 +193,7 @@ async def test_the_other_halfs_engine_is_refused_by_name(world: World, name: str
             await AsyncAdvisoryLock(lambda: engine, name).try_acquire()
 
 
+@pytest.mark.twins
 async def test_a_lock_engine_of_the_other_half_is_refused(world: World, name: str, dsn: str) -> None:
     """configure(lock_engine=...) with the wrong kind of engine: TypeError that names the setting."""
     rest = dsn.split("://", 1)[1]
@@ -202,6 +206,7 @@ async def test_a_lock_engine_of_the_other_half_is_refused(world: World, name: st
         await world.call(lock(world, engine, name).try_acquire)
 
 
+@pytest.mark.twins
 async def test_one_block_object_shared_by_contenders(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A module's `guard = lock.hold()` used by all: leaving it ends the hold of whoever leaves, also after a loss."""
     engine, other = labelled(world, name), world.other()
@@ -224,6 +229,7 @@ async def test_one_block_object_shared_by_contenders(world: World, name: str, ad
     assert is_free(admin, name)
 
 
+@pytest.mark.twins
 async def test_nothing_is_remembered_of_names_that_were_locked(world: World, name: str) -> None:
     """Many names, one after the other: no line, no place, no hold stays behind."""
     engine = world.engine()
@@ -238,6 +244,8 @@ async def test_nothing_is_remembered_of_names_that_were_locked(world: World, nam
         await world.call(pgfence.current, world.pick(pgfence.Held, pgfence.AsyncHeld))
 
 
+@pytest.mark.matrix
+@pytest.mark.twins
 @pytest.mark.parametrize("timeout", [math.inf, timedelta.max, 1e9, 3_000_000], ids=str)
 async def test_the_longest_waits_are_waits(
     world: World, name: str, timeout: Any, admin: psycopg.Connection[Any]
@@ -259,6 +267,7 @@ async def test_the_longest_waits_are_waits(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_wait_that_hardly_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """A nanosecond is a wait, not "for ever": it ends, and takes what is free."""
     one, other = world.engine(), world.other()

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from support.servers import OwnServer
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 def kill(admin: psycopg.Connection[Any], label: str) -> None:
     """End every session of an engine."""
@@ -44,6 +46,7 @@ def kill(admin: psycopg.Connection[Any], label: str) -> None:
         terminate(admin, row.pid)
 
 
+@pytest.mark.every_driver
 async def test_a_killed_backend_is_a_loss_at_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C042: without any statement of ours the handle turns to lost, others can lock, and it never turns back."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
@@ -89,12 +92,11 @@ async def test_callbacks_are_called_once_where_they_belong(
         await world.call(held.release)
 
 
+@pytest.mark.async_only
 async def test_a_coroutine_function_is_awaited_on_the_loop(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """An async handle's callback may be async; it runs on the loop that acquired."""
-    if not world.is_async:
-        pytest.skip("the sync half calls plain functions")
     held = await lock(world, labelled(world, name), name).acquire()
     loops = []
 
@@ -132,12 +134,11 @@ async def test_a_callback_may_use_the_lock_itself(world: World, name: str, admin
     await world.call(taken[0].release)
 
 
+@pytest.mark.sync_only
 async def test_a_slow_callback_does_not_delay_another_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """While one callback blocks, another loss is noticed and a lock whose handle was dropped is freed."""
-    if world.is_async:
-        pytest.skip("a callback on the loop blocks the loop, by its nature")
     engine, gate, entered = labelled(world, name), threading.Event(), threading.Event()
     one = await world.call(lock(world, engine, name).acquire)
     one.on_lost(lambda: (entered.set(), gate.wait(30)))
@@ -188,12 +189,12 @@ async def test_wait_lost_ends_when_the_lock_is_released(world: World, name: str)
     assert await asyncio.wait_for(world.other().call(held.wait_lost), 20) is False
 
 
+@pytest.mark.async_only
+@pytest.mark.every_driver
 async def test_an_async_body_is_cancelled_with_the_reason(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Async: the block is cancelled where it waits, and LockLostError comes out, not a cancellation."""
-    if not world.is_async:
-        pytest.skip("sync code cannot be interrupted")
     engine, ended = labelled(world, name), []
     with pytest.raises(LockLostError) as caught:
         async with lock(world, engine, name).hold():
@@ -209,12 +210,11 @@ async def test_an_async_body_is_cancelled_with_the_reason(
     await asyncio.sleep(0)  # nothing is left of the cancellation
 
 
+@pytest.mark.sync_only
 async def test_a_sync_body_finds_out_and_the_end_says_so(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Sync: check() raises inside; leaving the block after a loss raises LockLostError by itself."""
-    if world.is_async:
-        pytest.skip("the async body is cancelled")
     one = lock(world, labelled(world, name), name)
     with pytest.raises(LockLostError):
         async with world.enter(one.hold()) as held:
@@ -255,12 +255,11 @@ async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.
         )
 
 
+@pytest.mark.async_only
 async def test_a_body_that_swallows_its_cancellation_raises_at_its_end(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Async: whoever catches the cancellation and goes on gets LockLostError on leaving; the task is not left cancelled."""
-    if not world.is_async:
-        pytest.skip("sync code is not cancelled")
     with pytest.raises(LockLostError):
         async with lock(world, labelled(world, name), name).hold():
             kill(admin, name)
@@ -273,12 +272,11 @@ async def test_a_body_that_swallows_its_cancellation_raises_at_its_end(
     await asyncio.sleep(0)
 
 
+@pytest.mark.async_only
 async def test_an_outer_cancel_at_the_same_time_goes_on(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Async: a task that was cancelled from outside as well ends as cancelled."""
-    if not world.is_async:
-        pytest.skip("threads are not cancelled")
     engine, entered = labelled(world, name), asyncio.Event()
 
     async def work() -> None:
@@ -296,10 +294,10 @@ async def test_an_outer_cancel_at_the_same_time_goes_on(
     await freed(admin, name)
 
 
+@pytest.mark.async_only
+@pytest.mark.every_driver
 async def test_an_outer_timeout_is_still_a_timeout(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Async: asyncio.timeout() around the block, without a loss, ends it as ever, and the lock is free."""
-    if not world.is_async:
-        pytest.skip("threads have no asyncio.timeout()")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             async with lock(world, world.engine(), name).hold():
@@ -308,6 +306,7 @@ async def test_an_outer_timeout_is_still_a_timeout(world: World, name: str, admi
     assert asyncio.current_task().cancelling() == 0
 
 
+@pytest.mark.every_driver
 async def test_a_loss_at_the_very_end_of_the_block_is_a_loss_or_a_release(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -333,6 +332,7 @@ async def test_a_loss_at_the_very_end_of_the_block_is_a_loss_or_a_release(
     assert outcomes
 
 
+@pytest.mark.every_driver
 async def test_a_loss_found_by_the_unlock_raises(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C005: unlocked behind our back on its own session, the release says that the lock was lost, by name."""
     engine = world.engine()
@@ -353,6 +353,7 @@ async def behind_our_back(world: World, held: Any) -> None:
         await world.call(driver.execute, "SELECT pg_advisory_unlock_all()")
 
 
+@pytest.mark.every_driver
 async def test_a_killed_waiter_goes_on_waiting(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -370,6 +371,7 @@ async def test_a_killed_waiter_goes_on_waiting(
         await other.call(held.release)
 
 
+@pytest.mark.every_driver
 async def test_a_waiter_that_is_killed_again_and_again_is_not_granted(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -386,6 +388,7 @@ async def test_a_waiter_that_is_killed_again_and_again_is_not_granted(
     await freed(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_cancelled_statement_of_a_waiter_leaves_nothing(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -406,6 +409,7 @@ async def test_a_cancelled_statement_of_a_waiter_leaves_nothing(
         pass
 
 
+@pytest.mark.every_driver
 async def test_a_restart_of_the_server_is_a_loss_and_life_goes_on(
     world: World, name: str, own_server: OwnServer
 ) -> None:
@@ -422,6 +426,7 @@ async def test_a_restart_of_the_server_is_a_loss_and_life_goes_on(
             pass
 
 
+@pytest.mark.every_driver
 async def test_a_reset_connection_is_a_loss(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -436,6 +441,7 @@ async def test_a_reset_connection_is_a_loss(
     await freed(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_half_closed_connection_is_a_loss(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -449,6 +455,7 @@ async def test_a_half_closed_connection_is_a_loss(
     await freed(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_an_unresponsive_server_is_noticed_by_the_next_statement(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

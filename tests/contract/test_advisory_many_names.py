@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
 
+
+@pytest.mark.every_driver
 async def test_all_names_are_one_lock_on_one_session(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -50,6 +53,7 @@ async def test_the_same_key_counts_once(
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_both_key_spaces_go_together(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -71,6 +75,8 @@ async def test_both_key_spaces_go_together(
         await world.call(held.release)
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize("busy", [0, 1, 2], ids=["first", "middle", "last"])
 async def test_a_refused_try_gives_back_what_it_took(
     world: World, name: str, dsn: str, busy: int, advisory_rows: Callable[[], list[Any]]
@@ -86,6 +92,7 @@ async def test_a_refused_try_gives_back_what_it_took(
         assert [seen.key for seen in caught.value.holders] == [keys[busy]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("timeout", [0.2, 1.2], ids=["first-slice", "quiet-slices"])
 async def test_a_timeout_leaves_none_of_them(
     world: World, name: str, dsn: str, timeout: float, advisory_rows: Callable[[], list[Any]]
@@ -138,6 +145,7 @@ async def test_order_of_asking_does_not_matter(world: World, name: str) -> None:
     await asyncio.gather(*(contend(number) for number in range(4)))
 
 
+@pytest.mark.every_driver
 async def test_hundreds_of_names_are_one_lock(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -190,6 +198,7 @@ async def test_a_single_name_and_a_set_exclude_each_other(world: World, name: st
             pass
 
 
+@pytest.mark.every_driver
 async def test_a_wait_for_many_keys_is_sliced_as_a_whole(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from support.worlds import World
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["release", "leave", "drop"])
 async def test_the_next_user_of_the_connection_is_left_alone(
     world: World, name: str, admin: psycopg.Connection[Any], end: str
@@ -56,6 +57,7 @@ async def test_the_next_user_of_the_connection_is_left_alone(
     assert engine.pool.checkedout() == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pool", [NullPool, StaticPool])
 async def test_other_pools_end_the_lock_as_well(
     world: World, name: str, admin: psycopg.Connection[Any], pool: type
@@ -103,6 +105,7 @@ def test_a_dropped_lock_is_closed_before_the_next_user_gets_its_connection(dsn: 
     engine.dispose()
 
 
+@pytest.mark.twins
 async def test_a_pool_is_listened_to_once(world: World, name: str) -> None:
     """However often the engine was disposed of, which takes the listeners over to its next pool."""
     engine = world.engine()
@@ -113,6 +116,7 @@ async def test_a_pool_is_listened_to_once(world: World, name: str) -> None:
         assert len(tuple(engine.pool.dispatch.checkin)) == 1
 
 
+@pytest.mark.twins
 async def test_a_detached_connection_stays_its_owners(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """The lock lives on through detach(), is given back there, and the end of that connection is the end of a lock."""
     engine = world.engine(pool_size=1, max_overflow=0)

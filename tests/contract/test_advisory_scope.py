@@ -13,6 +13,8 @@ from support.locking import lock
 if TYPE_CHECKING:
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 async def test_tenants_with_a_lock_each_overlap_and_one_tenant_is_done_one_at_a_time(world: World, name: str) -> None:
     """C030: with the schema in the name two schemas migrate at the same time, the same schema twice never does."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 def listen(engine: Any, what: str, seen: list[str]) -> None:
     event.listen(getattr(engine, "sync_engine", engine), what, lambda *args: seen.append(args[2]))
@@ -59,6 +61,7 @@ def counting(dsn: str) -> Iterator[CountingProxy]:
     proxy.close()
 
 
+@pytest.mark.every_driver
 async def test_a_free_lock_costs_two_round_trips(world: World, name: str, counting: CountingProxy) -> None:
     """One for the try, one for the unlock, on a warm connection, by any verb and for many names as for one."""
     engine = world.engine(dsn=counting.dsn)
@@ -78,6 +81,7 @@ async def test_a_free_lock_costs_two_round_trips(world: World, name: str, counti
         assert counting.trips - before == 2
 
 
+@pytest.mark.every_driver
 async def test_a_busy_try_costs_one_round_trip(world: World, name: str, dsn: str, counting: CountingProxy) -> None:
     """For one name and for several: what was taken before the refusal goes back in the same trip."""
     engine = world.engine(dsn=counting.dsn)
@@ -90,6 +94,7 @@ async def test_a_busy_try_costs_one_round_trip(world: World, name: str, dsn: str
             assert counting.trips - before == 1
 
 
+@pytest.mark.every_driver
 async def test_listeners_see_every_statement(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +136,7 @@ async def test_echo_shows_every_statement(world: World, name: str, caplog: pytes
     assert "pg_advisory_unlock" in caplog.text
 
 
+@pytest.mark.every_driver
 async def test_a_hook_may_add_a_comment(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """Tracing that writes a comment into each statement (retval=True) breaks no step of a wait."""
     engine, other = world.engine(), world.other()
@@ -216,6 +222,7 @@ async def test_a_listened_lock_is_lost_and_waited_for_like_any_other(
             await other.call((await task).release)
 
 
+@pytest.mark.every_driver
 async def test_a_small_statement_timeout_with_a_declared_pooler(world: World, name: str, dsn: str) -> None:
     """C039: where nothing may be set, because a pooler was declared, a wait still ends at the caller's time."""
     engine = limited(world, {"statement_timeout": "450ms"})
@@ -226,6 +233,7 @@ async def test_a_small_statement_timeout_with_a_declared_pooler(world: World, na
         pass
 
 
+@pytest.mark.every_driver
 async def test_behind_a_declared_pooler_nothing_is_set(
     world: World, name: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
@@ -252,6 +260,7 @@ async def test_a_declared_transaction_pooler_is_refused(world: World, name: str)
             pass
 
 
+@pytest.mark.every_driver
 async def test_a_transaction_pooler_is_found_out(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -273,6 +282,7 @@ async def test_a_transaction_pooler_is_found_out(
         assert not is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_session_pooler_works_when_it_is_declared(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -314,6 +324,7 @@ async def test_settings_that_come_too_late_are_refused_or_hold(world: World, nam
         assert lock(world, engine, name)._place()[0].config.default_timeout == expected[0]
 
 
+@pytest.mark.every_driver
 async def test_passwords_in_a_query_are_not_printed(world: World, name: str) -> None:
     """A URL may carry its password as a parameter: no error shows it."""
     url = f"postgresql+{world.driver}://somebody@127.0.0.1:1/nothing?password=s3cret-word"
@@ -326,6 +337,7 @@ async def test_passwords_in_a_query_are_not_printed(world: World, name: str) -> 
     await world.call(engine.dispose)
 
 
+@pytest.mark.every_driver
 async def test_what_the_server_refuses_for_good_is_not_retryable(world: World, name: str, dsn: str) -> None:
     """No such database: UnreachableError; where the driver passes the SQLSTATE on, it says that trying again is no use."""
     engine = world.engine(dsn=dsn.rsplit("/", 1)[0] + "/no_such_database")

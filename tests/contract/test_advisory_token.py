@@ -30,6 +30,7 @@ from pgfence.fence.handles import AsyncFencedHeld, FencedHeld
 from pgfence.keys import LockKey, qualified_name
 from support import leases
 from support.locking import background, elsewhere, is_free, lock, run, standing, terminate, waits
+from support.rows import every_row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from support.servers import OwnServer
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 def row(admin: psycopg.Connection[Any], name: str, prefix: str = "pgfence_") -> Any:
@@ -59,6 +60,7 @@ def hold_as_lease(admin: psycopg.Connection[Any], name: str, ttl: float = 60) ->
     return int(found[1])
 
 
+@pytest.mark.every_driver
 async def test_a_grant_brings_a_token_that_is_committed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -76,6 +78,7 @@ async def test_a_grant_brings_a_token_that_is_committed(
     assert row(admin, name) == (2, False)
 
 
+@pytest.mark.every_driver
 async def test_lock_and_token_cost_one_round_trip(world: World, name: str) -> None:
     """Try, token and lock are one statement; so is the release."""
     engine = world.engine()
@@ -103,6 +106,7 @@ async def test_a_plain_lock_excludes_one_with_a_token_and_brings_none(world: Wor
     assert [holder.application_name for holder in caught.value.holders] == ["elsewhere"]
 
 
+@pytest.mark.every_driver
 async def test_a_waiter_gets_the_lock_and_a_larger_token(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -182,6 +186,7 @@ async def test_a_lease_of_the_same_name_keeps_it_busy_and_its_token(
         assert held.token == token + 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["lease", "slot"])
 async def test_no_lease_or_slot_is_granted_beside_it(world: World, name: str, kind: str) -> None:
     """While the lock is held, a lease or slot of that name is busy, and its holder is named; then it has the next token."""
@@ -260,6 +265,7 @@ async def test_connect_lends_the_connection_with_its_token(world: World, name: s
         assert pgfence.held(connection).token == 1
 
 
+@pytest.mark.every_driver
 async def test_on_the_callers_connection(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Outside a transaction of the caller's own connection it works alike and leaves the connection usable."""
     async with world.enter(world.engine().connect()) as connection:
@@ -272,6 +278,8 @@ async def test_on_the_callers_connection(world: World, name: str, admin: psycopg
         assert is_free(admin, name)
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 async def test_a_strict_default_isolation_is_no_obstacle(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str], isolation: str
@@ -318,6 +326,7 @@ async def test_a_row_that_stays_locked_counts_as_busy(world: World, name: str, a
         assert held.token == 2
 
 
+@pytest.mark.every_driver
 async def test_another_server_process_takes_neither_lock_nor_token(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -335,6 +344,7 @@ async def test_another_server_process_takes_neither_lock_nor_token(
     assert row(admin, name) == (1, False)
 
 
+@pytest.mark.every_driver
 async def test_missing_tables_are_an_error_with_the_command(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -351,6 +361,7 @@ async def test_missing_tables_are_an_error_with_the_command(
         pass
 
 
+@pytest.mark.every_driver
 async def test_a_role_without_rights_gets_the_grant_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
@@ -361,6 +372,7 @@ async def test_a_role_without_rights_gets_the_grant_in_the_error(
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_read_only_session_of_the_callers_is_refused(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
@@ -429,7 +441,7 @@ async def test_in_a_decorator_each_call_has_its_name_and_token(world: World, nam
     assert tokens == [((f"{name}:red",), 1), ((f"{name}:blue",), 1), ((f"{name}:red",), 2)]
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("names", "error"),
     [
         (("a", "b"), ValueError),
@@ -462,12 +474,12 @@ async def test_many_contenders_get_one_token_each(world: World, name: str, admin
     assert row(admin, name) == (40, False)
 
 
+@pytest.mark.async_only
+@pytest.mark.every_driver
 async def test_a_cancelled_wait_leaves_neither_lock_nor_waiter(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
     """A task cancelled in the server's wait holds nothing; the lock is there for the next one, with a token."""
-    if not world.is_async:
-        pytest.skip("threads are not cancelled")
     with elsewhere(world.dsn, name):
         task = asyncio.create_task(lock(world, world.engine(), name, token=True).acquire(timeout=20))
         await eventually(waits(admin, name))

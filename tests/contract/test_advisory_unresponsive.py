@@ -98,6 +98,7 @@ def test_a_paused_process_trusts_nothing_until_the_server_responds(
     assert re.fullmatch(r"seen (unknown )?held( unknown held)+( unknown)? lost", process.read_line())
 
 
+@pytest.mark.twins
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "psycopg_async", "asyncpg"])
 def test_without_kernel_events_a_query_finds_the_loss(
     driver: str, name: str, dsn: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
@@ -167,6 +168,7 @@ async def test_a_try_on_a_server_that_falls_silent_ends(
         pass
 
 
+@pytest.mark.twins
 async def test_contention_is_no_cause_for_alarm(
     world: World, name: str, dsn: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     from support.servers import OwnServer
 
+pytestmark = pytest.mark.twins
 
+
+@pytest.mark.every_driver
 async def test_the_lock_is_handed_over_whenever_it_comes_free(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -43,6 +46,7 @@ async def test_the_lock_is_handed_over_whenever_it_comes_free(
     await asyncio.gather(*(wait_for(after) for after in (0.2, 0.8, 1.5)))
 
 
+@pytest.mark.every_driver
 async def test_a_holder_that_dies_lets_the_waiter_in(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -56,6 +60,7 @@ async def test_a_holder_that_dies_lets_the_waiter_in(
     await other.call(held.release)
 
 
+@pytest.mark.every_driver
 async def test_timeouts_are_kept(world: World, name: str, dsn: str) -> None:
     """Shorter than a slice, in the middle of one, after some: neither early nor late."""
     engine = world.engine()
@@ -112,6 +117,7 @@ async def test_an_index_can_be_built_beside_waiters(
     admin.execute(f"DROP TABLE {table}")
 
 
+@pytest.mark.every_driver
 async def test_grant_and_timeout_at_the_same_moment_agree_with_the_server(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -173,6 +179,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.every_driver
 async def test_the_sites_limits_end_neither_a_hold_nor_a_wait(
     world: World, name: str, dsn: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
@@ -295,6 +302,7 @@ async def test_many_processes_are_served_each_in_turn(dsn: str, name: str) -> No
     await world.close()
 
 
+@pytest.mark.every_driver
 async def test_a_waiter_keeps_its_name(world: World, name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
     """Whatever way a slice tells of its grant, operators see the application's own name, before, during and after."""
     engine, other = labelled(world, name), world.other()

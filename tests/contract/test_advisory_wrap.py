@@ -17,6 +17,7 @@ from pgfence.config import configure
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, UnreachableError
 from pgfence.keys import LockKey
 from support.locking import elsewhere, is_free, labelled, lock, sessions, terminate
+from support.rows import every_row
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import psycopg
 
     from support.worlds import World
+
+pytestmark = pytest.mark.twins
 
 
 @dataclass
@@ -100,7 +103,7 @@ async def test_names_come_from_the_arguments(world: World, name: str) -> None:
         assert seen.pop() == tuple(f"{name} {n}" if isinstance(n, str) and n != "key 77" else n for n in expected)
 
 
-@pytest.mark.parametrize("template", ["{missing}", "{0}", "{}", "{a", "{missing.attribute}", "{a:{missing}}"])
+@every_row("template", ["{missing}", "{0}", "{}", "{a", "{missing.attribute}", "{a:{missing}}"])
 async def test_a_template_that_cannot_work_fails_at_decoration(world: World, template: str) -> None:
     """An unknown field, a number, a broken brace: ValueError where the decorator stands, and it names the arguments."""
 
@@ -250,6 +253,7 @@ def nowhere() -> str:
     return f"postgresql://user:s3cret@127.0.0.1:{port}/nothing"
 
 
+@pytest.mark.every_driver
 async def test_without_a_server_the_author_decides(world: World, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """raise: UnreachableError without the password; run: unprotected, with a warning; skip: None, with a warning."""
     engine, ran = world.engine(dsn=nowhere()), []

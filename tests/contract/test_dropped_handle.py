@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 KINDS = {
     "lock": lambda world, engine, name: world.pick(AdvisoryLock, AsyncAdvisoryLock)(engine, name),

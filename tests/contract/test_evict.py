@@ -20,6 +20,7 @@ from pgfence.keys import LockKey, qualified_name
 from pgfence.lease import AsyncLease, Lease
 from support.dates import strange
 from support.locking import elsewhere, freed, is_free, labelled, lock
+from support.rows import every_row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from support.servers import OwnServer
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 _ACQUIRE = "SELECT granted, token FROM pgfence_acquire_lease_v2(%s, %s, %s, 0, 30, NULL, 'worker-7', 'host-1', 7, 'close', NULL, 'lease')"
 LEASE = "11111111-2222-3333-4444-555555555555"
@@ -62,6 +63,7 @@ def blocked_by(admin: psycopg.Connection[Any], connection: psycopg.Connection[An
     return admin.execute(query, [connection.info.backend_pid]).fetchone()[0] > 0
 
 
+@pytest.mark.every_driver
 async def test_a_lease_is_ended_fenced_and_written_down(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -101,6 +103,7 @@ async def test_the_evicted_holder_is_rejected_and_notified(
     assert told[1] == "evicted"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("heartbeat", ["auto", "manual"])
 async def test_a_lease_held_here_is_lost_when_evict_returns(
     world: World, name: str, admin: psycopg.Connection[Any], heartbeat: Any
@@ -134,6 +137,7 @@ def listening(admin: psycopg.Connection[Any], label: str) -> bool:
     return admin.execute(query, [label]).fetchone() is not None
 
 
+@pytest.mark.every_driver
 async def test_a_holder_in_another_process_is_notified_of_its_eviction(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -189,6 +193,7 @@ def test_an_eviction_in_one_schema_ends_nothing_in_another(dsn: str, name: str, 
         admin.execute(f"DROP SCHEMA {tenant} CASCADE".encode())
 
 
+@pytest.mark.every_driver
 async def test_a_dry_run_names_the_holder_and_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -258,6 +263,7 @@ async def test_a_writer_inside_is_waited_for(world: World, name: str, admin: psy
     assert state(admin, name)[:2] == (token + 1, token + 1)
 
 
+@pytest.mark.every_driver
 async def test_a_writer_that_stays_inside_is_named_and_nothing_is_done(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -274,6 +280,7 @@ async def test_a_writer_that_stays_inside_is_named_and_nothing_is_done(
         assert state(admin, name) == (token, None, False, 0)
 
 
+@pytest.mark.every_driver
 async def test_the_session_of_an_advisory_lock_is_ended(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -331,6 +338,7 @@ async def test_a_role_with_the_documented_rights_evicts(
         admin.execute(f"REVOKE ALL ON pgfence_lease, pgfence_gate, pgfence_audit FROM {user}")
 
 
+@pytest.mark.every_driver
 async def test_without_the_right_to_end_a_session_nothing_is_done(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
@@ -352,6 +360,7 @@ async def test_without_the_right_to_end_a_session_nothing_is_done(
         admin.execute(f"REVOKE ALL ON pgfence_lease, pgfence_gate, pgfence_audit FROM {user}")
 
 
+@pytest.mark.every_driver
 async def test_without_a_right_to_the_tables_the_error_names_the_grant(
     world: World, name: str, role: Callable[..., str]
 ) -> None:
@@ -370,6 +379,7 @@ async def test_missing_tables_name_the_command(world: World, name: str) -> None:
         await world.call(monitoring.evict, engine, name, reason="hung")
 
 
+@pytest.mark.every_driver
 async def test_an_unreachable_server_is_named_in_the_error(world: World, name: str) -> None:
     """A server that does not answer is UnreachableError, never "nobody holds it"."""
     engine = world.engine(dsn="postgresql://nobody:secret@127.0.0.1:1/nothing")
@@ -393,6 +403,7 @@ async def test_a_read_only_server_is_named_in_the_error(
         admin.execute(f"REVOKE ALL ON pgfence_lease, pgfence_gate, pgfence_audit FROM {user}")
 
 
+@pytest.mark.every_driver
 async def test_a_stricter_default_isolation_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -455,7 +466,7 @@ async def test_a_grant_made_meanwhile_is_the_one_in_the_error(
     assert (detail["token"], detail["holders"][0]["owner"]) == (5, "worker-8")
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "error"),
     [
         ({"reason": ""}, ValueError),

@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from pgfence import compat
 from pgfence.config import config_of, configure
 from pgfence.keys import LockKey
+from support.rows import every_row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,7 +135,7 @@ def test_the_sql_of_a_ready_number_is_that_number(dsn: str, driver: str) -> None
 
 
 @every_driver
-@pytest.mark.parametrize("edge", EDGES)
+@every_row("edge", EDGES)
 def test_a_key_as_a_bound_expression_takes_the_bigint_form(dsn: str, driver: str, edge: int) -> None:
     """C025: small and large numbers lock the one-argument form on every driver, at the halves computed here."""
     key = LockKey.raw(edge)
@@ -186,7 +187,7 @@ def test_the_vectors_are_what_pg_locks_shows(dsn: str) -> None:
             connection.execute("SELECT pg_catalog.pg_advisory_unlock_all()")
 
 
-@pytest.mark.parametrize("edge", EDGES)
+@every_row("edge", EDGES)
 def test_a_bigint_decodes_to_itself(dsn: str, edge: int) -> None:
     """C117: pg_locks shows halves unsigned; shifted and or-ed as bigint they give the signed key back."""
     key = LockKey.raw(edge)
@@ -197,7 +198,7 @@ def test_a_bigint_decodes_to_itself(dsn: str, edge: int) -> None:
         assert value(connection, f"{decoded} AND pid = pg_catalog.pg_backend_pid()") == key.value
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@every_row("pair", PAIRS)
 def test_a_pair_decodes_to_itself(dsn: str, pair: tuple[int, int]) -> None:
     """C117: both halves of a negative pair are where LockKey.pair says, with objsubid 2."""
     key = LockKey.pair(*pair)
@@ -270,7 +271,7 @@ def same(one: psycopg.Connection, other: psycopg.Connection) -> bool:
 
 
 @every_driver
-@pytest.mark.parametrize("name", ["billing", "", "caf\u00e9 \U0001f418", "it's; -- %s :x", "x" * 10240])
+@every_row("name", ["billing", "", "caf\u00e9 \U0001f418", "it's; -- %s :x", "x" * 10240])
 def test_a_hashtext_key_is_the_lock_of_raw_sql(dsn: str, driver: str, name: str) -> None:
     """`hashtext_key` gives the very lock that `pg_advisory_lock(hashtext(name))` takes, negative hashes included."""
     key = run(dsn, driver, lambda connection: compat.hashtext_key(connection, name))

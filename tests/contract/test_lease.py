@@ -23,6 +23,7 @@ from pgfence.fence.handles import AsyncHeldLease, HeldLease
 from pgfence.keys import LockKey
 from pgfence.lease import AsyncLease, Lease
 from support.leases import lapse, lease, rival, row
+from support.rows import every_row
 from support.transactions import connection, session
 from support.waiting import FAR, eventually
 
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
+@pytest.mark.every_driver
 async def test_a_free_lease_is_taken_and_given_back(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """The row says who holds it and until when, the handle says the same; release frees it and the row stays."""
     one = lease(world, world.engine(), name, purpose="closing", metadata={"month": "2026-04"}, owner="billing")
@@ -53,6 +55,7 @@ async def test_a_free_lease_is_taken_and_given_back(world: World, name: str, adm
     assert rival(admin, name) == 2
 
 
+@pytest.mark.every_driver
 async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C018: what is not granted is None, and the holder's row is untouched."""
     assert rival(admin, name) == 1
@@ -76,6 +79,7 @@ async def test_acquire_without_waiting_names_the_holder_at_once(
     assert seen.since is not None
 
 
+@pytest.mark.every_driver
 async def test_looking_shows_the_holder_and_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -139,6 +143,7 @@ async def test_current_is_the_lease_of_this_contender(world: World, name: str) -
         await world.call(pgfence.current, kind)
 
 
+@pytest.mark.every_driver
 async def test_acquire_and_release_are_one_statement_each(world: World, name: str) -> None:
     """On a warm engine nothing else goes over the wire, and none of it through the caller's pool."""
     engine = world.engine(pool_size=1, max_overflow=0)
@@ -278,6 +283,7 @@ async def test_abandon_stops_the_heartbeat_and_gives_nothing_back(
     await eventually(lambda: rival(admin, name) == 2)
 
 
+@pytest.mark.every_driver
 async def test_renew_by_hand_moves_the_expiry(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """heartbeat="manual": nothing is renewed by itself; `renew` moves it, with a new TTL if one is given."""
     held = await world.call(lease(world, world.engine(), name, ttl=5, heartbeat="manual").acquire)
@@ -311,6 +317,7 @@ async def test_a_lease_that_is_not_renewed_ends_before_the_server_gives_it_away(
 # ---------------------------------------------------------------- hand-over and checkpoints
 
 
+@pytest.mark.every_driver
 async def test_a_lease_is_handed_over_as_plain_json(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Another engine adopts it: the same token, a new lease_id, renewed there; the reference works once."""
     held = await world.call(lease(world, world.engine(), name, ttl=20, purpose="import").acquire)
@@ -350,7 +357,7 @@ async def test_a_reference_ends_with_its_ttl(world: World, name: str, admin: psy
 GOOD = {"name": "a", "lease_id": "00000000-0000-0000-0000-000000000001", "token": 1}
 
 
-@pytest.mark.parametrize(
+@every_row(
     "wrong",
     [
         None,
@@ -391,6 +398,7 @@ async def test_a_long_transaction_with_a_checkpoint_does_not_keep_the_heartbeat_
     await world.call(following.release)
 
 
+@pytest.mark.every_driver
 async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """Committed with the work: the next one has it; rolled back with it: the one before stands."""
     engine = world.engine()
@@ -415,7 +423,7 @@ async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, 
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("arguments", "error", "message"),
     [
         ({"ttl": 0}, ValueError, "0.3 s or more"),
@@ -450,7 +458,7 @@ async def test_a_checkpoint_is_read_by_the_next_holder(world: World, name: str, 
         ({"name": "n" * 250, "namespace": "shops"}, ValueError, "255"),
     ],
 )
-@pytest.mark.parametrize("kind", [Lease, AsyncLease])
+@every_row("kind", [Lease, AsyncLease])
 def test_what_cannot_be_meant_is_refused_where_it_is_written(
     kind: Any, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:

@@ -11,6 +11,7 @@ import psycopg
 import pytest
 
 from support.lease_functions import Caller
+from support.rows import every_row
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -420,10 +421,8 @@ def test_a_lease_and_a_session_lock_are_never_granted_at_once(dsn: str, name: st
 STEP = 1 << 32
 
 
-@pytest.mark.parametrize(
-    ("before", "here", "steps"), [(1, 1, 0), (1, 2, 1), (1, 4, 3), (3, 4, 1), (9, 9, 0), (4, 1, 1), (9, 2, 2)]
-)
-@pytest.mark.parametrize("token", [0, 7, 5 * STEP + 3])
+@every_row(("before", "here", "steps"), [(1, 1, 0), (1, 2, 1), (1, 4, 3), (3, 4, 1), (9, 9, 0), (4, 1, 1), (9, 2, 2)])
+@every_row("token", [0, 7, 5 * STEP + 3])
 def test_a_token_jumps_by_the_timelines_in_between(
     admin: psycopg.Connection[Any], before: int, here: int, steps: int, token: int
 ) -> None:

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 EVICT = "SELECT * FROM pgfence_evict_lease_v1(%s, 'operator', 'it hangs', NULL)"
 
 
+@pytest.mark.every_driver
 async def test_a_loss_ends_the_block_with_its_reason(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C090: taken over by somebody else: an async body is cancelled at once, and leaving the block raises in both worlds."""
     one = lease(world, world.engine(), name, ttl=2)
@@ -84,6 +85,7 @@ async def test_an_evicted_holder_is_notified(world: World, name: str, admin: psy
     assert row(admin, name).token == 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("taken", [True, False])
 async def test_nothing_a_former_holder_does_reaches_the_next_one(
     world: World, name: str, admin: psycopg.Connection[Any], taken: bool
@@ -105,6 +107,7 @@ async def test_nothing_a_former_holder_does_reaches_the_next_one(
         assert rival(admin, f"{name}:{call}") == (None if taken else 2)
 
 
+@pytest.mark.every_driver
 async def test_a_blocked_loop_or_thread_loses_nothing(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C062: the heartbeat has a thread and a connection of its own: a body that blocks for two TTLs keeps its lease."""
     async with world.enter(lease(world, world.engine(), name, ttl=1.5).hold()) as held:
@@ -115,6 +118,7 @@ async def test_a_blocked_loop_or_thread_loses_nothing(world: World, name: str, a
         assert rival(admin, name) is None
 
 
+@pytest.mark.every_driver
 async def test_the_heartbeat_never_uses_the_callers_connection(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:

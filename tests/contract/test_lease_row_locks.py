@@ -16,7 +16,7 @@ from support.waiting import eventually
 if TYPE_CHECKING:
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 async def test_a_timeout_in_the_local_queue_names_the_holder(
@@ -36,6 +36,7 @@ async def test_a_timeout_in_the_local_queue_names_the_holder(
             await waiting
 
 
+@pytest.mark.every_driver
 async def test_an_adoption_waits_for_a_locked_row(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:

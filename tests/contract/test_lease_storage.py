@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 REF = {"name": "a", "lease_id": "00000000-0000-0000-0000-000000000001", "token": 1}
 
 
@@ -49,6 +51,7 @@ async def refused(world: World, engine: Any, name: str) -> list[SchemaError]:
     return errors
 
 
+@pytest.mark.every_driver
 async def test_without_tables_every_verb_names_the_command(world: World, name: str, place: TableNames) -> None:
     """And after it was run, the same engine works."""
     engine = world.engine()
@@ -72,6 +75,7 @@ async def test_without_a_schema_the_error_names_the_search_path(world: World, na
         assert there in str(error)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -109,6 +113,7 @@ async def test_functions_that_are_missing_are_named_too(
 RIGHTS = {"lease": "SELECT, INSERT, UPDATE", "gate": "SELECT", "checkpoint": "SELECT", "schema_version": "SELECT"}
 
 
+@pytest.mark.every_driver
 async def test_a_role_needs_the_documented_rights_and_no_more(
     world: World, name: str, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:

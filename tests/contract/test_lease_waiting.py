@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from support.proxy import Proxy
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 def let_go(admin: psycopg.Connection[Any], name: str) -> None:
@@ -59,6 +59,7 @@ async def passed(seconds: float) -> None:
     await eventually(lambda: time.monotonic() > end, deadline=seconds + 5)
 
 
+@pytest.mark.every_driver
 async def test_a_release_wakes_who_waits(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ async def test_who_waits_asks_once_a_second_and_a_hundred_ask_as_one(
     assert len([at for at in seen if at < seen[0] + 2]) <= 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("given", [True, False])
 async def test_a_wait_ends_at_its_timeout(world: World, name: str, admin: psycopg.Connection[Any], given: bool) -> None:
     """That of the call, or the configured one; the error names the holder, and nothing is left in line."""
@@ -192,6 +194,7 @@ async def test_a_grant_that_comes_too_late_is_not_held(
     await world.call(held.release)
 
 
+@pytest.mark.every_driver
 async def test_a_row_that_stays_locked_is_neither_free_nor_held(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -205,6 +208,7 @@ async def test_a_row_that_stays_locked_is_neither_free_nor_held(
     assert rival(admin, name) == 2
 
 
+@pytest.mark.every_driver
 async def test_a_grant_whose_response_is_lost_blocks_no_other(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
@@ -223,6 +227,7 @@ async def test_a_grant_whose_response_is_lost_blocks_no_other(
     await eventually(lambda: rival(admin, name) == 3, deadline=10)
 
 
+@pytest.mark.every_driver
 async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
     """Unreachable is an error of its own, in every verb."""
     one = lease(world, world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d"), name)
@@ -256,12 +261,12 @@ async def test_a_notification_during_an_outage_causes_one_more_question(
     proxy.heal()
 
 
+@pytest.mark.async_only
+@pytest.mark.every_driver
 async def test_a_cancelled_wait_leaves_nothing_behind(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
     """In line; and in the middle of a statement that no cancel request reaches, whose grant nobody will hear of."""
-    if not world.is_async:
-        pytest.skip("a thread is not cancelled")
     one = lease(world, world.engine(dsn=proxy.dsn), name, ttl=60)
     rival(admin, name)
     await cancelled(one, lambda: listening(admin))

@@ -36,6 +36,7 @@ class Note(Base):
 NOWHERE = "postgresql://ann:s3cret@127.0.0.1:1/d"
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize(
     "entrance",
@@ -63,6 +64,7 @@ async def test_an_error_of_the_callers_own_network_is_left_alone(world: World, d
         await world.call(run_transaction, factory(world, world.engine()), world.pick(work, work_async))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -129,6 +131,7 @@ async def test_a_login_that_is_rejected_while_a_holder_is_known_raises_at_once(
         admin.execute(f"DROP OWNED BY {user}")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("query", "environment", "place"),
     [
@@ -186,6 +189,7 @@ async def test_a_connection_that_is_dead_already_is_unreachable(
             await world.call(lock(world, borrowed, name).acquire)
 
 
+@pytest.mark.twins
 async def test_a_list_of_hosts_with_a_limit_is_not_warned_of(
     world: World, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

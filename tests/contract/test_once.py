@@ -20,6 +20,7 @@ from sqlalchemy import NullPool, create_engine
 import pgfence
 from pgfence.errors import LockLostError, LockNotHeldError, LockTimeoutError, SchemaError, UnreachableError
 from pgfence.once import SlotClockError, SlotZoneError
+from support.rows import every_row
 from support.waiting import eventually
 from support.zones import write_zone, zones_of_host
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 SCALE = float(os.environ.get("PGFENCE_TEST_FAULTS", "1"))
 """How many slots the crowd runs, as a share of 100; 10 for the full count."""
@@ -71,6 +72,7 @@ def counted(world: World, calls: list[Any], error: Exception | None = None) -> A
 # ---------------------------------------------------------------- one run
 
 
+@pytest.mark.every_driver
 async def test_a_slot_is_run_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C087: the first gets a slot with its beginning and a token; left in peace it is done, for everybody."""
     engine = world.engine()
@@ -211,6 +213,7 @@ async def test_max_hold_ends_a_run_that_hangs(world: World, name: str) -> None:
 # ---------------------------------------------------------------- schedules
 
 
+@pytest.mark.every_driver
 async def test_the_server_s_clock_names_the_slot(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """C088: a client whose clock is hours off names the same slot, since it is never asked."""
     monkeypatch.setattr("time.time", lambda: 0.0)
@@ -236,6 +239,7 @@ async def test_each_slot_comes_once(world: World, name: str) -> None:
     assert slots == sorted(slots)
 
 
+@pytest.mark.every_driver
 async def test_missed_slots_are_caught_up_if_asked_for(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """catch_up: "all" runs each in its order, "last" only the newest, "none" none that is over its first minute."""
     engine, calls = world.engine(), []
@@ -365,6 +369,7 @@ def test_the_statement_of_repair_names_any_job_wherever_its_table_is(
         engine.dispose()
 
 
+@pytest.mark.every_driver
 async def test_a_slot_that_the_caller_names_runs_once(world: World, name: str) -> None:
     """With `at` any slot may run, in any order and beside others; each once."""
     engine = world.engine()
@@ -452,6 +457,7 @@ async def test_without_a_server_wrap_follows_on_unreachable(world: World, name: 
 # ---------------------------------------------------------------- bad input, other places
 
 
+@pytest.mark.every_driver
 async def test_missing_tables_are_named_with_the_command(world: World, name: str) -> None:
     """SchemaError says what makes them."""
     engine = world.engine()
@@ -460,7 +466,7 @@ async def test_missing_tables_are_named_with_the_command(world: World, name: str
         await world.call(once(world, name, engine).acquire)
 
 
-@pytest.mark.parametrize(
+@every_row(
     ("given", "error"),
     [
         ({"every": timedelta(days=1), "cron": "0 7 * * *"}, TypeError),

@@ -33,6 +33,8 @@ def once(world: World, engine: Any, name: str) -> Any:
     return world.pick(pgfence.Once, pgfence.AsyncOnce)(engine, name, cron="0 0 1 1 *")
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @both
 @pytest.mark.parametrize("noun", [advisory, with_token, leases.lease, once])
 async def test_a_try_on_what_is_held_here_is_busy(world: World, noun: Any, name: str) -> None:
@@ -78,6 +80,7 @@ async def test_a_skipping_function_that_meets_itself_is_skipped(world: World, na
     assert ran == [None]
 
 
+@pytest.mark.twins
 @both
 @pytest.mark.parametrize("shared", [False, True])
 async def test_a_transaction_waits_for_no_lock_of_its_own_task(world: World, name: str, *, shared: bool) -> None:
@@ -137,6 +140,7 @@ async def test_a_lock_waits_for_none_of_its_own_on_another_engine(world: World, 
         held.check()
 
 
+@pytest.mark.matrix
 @both
 @pytest.mark.parametrize(
     ("outer", "inner"), [(with_token, leases.lease), (leases.lease, with_token), (once, with_token)]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 @pytest.fixture
 def journal(admin: psycopg.Connection[Any]) -> Iterator[str]:
@@ -39,6 +41,8 @@ def source(request: pytest.FixtureRequest, world: World) -> Any:
     return engine if request.param == "engine" else factory(world, engine)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 async def test_the_block_commits_and_then_the_lock_is_free(
     world: World, source: Any, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
@@ -51,6 +55,7 @@ async def test_the_block_commits_and_then_the_lock_is_free(
     assert admin.execute(f"SELECT count(*) FROM {journal}").fetchone() == (2,)
 
 
+@pytest.mark.matrix
 async def test_an_exception_rolls_back_and_goes_on(
     world: World, source: Any, name: str, journal: str, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
@@ -63,6 +68,8 @@ async def test_an_exception_rolls_back_and_goes_on(
     assert admin.execute(f"SELECT count(*) FROM {journal}").fetchone() == (0,)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 async def test_the_callers_exception_wins_over_a_failing_end(world: World, source: Any, name: str) -> None:
     """When the end fails as well, that is a note on the caller's exception, never in its place."""
     engine = source if not hasattr(source, "kw") else source.kw["bind"]
@@ -80,6 +87,7 @@ async def test_the_callers_exception_wins_over_a_failing_end(world: World, sourc
     assert "the end's" in caught.value.__notes__[0]
 
 
+@pytest.mark.matrix
 async def test_the_lock_is_the_first_statement(world: World, source: Any, name: str) -> None:
     """Nothing is read before the lock, and several names are one statement."""
     engine = source if not hasattr(source, "kw") else source.kw["bind"]
@@ -90,6 +98,7 @@ async def test_the_lock_is_the_first_statement(world: World, source: Any, name: 
     assert "advisory" in sent[0]
 
 
+@pytest.mark.matrix
 async def test_a_busy_lock_raises_on_entering(world: World, source: Any, name: str) -> None:
     """The body does not run, and the connection goes back to the pool."""
     async with connection(world, world.engine()) as holder:
@@ -102,6 +111,7 @@ async def test_a_busy_lock_raises_on_entering(world: World, source: Any, name: s
             assert await value(world, work, "SELECT 1") == 1
 
 
+@pytest.mark.matrix
 async def test_going_on_after_a_commit_inside_the_block_is_refused(world: World, source: Any, name: str) -> None:
     """A commit inside the block ends the lock, so nothing more may run there unguarded."""
     with pytest.raises(InvalidRequestError, match="context manager"):
@@ -110,6 +120,7 @@ async def test_going_on_after_a_commit_inside_the_block_is_refused(world: World,
             await run(world, work, "SELECT 1")
 
 
+@pytest.mark.every_driver
 async def test_modes_and_snapshots_are_passed_on(world: World, name: str) -> None:
     """`shared`, `namespace` and `stale_snapshot_ok` mean in begin what they mean in the lock."""
     engine = world.engine(isolation_level="SERIALIZABLE")

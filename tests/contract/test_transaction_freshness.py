@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 class Base(DeclarativeBase):
     pass
@@ -75,6 +77,7 @@ async def load(world: World, work: Any) -> Account:
 # ---------------------------------------------------------------- freshness
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("expire", [True, False])
 async def test_an_instance_loaded_before_the_lock_is_read_again(
     world: World, engine: Any, name: str, expire: bool
@@ -105,6 +108,7 @@ async def test_an_expired_instance_reads_by_itself_in_a_sync_session(world: Worl
             assert await world.call(lambda: account.balance) == 150
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["try_acquire", "acquire"])
 async def test_unflushed_changes_refuse_the_lock_before_the_server_is_asked(
     world: World, engine: Any, name: str, way: str
@@ -219,6 +223,8 @@ async def test_what_the_holder_committed_is_read_after_a_wait(world: World, engi
 # ---------------------------------------------------------------- the snapshot
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("names", [1, 2])
 async def test_a_snapshot_older_than_the_lock_is_refused(
@@ -270,6 +276,7 @@ class ByArgument(Session):
         return getattr(self, where)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("base", "bind_arguments"),
     [(ByFlush, None), (ByForUpdate, None), (ByFlush, {"mapper": Account}), (ByArgument, {"where": "primary"})],

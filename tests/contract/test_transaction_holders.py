@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 @contextmanager
 def holding(dsn: str, call: str, name: str) -> Iterator[psycopg.Connection[Any]]:
@@ -33,6 +35,7 @@ async def ask(world: World, work: Any, function: Callable[..., Any], *args: Any)
     return await world.call(*((work.run_sync, function) if world.is_async else (function, work)), *args)
 
 
+@pytest.mark.every_driver
 async def test_only_the_holder_of_the_very_key_is_named(world: World, dsn: str) -> None:
     """C117: half a key, the other key space and another database are not the key, and a negative one is found."""
     high = (7 << 32) | 0xFFFFFFFB
@@ -53,6 +56,8 @@ async def test_only_the_holder_of_the_very_key_is_named(world: World, dsn: str) 
             assert await world.call(lock(work, LockKey.raw(-4), LockKey.raw(-5)).is_held) is True
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize("number", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
 async def test_every_number_is_decoded(world: World, dsn: str, number: int) -> None:
     """C117: what pg_locks shows unsigned is the key again, in both key spaces."""
@@ -70,6 +75,7 @@ async def test_every_number_is_decoded(world: World, dsn: str, number: int) -> N
             ]
 
 
+@pytest.mark.every_driver
 async def test_a_holder_is_described(world: World, dsn: str, name: str) -> None:
     """Name, backend, host and since are told."""
     key = LockKey.of(name)
@@ -105,6 +111,7 @@ async def test_looking_takes_no_lock(world: World, name: str, advisory_rows: Any
         assert advisory_rows() == []
 
 
+@pytest.mark.every_driver
 async def test_a_role_that_sees_nothing_of_others_still_sees_that_it_is_held(
     world: World, name: str, role: Any
 ) -> None:
@@ -142,6 +149,7 @@ async def test_a_prepared_transaction_is_a_holder_without_a_process(world: World
         admin.execute("ROLLBACK PREPARED 'stuck'")
 
 
+@pytest.mark.every_driver
 async def test_the_lock_table_is_counted(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """The use counts every row of pg_locks; the limit is the documented product."""
     async with connection(world, world.engine()) as work:

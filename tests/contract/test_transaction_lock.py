@@ -16,12 +16,15 @@ from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, TransactionStateError
 from pgfence.keys import LockKey
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
+from support.rows import every_row
 from support.transactions import connection, factory, lock, run, scoped, session, statements, value
 
 if TYPE_CHECKING:
     import psycopg
 
     from support.worlds import World
+
+pytestmark = pytest.mark.twins
 
 FREE_WAYS = pytest.mark.parametrize(
     "way",
@@ -33,6 +36,8 @@ FREE_WAYS = pytest.mark.parametrize(
 # ---------------------------------------------------------------- cost
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @FREE_WAYS
 async def test_a_free_lock_costs_one_statement(world: World, name: str, way: tuple[str, dict[str, Any]]) -> None:
     """With or without a timeout, first in its transaction or not, a free lock is one statement."""
@@ -45,6 +50,8 @@ async def test_a_free_lock_costs_one_statement(world: World, name: str, way: tup
             assert len(sent) == 1
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @FREE_WAYS
 async def test_several_free_names_cost_one_statement_when_the_lock_comes_first(
     world: World, name: str, way: tuple[str, dict[str, Any]]
@@ -77,6 +84,7 @@ async def test_the_same_lock_again_in_one_transaction_costs_nothing(world: World
         assert len(sent) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("opener", [session, connection])
 async def test_a_new_transaction_asks_again(world: World, name: str, opener: Any) -> None:
     """What one transaction held says nothing about the next one on the same session and connection."""
@@ -93,6 +101,8 @@ async def test_a_new_transaction_asks_again(world: World, name: str, opener: Any
 # ---------------------------------------------------------------- exclusion
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["session", "scoped", "connection"])
 async def test_a_second_transaction_is_kept_out_until_the_first_ends(
     world: World, name: str, kind: str, advisory_rows: Any
@@ -115,6 +125,7 @@ async def test_a_second_transaction_is_kept_out_until_the_first_ends(
             await world.call(work.remove)
 
 
+@pytest.mark.every_driver
 async def test_a_waiter_goes_on_when_the_holder_commits(
     world: World, name: str, advisory_rows: Any, eventually: Any
 ) -> None:
@@ -145,6 +156,7 @@ async def test_a_transaction_lock_excludes_a_session_lock(
         admin.execute("SELECT pg_advisory_unlock(%s)", [key])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_a_granted_lock_is_gone_right_after_the_end_of_its_transaction(
     world: World, name: str, end: str, advisory_rows: Any
@@ -157,6 +169,8 @@ async def test_a_granted_lock_is_gone_right_after_the_end_of_its_transaction(
         assert advisory_rows() == []
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["engine", "connection", "session"])
 async def test_autocommit_is_refused_before_anything_is_asked(world: World, name: str, kind: str) -> None:
     """C014: in autocommit the lock would end with its own statement, so asking is an error and no statement goes out."""
@@ -184,6 +198,8 @@ async def test_hold_does_not_release_at_the_end_of_its_block(world: World, name:
         assert advisory_rows() == []
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback", "COMMIT", "savepoint"])
 async def test_leaving_hold_raises_if_its_transaction_ended(world: World, name: str, end: str) -> None:
     """C013: the rest of the block ran without the lock, whether SQLAlchemy, plain SQL or a savepoint ended it."""
@@ -199,6 +215,7 @@ async def test_leaving_hold_raises_if_its_transaction_ended(world: World, name: 
                     await world.call(getattr(work, end))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_leaving_hold_raises_if_its_session_ended(world: World, name: str, end: str) -> None:
     """C013: the same on a Session, also if it has begun another transaction and taken the lock again."""
@@ -212,6 +229,7 @@ async def test_leaving_hold_raises_if_its_session_ended(world: World, name: str,
                 await world.call(lock(work, name).acquire)
 
 
+@pytest.mark.every_driver
 async def test_leaving_hold_while_the_lock_is_held_is_quiet(world: World, name: str) -> None:
     """A younger savepoint, an aborted transaction and a commit inside an outer transaction leave the lock as it is."""
     async with connection(world, world.engine()) as work:
@@ -264,7 +282,8 @@ def test_an_unawaited_try_is_noticed(name: str) -> None:
 # ---------------------------------------------------------------- keys
 
 
-@pytest.mark.parametrize("number", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
+@pytest.mark.every_driver
+@every_row("number", [0, 1, -1, 2**31, 2**32 - 1, 2**63 - 1, -(2**63)])
 async def test_a_key_is_the_same_row_as_with_plain_sql(
     world: World, number: int, admin: psycopg.Connection[Any], advisory_rows: Any
 ) -> None:
@@ -279,7 +298,8 @@ async def test_a_key_is_the_same_row_as_with_plain_sql(
         assert [holder.key for holder in caught.value.holders] == [LockKey.raw(number)]
 
 
-@pytest.mark.parametrize("pair", [(0, 0), (1, 2), (-1, -5), (2**31 - 1, -(2**31)), (-(2**31), 2**31 - 1)])
+@pytest.mark.every_driver
+@every_row("pair", [(0, 0), (1, 2), (-1, -5), (2**31 - 1, -(2**31)), (-(2**31), 2**31 - 1)])
 async def test_a_pair_is_the_same_row_as_with_plain_sql(
     world: World, pair: tuple[int, int], advisory_rows: Any
 ) -> None:
@@ -412,6 +432,8 @@ async def test_random_subsets_in_random_order_never_deadlock(world: World, name:
     assert advisory_rows() == []
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
 @pytest.mark.parametrize("busy", range(3))
 async def test_a_refused_request_for_several_leaves_none_behind(
@@ -461,6 +483,7 @@ async def test_a_name_that_was_held_before_survives_a_refused_request(
 # ---------------------------------------------------------------- no lost update
 
 
+@pytest.mark.every_driver
 async def test_eight_writers_lose_no_update(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
     """C015: 8 contenders read, add one and commit under the lock; every addition is there at the end."""
     admin.execute("CREATE TABLE tally (n int); INSERT INTO tally VALUES (0)")

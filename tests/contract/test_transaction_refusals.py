@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 # ---------------------------------------------------------------- arguments
 
 
@@ -49,6 +51,7 @@ async def test_the_wrong_twin_is_named(world: World, name: str) -> None:
                 twin(work, name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("wrong", [None, "session", object(), 5])
 @pytest.mark.parametrize("kind", [TransactionLock, AsyncTransactionLock])
 def test_anything_else_is_refused_and_says_what_to_pass(kind: Any, wrong: Any) -> None:
@@ -67,6 +70,7 @@ async def test_a_lock_shows_its_names(world: World, name: str) -> None:
 # ---------------------------------------------------------------- servers
 
 
+@pytest.mark.every_driver
 async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> None:
     """C046: a lock on a standby excludes nobody; one name or several, first or later, nothing is taken there."""
     engine = world.engine(dsn=standby.dsn)
@@ -89,6 +93,7 @@ def test_another_dialect_is_named() -> None:
         TransactionLock(work, "a").acquire()
 
 
+@pytest.mark.every_driver
 async def test_another_driver_is_named(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver whose ways are unknown is refused by name."""
     engine = world.engine()
@@ -117,6 +122,7 @@ def pooled(pgbouncer: Callable[..., str]) -> str:
     return pgbouncer("transaction")
 
 
+@pytest.mark.every_driver
 async def test_it_works_behind_a_pooler_in_transaction_mode(world: World, name: str, pooled: str) -> None:
     """What ends with its transaction needs no session: the lock holds, waits and ends behind PgBouncer as anywhere."""
     ways: dict[str, Any] = {
@@ -138,6 +144,7 @@ async def test_it_works_behind_a_pooler_in_transaction_mode(world: World, name: 
 # ---------------------------------------------------------------- modes of the connection
 
 
+@pytest.mark.every_driver
 @pytest.mark.parametrize("names", [1, 2])
 def test_a_pipeline_is_refused_and_holds_nothing(dsn: str, name: str, names: int, advisory_rows: Any) -> None:
     """C063: before and after a queued failure the answer is the same error, and pg_locks agrees that nothing is held."""
@@ -157,6 +164,8 @@ def test_a_pipeline_is_refused_and_holds_nothing(dsn: str, name: str, names: int
     engine.dispose()
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "options", [{"stream_results": True}, {"yield_per": 5}], ids=lambda options: next(iter(options))
 )
@@ -173,6 +182,7 @@ async def test_options_of_the_connection_change_nothing(world: World, name: str,
         assert await world.call(lock(work, name).is_held)
 
 
+@pytest.mark.every_driver
 async def test_an_aborted_transaction_stays_the_callers_affair(world: World, name: str) -> None:
     """In a transaction that PostgreSQL has aborted, asking fails as every statement does, and is no grant."""
     async with session(world, world.engine()) as work:
@@ -240,6 +250,7 @@ async def test_a_nearly_full_lock_table_warns_once(
     assert [record.levelno for record in caplog.records if "lock table" in record.getMessage()] == [logging.WARNING]
 
 
+@pytest.mark.every_driver
 async def test_a_full_lock_table_is_a_capacity_error(
     world: World, lend_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +271,7 @@ async def test_a_full_lock_table_is_a_capacity_error(
 # ---------------------------------------------------------------- beside session locks
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("default", "limit"), [(3600, 60), (float("inf"), 60), (5, 5)])
 async def test_the_default_is_cut_while_a_session_lock_is_held(
     world: World, name: str, default: float, limit: float, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ async def cost(world: World, engine: Any, work: Any, *names: str) -> int:
     return len(sent)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["connection", "session"])
 async def test_a_rolled_back_savepoint_that_took_the_lock_is_noticed(
     world: World, engine: Any, name: str, kind: str
@@ -53,6 +54,7 @@ async def test_a_rolled_back_savepoint_that_took_the_lock_is_noticed(
         assert await world.call(lock(other, name).try_acquire) is False
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["connection", "session"])
 async def test_a_lock_that_the_savepoint_did_not_take_stays_free_of_cost(
     world: World, engine: Any, name: str, kind: str
@@ -87,6 +89,7 @@ async def test_a_wait_inside_a_savepoint_falls_with_it(world: World, engine: Any
         assert await world.call(lock(work, name).try_acquire) is False
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("before", "after", "asked"),
     [
@@ -119,6 +122,7 @@ async def test_savepoints_in_plain_text_are_noticed(
         assert await world.call(lock(other, name).try_acquire) is False
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT", "end", "/* why */ abort"])
 async def test_an_end_in_plain_text_is_noticed(world: World, engine: Any, name: str, end: str) -> None:
     """C014: the lock is asked for anew; where the driver goes on without a transaction, that is an error and no grant."""
@@ -134,6 +138,7 @@ async def test_an_end_in_plain_text_is_noticed(world: World, engine: Any, name: 
                 await world.call(lock(work, name).acquire)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commit", "rollback"])
 async def test_an_end_past_sqlalchemy_is_noticed(world: World, engine: Any, name: str, end: str) -> None:
     """C014: when the driver's own connection ended the transaction, the lock is asked for again."""
@@ -150,6 +155,7 @@ async def test_an_end_past_sqlalchemy_is_noticed(world: World, engine: Any, name
         assert await cost(world, engine, work, name) == 1
 
 
+@pytest.mark.twins
 async def test_a_savepoint_older_than_the_first_lock_is_noticed(world: World, engine: Any, name: str) -> None:
     """C017: the record begins with the first lock, and a savepoint set before it takes that lock away."""
     async with connection(world, engine) as work, connection(world, engine) as other:
@@ -159,6 +165,7 @@ async def test_a_savepoint_older_than_the_first_lock_is_noticed(world: World, en
         assert await world.call(lock(other, name).try_acquire) is True
 
 
+@pytest.mark.twins
 async def test_sessions_isolated_by_rollback_keep_their_locks(world: World, engine: Any, name: str) -> None:
     """A test suite that wraps sessions in one outer transaction: the lock is one transaction's, and free to take again."""
     async with connection(world, engine) as outer, connection(world, engine) as other:
@@ -177,6 +184,7 @@ async def test_sessions_isolated_by_rollback_keep_their_locks(world: World, engi
         assert await world.call(lock(other, name).try_acquire) is True
 
 
+@pytest.mark.twins
 async def test_a_failed_block_does_not_leave_a_forbidden_upgrade(world: World, engine: Any, name: str) -> None:
     """A shared lock that a savepoint took away no longer forbids the exclusive one."""
     async with connection(world, engine) as work:
@@ -192,6 +200,8 @@ async def test_a_failed_block_does_not_leave_a_forbidden_upgrade(world: World, e
 # ---------------------------------------------------------------- hooks of the user
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("when", ["begin", "first statement"])
 async def test_what_a_hook_has_set_survives_a_refused_request(world: World, name: str, when: str) -> None:
     """A hook that sends SET LOCAL at the begin or before the first statement loses nothing when several are given back."""
@@ -214,6 +224,7 @@ async def test_what_a_hook_has_set_survives_a_refused_request(world: World, name
         event.remove(sync, "begin" if when == "begin" else "before_cursor_execute", set_tenant)
 
 
+@pytest.mark.twins
 async def test_hooks_cost_several_names_a_savepoint(world: World, engine: Any, name: str) -> None:
     """A hook might have spoken first, so the transaction is not ours to begin anew: three statements for several names."""
     sync = getattr(engine, "sync_engine", engine)
@@ -231,6 +242,7 @@ async def test_hooks_cost_several_names_a_savepoint(world: World, engine: Any, n
             await world.call(work.rollback)
 
 
+@pytest.mark.twins
 async def test_many_transactions_leave_no_trace(world: World, name: str) -> None:
     """What is remembered of a transaction goes with its Connection; nothing grows."""
     engine = world.engine()

@@ -15,6 +15,7 @@ from pgfence.errors import DeadlockError, LockTimeoutError, PgfenceError
 from pgfence.keys import LockKey
 from pgfence.transaction import _request
 from support.locking import limited
+from support.rows import every_row
 from support.transactions import connection, lock, run, session, statements, value
 from support.waiting import FAR
 
@@ -41,6 +42,7 @@ async def waits(advisory_rows: Any, eventually: Any) -> None:
 # ---------------------------------------------------------------- timeouts
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("names", [1, 3])
 async def test_a_timeout_leaves_the_transaction_usable(world: World, name: str, journal: str, names: int) -> None:
     """C038: write, time out, write again, commit: both rows are there, and the wait took as long as was asked for."""
@@ -58,6 +60,7 @@ async def test_a_timeout_leaves_the_transaction_usable(world: World, name: str, 
         assert await value(world, work, f"SELECT count(*) FROM {journal}") == 2
 
 
+@pytest.mark.twins
 async def test_a_timeout_as_the_first_statement_leaves_the_transaction_usable(
     world: World, name: str, journal: str
 ) -> None:
@@ -74,6 +77,7 @@ async def test_a_timeout_as_the_first_statement_leaves_the_transaction_usable(
         assert await value(world, work, f"SELECT count(*) FROM {journal}") == 1
 
 
+@pytest.mark.twins
 async def test_the_timeout_holds_for_all_names_together(world: World, advisory_rows: Any, eventually: Any) -> None:
     """`lock_timeout` counts per lock: a wait for two busy names still ends when the caller's time is over."""
     engine = world.engine()
@@ -97,6 +101,7 @@ async def test_the_timeout_holds_for_all_names_together(world: World, advisory_r
         assert [holder.key for holder in caught.value.holders] == [second]
 
 
+@pytest.mark.twins
 async def test_the_configured_default_holds_where_no_timeout_is_given(world: World, name: str) -> None:
     """`timeout=None` is the engine's default_timeout."""
     engine = world.engine()
@@ -108,7 +113,8 @@ async def test_the_configured_default_holds_where_no_timeout_is_given(world: Wor
         assert caught.value.timeout == 0.1
 
 
-@pytest.mark.parametrize("wrong", [-1, float("nan"), True, "2"])
+@pytest.mark.twins
+@every_row("wrong", [-1, float("nan"), True, "2"])
 async def test_a_wrong_timeout_is_refused_before_anything_is_asked(world: World, name: str, wrong: Any) -> None:
     """Seconds are a number from 0 upward or a timedelta."""
     engine = world.engine()
@@ -137,6 +143,7 @@ async def test_a_timeout_names_the_holder_and_can_be_pickled(world: World, name:
         assert str(error) == str(caught.value)
 
 
+@pytest.mark.twins
 async def test_a_long_wait_is_logged(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +166,7 @@ async def test_a_long_wait_is_logged(
 HOSTILE = {"statement_timeout": "300ms", "lock_timeout": "200ms"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("names", [1, 2])
 async def test_the_limit_asked_for_rules_over_the_sites_own(
     world: World, name: str, names: int, advisory_rows: Any, eventually: Any
@@ -181,6 +189,7 @@ async def test_the_limit_asked_for_rules_over_the_sites_own(
             await run(waiter, work, "SELECT pg_sleep(10)")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("names", [1, 2])
 async def test_a_timeout_longer_than_the_sites_own_is_kept(world: World, name: str, names: int) -> None:
     """C039: never free, the wait ends with our timeout at our deadline, and the site's limits are in force again."""
@@ -309,10 +318,9 @@ async def test_a_killed_holder_is_forgotten(world: World, name: str, admin: psyc
         assert await world.call(lock(work, name).is_held)
 
 
+@pytest.mark.async_only
 async def test_a_cancelled_wait_leaves_nothing(world: World, name: str, advisory_rows: Any, eventually: Any) -> None:
     """A task cancelled in mid-wait loses its connection, and so neither waits nor holds."""
-    if not world.is_async:
-        pytest.skip("a thread cannot be cancelled")
     engine, waiter = world.engine(), world.other()
     async with connection(world, engine) as holder, connection(world, engine, waiter) as work:
         await world.call(lock(holder, name).acquire)

@@ -168,11 +168,10 @@ async def test_a_program_that_ends_while_it_holds_ends_in_silence(
     await freed(admin, f"{name}!")
 
 
+@pytest.mark.async_only
 async def test_a_loop_that_is_closed_frees_its_locks_while_the_program_goes_on(
     world: World, name: str, admin: psycopg.Connection[object]
 ) -> None:
     """asyncio.run() ends while engine and handle are kept: the lock is free, and the next loop locks with the same engine."""
-    if not world.is_async:
-        pytest.skip("the sync half has no loop")
     assert await run(program(world, LOOPS), world, name) == (0, "3\n", "")
     await freed(admin, name)

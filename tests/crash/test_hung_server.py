@@ -158,12 +158,11 @@ async def test_a_first_lock_on_the_callers_connection_ends_soon(
                     await waiting
 
 
+@pytest.mark.twins
 async def test_an_adoption_on_a_hung_server_ends_soon(
     world: World, name: str, private_server: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`adopt` takes no timeout: without a response it raises UnreachableError after a few seconds, not after 30."""
-    if world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("one driver of each half is enough")
     for module in (manager_sync, manager_async):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     engine = world.engine(dsn=private_server.dsn)
@@ -201,12 +200,11 @@ async def test_a_block_with_an_open_transaction_on_a_hung_backend_can_be_left(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_migration_lock_on_a_hung_backend_ends_soon(
     world: World, name: str, private_server: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait ends soon after its timeout, and the release after the limit of a statement, with UnreachableError."""
-    if world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("one driver of each half is enough")
     for limit in ("RELEASE_BUDGET", "STATEMENT_BUDGET"):
         monkeypatch.setattr(_session, limit, 0.5)
     engine, key = world.engine(dsn=private_server.dsn), LockKey.of(name)

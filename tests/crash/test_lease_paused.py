@@ -83,6 +83,7 @@ park()
 """
 
 
+@pytest.mark.twins
 @pytest.mark.usefixtures("tables")
 async def test_a_killed_holder_is_followed_within_half_a_second_of_its_ttl(
     world: World, script: Callable[..., Script], dsn: str, name: str, admin: psycopg.Connection[Any]
@@ -91,8 +92,6 @@ async def test_a_killed_holder_is_followed_within_half_a_second_of_its_ttl(
 
     Five leases that expire at different moments, of which the median counts: the machine may be busy at one of them.
     """
-    if world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("it waits for some seconds, and the other drivers stand for these")
     holder = holding(script, dsn, name, 30, SEVERAL)
     holder.wait_for("held")
     engine, names = world.engine(), [f"{name}:{ttl}" for ttl in TTLS]

@@ -120,13 +120,12 @@ async def test_a_timeout_that_was_passed_is_waited_for_a_server_too(
     await world.call(schema.drop_all, world.engine(dsn=private_server.dsn))
 
 
+@pytest.mark.twins
 @pytest.mark.parametrize("kind", ["lease", "slot"])
 async def test_a_wait_for_a_lease_or_slot_outlasts_a_restart(
     world: World, name: str, private_server: OwnServer, kind: str
 ) -> None:
     """The holder survives a short outage, and so does the wait, also with the default timeout."""
-    if world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("one driver of each half is enough")
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)
     held = await world.call(contended(world, kind, engine, name).acquire)
@@ -145,12 +144,11 @@ async def test_a_wait_for_a_lease_or_slot_outlasts_a_restart(
     await world.call(schema.drop_all, world.engine(dsn=private_server.dsn))
 
 
+@pytest.mark.twins
 async def test_nothing_runs_unprotected_beside_a_holder_that_was_named(
     world: World, name: str, private_server: OwnServer
 ) -> None:
     """`unreachable="run"` waits until the TTL of the holder is over: by then the holder has been notified of the loss."""
-    if world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("one driver of each half is enough")
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)
     held = await world.call(contended(world, "lease", engine, name, 4).acquire)
