@@ -115,7 +115,9 @@ def describe_class(path: str, cls: type) -> Iterator[str]:
     yield f"class {path}({', '.join(bases)})"
     constructor = next((vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)), None)
     if inspect.isfunction(constructor) and "Protocol" not in bases and cls.__name__ not in HANDLES:
-        yield from shown(path, constructor)
+        # Both twins share a constructor that is generic over what gives the engine.
+        source = "AsyncEngineSource" if cls.__name__.startswith("Async") else "EngineSource"
+        yield from (line.replace("EngineSourceT", source) for line in shown(path, constructor))
     for name, value in members(cls):
         yield from describe_member(f"{path}.{name}", value)
 

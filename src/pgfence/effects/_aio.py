@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
 from pgfence.effects._attempts import WHY, StoredResult, claim_async
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_no_generator
 from pgfence.effects._handles import NOTHING, AsyncAttempt
-from pgfence.effects._request import EffectOptions
-from pgfence.idempotency._functions import DAY
-from pgfence.lease._aio import source_of
+from pgfence.effects._request import EffectOptions, T
+from pgfence.lease._aio import AsyncEngineSource, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
-    from pgfence._process.clock import Seconds
     from pgfence.effects._attempts import AsyncRunning
-    from pgfence.lease._aio import AsyncEngineSource
-
-T = TypeVar("T")
 
 
-class AsyncIdempotentEffect(EffectOptions[T]):
+class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
     """Do something outside of the database once, however often it is asked for; see `IdempotentEffect`.
 
     Promises, arguments and errors are those of the sync twin, with an AsyncEngine and a coroutine function. The heartbeat is a
@@ -32,66 +27,9 @@ class AsyncIdempotentEffect(EffectOptions[T]):
     arrives while the result is being stored does not keep it from being stored.
     """
 
-    @overload
-    def __init__(
-        self,
-        engine: AsyncEngineSource,
-        key: str,
-        *,
-        scope: str,
-        payload: object = None,
-        result: type[T],
-        ttl: Seconds = 60,
-        keep: Seconds = DAY,
-        timeout: Seconds = 0,
-        record: Sequence[type[Exception]] = (),
-        free: Sequence[type[Exception]] = (),
-        takeover: bool = True,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: AsyncIdempotentEffect[Any],
-        engine: AsyncEngineSource,
-        key: str,
-        *,
-        scope: str,
-        payload: object = None,
-        result: None = None,
-        ttl: Seconds = 60,
-        keep: Seconds = DAY,
-        timeout: Seconds = 0,
-        record: Sequence[type[Exception]] = (),
-        free: Sequence[type[Exception]] = (),
-        takeover: bool = True,
-    ) -> None: ...
-    def __init__(
-        self,
-        engine: Any,
-        key: str,
-        *,
-        scope: str,
-        payload: object = None,
-        result: Any = None,
-        ttl: Seconds = 60,
-        keep: Seconds = DAY,
-        timeout: Seconds = 0,
-        record: Sequence[type[Exception]] = (),
-        free: Sequence[type[Exception]] = (),
-        takeover: bool = True,
-    ) -> None:
-        super().__init__(
-            key,
-            scope=scope,
-            payload=payload,
-            result=result,
-            ttl=ttl,
-            keep=keep,
-            timeout=timeout,
-            record=record,
-            free=free,
-            takeover=takeover,
-        )
-        self._engine = source_of(engine, type(self).__name__, WHY)
+    @staticmethod
+    def _check_engine(engine: object, what: str) -> AsyncEngineSource:
+        return source_of(engine, what, WHY)
 
     async def run(self, fn: Callable[[AsyncAttempt], Awaitable[T]], /) -> T:
         """Run a coroutine function in an attempt of its own, or return what came of the one that was first; see the sync twin.

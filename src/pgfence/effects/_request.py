@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, cast
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, cast
+
+from typing_extensions import TypeVar
 
 from pgfence._api.contexts import attach
 from pgfence._api.decorators import describe_function
@@ -19,7 +22,8 @@ from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import EffectKey
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
 from pgfence.idempotency._expected import expect_result
-from pgfence.idempotency._functions import errors_of, life_of
+from pgfence.idempotency._functions import DAY, errors_of, life_of
+from pgfence.lease._request import EngineSourceT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from pgfence.effects._handles import _Attempt
     from pgfence.effects._wanted import StoredResult
 
-T = TypeVar("T")
+T = TypeVar("T", default=Any)
 End: TypeAlias = Literal["record", "free", "lapse", "lost"]
 
 log = logging.getLogger("pgfence.idempotency")
@@ -36,25 +40,26 @@ log = logging.getLogger("pgfence.idempotency")
 _MEANINGS = ". If this error means that nothing was done, name its class in free=; if it is the result of the work, name it in record="
 
 
-class EffectOptions(Guided, Generic[T]):
-    """The arguments of an effect."""
+class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
+    """The arguments of an effect, for both twins."""
 
     _block = _decorator = "run(fn), which calls fn(attempt)"
     _absent = dict.fromkeys(("acquire", "complete", "hold", "step", "wrap"), f"use {_block}")
 
     def __init__(
         self,
+        engine: EngineSourceT,
         key: str,
         *,
         scope: str,
-        payload: object,
-        result: Any,
-        ttl: Seconds,
-        keep: Seconds,
-        timeout: Seconds,
-        record: Sequence[type[Exception]],
-        free: Sequence[type[Exception]],
-        takeover: bool,
+        payload: object = None,
+        result: type[T] | None = None,
+        ttl: Seconds = 60,
+        keep: Seconds = DAY,
+        timeout: Seconds = 0,
+        record: Sequence[type[Exception]] = (),
+        free: Sequence[type[Exception]] = (),
+        takeover: bool = True,
     ) -> None:
         if not isinstance(takeover, bool):
             raise TypeError(f"takeover must be True or False, not {takeover!r}")
@@ -77,6 +82,12 @@ class EffectOptions(Guided, Generic[T]):
         self._timeout = seconds(timeout)
         self._record = errors_of(record)
         self._free = errors_of(free, "free")
+        self._engine = self._check_engine(engine, type(self).__name__)
+
+    @staticmethod
+    @abstractmethod
+    def _check_engine(engine: object, what: str) -> EngineSourceT:
+        """Reject what is not a source of an engine of this kind."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._wanted.scope!r} {self._wanted.key!r}>"

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING
 
 from pgfence._api.contexts import attach
 from pgfence.effects._attempts import WHY, StoredResult, claim
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import expect_plain, expect_value
 from pgfence.effects._handles import NOTHING, Attempt
-from pgfence.effects._request import EffectOptions
-from pgfence.idempotency._functions import DAY
-from pgfence.lease._sync import source_of
+from pgfence.effects._request import EffectOptions, T
+from pgfence.lease._sync import EngineSource, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from pgfence._process.clock import Seconds
     from pgfence.effects._attempts import Running
-    from pgfence.lease._sync import EngineSource
-
-T = TypeVar("T")
 
 
-class IdempotentEffect(EffectOptions[T]):
+class IdempotentEffect(EffectOptions[EngineSource, T]):
     """Do something outside of the database once, however often it is asked for, and give everybody the same answer.
 
     ::
@@ -71,66 +66,9 @@ class IdempotentEffect(EffectOptions[T]):
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
 
-    @overload
-    def __init__(
-        self,
-        engine: EngineSource,
-        key: str,
-        *,
-        scope: str,
-        payload: object = None,
-        result: type[T],
-        ttl: Seconds = 60,
-        keep: Seconds = DAY,
-        timeout: Seconds = 0,
-        record: Sequence[type[Exception]] = (),
-        free: Sequence[type[Exception]] = (),
-        takeover: bool = True,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: IdempotentEffect[Any],
-        engine: EngineSource,
-        key: str,
-        *,
-        scope: str,
-        payload: object = None,
-        result: None = None,
-        ttl: Seconds = 60,
-        keep: Seconds = DAY,
-        timeout: Seconds = 0,
-        record: Sequence[type[Exception]] = (),
-        free: Sequence[type[Exception]] = (),
-        takeover: bool = True,
-    ) -> None: ...
-    def __init__(
-        self,
-        engine: Any,
-        key: str,
-        *,
-        scope: str,
-        payload: object = None,
-        result: Any = None,
-        ttl: Seconds = 60,
-        keep: Seconds = DAY,
-        timeout: Seconds = 0,
-        record: Sequence[type[Exception]] = (),
-        free: Sequence[type[Exception]] = (),
-        takeover: bool = True,
-    ) -> None:
-        super().__init__(
-            key,
-            scope=scope,
-            payload=payload,
-            result=result,
-            ttl=ttl,
-            keep=keep,
-            timeout=timeout,
-            record=record,
-            free=free,
-            takeover=takeover,
-        )
-        self._engine = source_of(engine, type(self).__name__, WHY)
+    @staticmethod
+    def _check_engine(engine: object, what: str) -> EngineSource:
+        return source_of(engine, what, WHY)
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
         """Run a function in an attempt of its own, or return what came of the one that was first. May be called again.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Connection, Engine
 
@@ -18,59 +17,32 @@ from pgfence.fence.handles import AsyncHeldLease
 from pgfence.lease._request import LeaseOptions, claim_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import TypeAlias
+    from collections.abc import Callable
 
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._leases.request import AcquireRequest
-    from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
-    from pgfence.keys import Name
-    from pgfence.types import Holder, Json, LeaseRef
+    from pgfence._sql.storage import TableNames
+    from pgfence.types import Holder, LeaseRef
 
-    AsyncEngineSource: TypeAlias = AsyncEngine | Callable[[], AsyncEngine]
 
+AsyncEngineSource: TypeAlias = "AsyncEngine | Callable[[], AsyncEngine]"
 LeasesT = TypeVar("LeasesT", bound=AsyncLeaseManager)
 
 WHY = "a lease outlives transactions and connections. Write under it with lease.begin(async_sessionmaker)"
 
 
-class AsyncLease(LeaseOptions, AsyncLockBase[AsyncHeldLease]):
+class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token; see `Lease`.
 
     Promises, arguments and errors are those of the sync twin, with an AsyncEngine. The heartbeat is a thread of its own, so
     a blocked loop cannot lose the lease; a loss cancels the block of `hold()`.
     """
 
-    def __init__(
-        self,
-        engine: AsyncEngineSource,
-        name: str,
-        *,
-        ttl: Seconds,
-        max_hold: Seconds | None = None,
-        min_hold: Seconds = 0,
-        lock_delay: Seconds = 0,
-        heartbeat: Heartbeat = "auto",
-        owner: str | None = None,
-        purpose: str = "",
-        metadata: Json = None,
-        namespace: str | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            ttl=ttl,
-            max_hold=max_hold,
-            min_hold=min_hold,
-            lock_delay=lock_delay,
-            heartbeat=heartbeat,
-            owner=owner,
-            purpose=purpose,
-            metadata=metadata,
-            namespace=namespace,
-        )
-        self._engine = source_of(engine, type(self).__name__)
+    @staticmethod
+    def _check_engine(engine: object, what: str) -> AsyncEngineSource:
+        return source_of(engine, what)
 
     async def try_acquire(self) -> AsyncHeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -137,17 +109,12 @@ class AsyncLease(LeaseOptions, AsyncLockBase[AsyncHeldLease]):
         row = await manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
-    def _named(self, names: Sequence[Name]) -> Self:
-        other = copy(self)
-        other._names = tuple(names)
-        return other
-
     def _place(self) -> tuple[AsyncLeaseManager, AcquireRequest]:
         manager, place = manager_for(self._engine, type(self).__name__, AsyncLeaseManager)
         return manager, self._claim(place, manager.config.namespace)
 
 
-def source_of(engine: Any, what: str, why: str = WHY) -> AsyncEngineSource:
+def source_of(engine: object, what: str, why: str = WHY) -> AsyncEngineSource:
     """Refuse what no lease can be taken through.
 
     Raises:
@@ -162,7 +129,7 @@ def source_of(engine: Any, what: str, why: str = WHY) -> AsyncEngineSource:
     return cast("AsyncEngineSource", engine)
 
 
-def manager_for(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
+def manager_for(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, TableNames]:
     """Return the leases, or the like, of an engine on the running loop, and where its tables are."""
     found: Any = source
     engine = found if hasattr(found, "sync_engine") else found()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from copy import copy
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from uuid import UUID
 
 from pgfence._api.decorators import check_choice
@@ -18,30 +20,36 @@ if TYPE_CHECKING:
     from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence._sql.storage import TableNames
+    from pgfence.keys import Name
+    from pgfence.types import Json
+
+EngineSourceT = TypeVar("EngineSourceT")
+"""What gives the engine: of a sync or of an async twin."""
 
 
-class LeaseOptions:
-    """The arguments of a lease."""
+class LeaseOptions(ABC, Generic[EngineSourceT]):
+    """The arguments of a lease, for both twins."""
 
     def __init__(
         self,
+        engine: EngineSourceT,
         name: str,
         *,
         ttl: Seconds,
-        max_hold: Seconds | None,
-        min_hold: Seconds,
-        lock_delay: Seconds,
-        heartbeat: Heartbeat,
-        owner: str | None,
-        purpose: str,
-        metadata: Any,
-        namespace: str | None,
+        max_hold: Seconds | None = None,
+        min_hold: Seconds = 0,
+        lock_delay: Seconds = 0,
+        heartbeat: Heartbeat = "auto",
+        owner: str | None = None,
+        purpose: str = "",
+        metadata: Json = None,
+        namespace: str | None = None,
     ) -> None:
         if not isinstance(name, str):
             raise TypeError(f"a lease is kept by its name, as text: give a str, not {type(name).__name__}")
         qualified_name(name, namespace or "", "the name of a lease")
         check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
-        self._names: Sequence[Any] = (name,)
+        self._names: Sequence[Name] = (name,)
         self._terms = terms.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
         self._heartbeat: Heartbeat = heartbeat
         self._identity = Identity(
@@ -49,14 +57,31 @@ class LeaseOptions:
         )
         self._namespace = namespace
         self._claimed: tuple[object, AcquireRequest] | None = None
+        self._engine = self._check_engine(engine, type(self).__name__)
+
+    @staticmethod
+    @abstractmethod
+    def _check_engine(engine: object, what: str) -> EngineSourceT:
+        """Reject what is not a source of an engine of this kind."""
+
+    @property
+    def _name(self) -> str:
+        (name,) = self._names
+        assert isinstance(name, str)
+        return name
+
+    def _named(self, names: Sequence[Name]) -> Self:
+        other = copy(self)
+        other._names = tuple(names)
+        return other
 
     def _claim(self, place: TableNames, namespace: str) -> AcquireRequest:
-        """Return what to ask for, made anew only where it differs from the last time."""
+        """Return what to ask for, created again only where it differs from the last time."""
         asked = place, namespace, self._names
         if self._claimed is None or self._claimed[0] != asked:
             where = namespace if self._namespace is None else self._namespace
             claim = LeaseRequest(
-                stored=qualified_name(self._names[0], where, "the name of a lease"),
+                stored=qualified_name(self._name, where, "the name of a lease"),
                 place=place,
                 terms=self._terms,
                 identity=self._identity,
@@ -66,7 +91,7 @@ class LeaseOptions:
         return self._claimed[1]
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._names[0]!r}, ttl={self._terms.ttl:g}>"
+        return f"<{type(self).__name__} {self._name!r}, ttl={self._terms.ttl:g}>"
 
 
 def claim_of(engine: Any, reference: object, place: TableNames) -> tuple[LeaseRequest, dict[str, Any]]:

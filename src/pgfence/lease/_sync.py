@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from sqlalchemy import Engine
 
@@ -20,10 +19,9 @@ from pgfence.lease._request import LeaseOptions, claim_of
 
 if TYPE_CHECKING:
     from pgfence._leases.request import AcquireRequest
-    from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
-    from pgfence.keys import Name
-    from pgfence.types import Holder, Json, LeaseRef
+    from pgfence._sql.storage import TableNames
+    from pgfence.types import Holder, LeaseRef
 
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
 LeasesT = TypeVar("LeasesT", bound=SyncLeaseManager)
@@ -31,7 +29,7 @@ LeasesT = TypeVar("LeasesT", bound=SyncLeaseManager)
 WHY = "a lease outlives transactions and connections. Write under it with lease.begin(sessionmaker)"
 
 
-class Lease(LeaseOptions, LockBase[HeldLease]):
+class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token.
 
     While it is held a thread of its own renews it, every third of the TTL. Works through any pooler.
@@ -58,34 +56,9 @@ class Lease(LeaseOptions, LockBase[HeldLease]):
         ValueError: an argument is out of range; the message says what would do.
     """
 
-    def __init__(
-        self,
-        engine: EngineSource,
-        name: str,
-        *,
-        ttl: Seconds,
-        max_hold: Seconds | None = None,
-        min_hold: Seconds = 0,
-        lock_delay: Seconds = 0,
-        heartbeat: Heartbeat = "auto",
-        owner: str | None = None,
-        purpose: str = "",
-        metadata: Json = None,
-        namespace: str | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            ttl=ttl,
-            max_hold=max_hold,
-            min_hold=min_hold,
-            lock_delay=lock_delay,
-            heartbeat=heartbeat,
-            owner=owner,
-            purpose=purpose,
-            metadata=metadata,
-            namespace=namespace,
-        )
-        self._engine = source_of(engine, type(self).__name__)
+    @staticmethod
+    def _check_engine(engine: object, what: str) -> EngineSource:
+        return source_of(engine, what)
 
     def try_acquire(self) -> HeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -151,17 +124,12 @@ class Lease(LeaseOptions, LockBase[HeldLease]):
         row = manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
-    def _named(self, names: Sequence[Name]) -> Self:
-        other = copy(self)
-        other._names = tuple(names)
-        return other
-
     def _place(self) -> tuple[SyncLeaseManager, AcquireRequest]:
         manager, place = manager_for(self._engine, type(self).__name__, SyncLeaseManager)
         return manager, self._claim(place, manager.config.namespace)
 
 
-def source_of(engine: Any, what: str, why: str = WHY) -> EngineSource:
+def source_of(engine: object, what: str, why: str = WHY) -> EngineSource:
     """Refuse what no lease can be taken through.
 
     Raises:
@@ -178,7 +146,7 @@ def source_of(engine: Any, what: str, why: str = WHY) -> EngineSource:
     return cast("EngineSource", engine)
 
 
-def manager_for(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, Any]:
+def manager_for(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, TableNames]:
     """Return the leases, or the like, of an engine in this process, and where its tables are."""
     engine = source if isinstance(source, Engine) else source()
     if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]

@@ -9,25 +9,22 @@ from pgfence._api.locks import AsyncLockBase
 from pgfence._leases.manager_async import AsyncLeaseManager
 from pgfence._leases.request import Refused, holder_of
 from pgfence._locks import manager_async
-from pgfence.lease._aio import manager_for, source_of
+from pgfence.lease._aio import AsyncEngineSource, manager_for, source_of
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import AsyncSlot
 from pgfence.once._request import OnceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime, timedelta
 
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
     from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
-    from pgfence.lease._aio import AsyncEngineSource
     from pgfence.once._claim import SlotRequest
-    from pgfence.once._slots import CatchUp
     from pgfence.types import Holder
 
 
-class AsyncOnce(OnceOptions, AsyncLockBase[AsyncSlot]):
+class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
     """Work that is done once in each slot of time, by whichever process comes first; see `Once`.
 
     ::
@@ -38,69 +35,7 @@ class AsyncOnce(OnceOptions, AsyncLockBase[AsyncSlot]):
     Arguments and errors are those of the sync twin, with an AsyncEngine. A run whose slot is lost is cancelled.
     """
 
-    @overload
-    def __init__(
-        self,
-        engine: AsyncEngineSource,
-        name: str,
-        *,
-        every: timedelta,
-        tz: str = "UTC",
-        catch_up: CatchUp = "last",
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self,
-        engine: AsyncEngineSource,
-        name: str,
-        *,
-        cron: str,
-        tz: str = "UTC",
-        catch_up: CatchUp = "last",
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self,
-        engine: AsyncEngineSource,
-        name: str,
-        *,
-        at: datetime | str,
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None: ...
-    def __init__(
-        self,
-        engine: Any,
-        name: str,
-        *,
-        every: timedelta | None = None,
-        cron: str | None = None,
-        at: datetime | str | None = None,
-        tz: str = "UTC",
-        catch_up: CatchUp = "last",
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            every=every,
-            cron=cron,
-            at=at,
-            tz=tz,
-            catch_up=catch_up,
-            ttl=ttl,
-            max_hold=max_hold,
-            namespace=namespace,
-        )
-        self._engine = source_of(engine, type(self).__name__)
+    _check_engine = staticmethod(source_of)
 
     async def try_acquire(self) -> AsyncSlot | None:
         """Ask for the slot that counts, without waiting. Two round trips.
@@ -215,4 +150,4 @@ class AsyncOnce(OnceOptions, AsyncLockBase[AsyncSlot]):
 
     def _place(self) -> tuple[AsyncLeaseManager, SlotRequest]:
         manager, place = manager_for(self._engine, type(self).__name__, AsyncLeaseManager)
-        return manager, self._due(place, manager.config.namespace)
+        return manager, self._claim(place, manager.config.namespace)

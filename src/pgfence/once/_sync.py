@@ -9,25 +9,22 @@ from pgfence._api.locks import LockBase
 from pgfence._leases.manager_sync import SyncLeaseManager
 from pgfence._leases.request import Refused, holder_of
 from pgfence._locks import manager_sync
-from pgfence.lease._sync import manager_for, source_of
+from pgfence.lease._sync import EngineSource, manager_for, source_of
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import Slot
 from pgfence.once._request import OnceOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from datetime import datetime, timedelta
 
     from pgfence._api.decorators import Busy, Unreachable, Wrap, WrapSkip
     from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
-    from pgfence.lease._sync import EngineSource
     from pgfence.once._claim import SlotRequest
-    from pgfence.once._slots import CatchUp
     from pgfence.types import Holder
 
 
-class Once(OnceOptions, LockBase[Slot]):
+class Once(OnceOptions[EngineSource], LockBase[Slot]):
     """Work that is done once in each slot of time, by whichever process comes first.
 
     ::
@@ -70,69 +67,7 @@ class Once(OnceOptions, LockBase[Slot]):
         ValueError: an argument cannot be used; the message says what would do.
     """
 
-    @overload
-    def __init__(
-        self,
-        engine: EngineSource,
-        name: str,
-        *,
-        every: timedelta,
-        tz: str = "UTC",
-        catch_up: CatchUp = "last",
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self,
-        engine: EngineSource,
-        name: str,
-        *,
-        cron: str,
-        tz: str = "UTC",
-        catch_up: CatchUp = "last",
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None: ...
-    @overload
-    def __init__(
-        self,
-        engine: EngineSource,
-        name: str,
-        *,
-        at: datetime | str,
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None: ...
-    def __init__(
-        self,
-        engine: Any,
-        name: str,
-        *,
-        every: timedelta | None = None,
-        cron: str | None = None,
-        at: datetime | str | None = None,
-        tz: str = "UTC",
-        catch_up: CatchUp = "last",
-        ttl: Seconds = 60,
-        max_hold: Seconds | None = None,
-        namespace: str | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            every=every,
-            cron=cron,
-            at=at,
-            tz=tz,
-            catch_up=catch_up,
-            ttl=ttl,
-            max_hold=max_hold,
-            namespace=namespace,
-        )
-        self._engine = source_of(engine, type(self).__name__)
+    _check_engine = staticmethod(source_of)
 
     def try_acquire(self) -> Slot | None:
         """Ask for the slot that counts, without waiting. Two round trips.
@@ -248,4 +183,4 @@ class Once(OnceOptions, LockBase[Slot]):
 
     def _place(self) -> tuple[SyncLeaseManager, SlotRequest]:
         manager, place = manager_for(self._engine, type(self).__name__, SyncLeaseManager)
-        return manager, self._due(place, manager.config.namespace)
+        return manager, self._claim(place, manager.config.namespace)

@@ -309,10 +309,10 @@ async def no_row_that_is_there_once(session: Session, asynchronous: AsyncSession
 
 
 async def no_effect(session: Session) -> None:
-    IdempotentEffect(engine, "k")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
-    IdempotentEffect(session, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    IdempotentEffect(engine, "k")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    IdempotentEffect(session, "k", scope="a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     IdempotentEffect(get_async_engine, "k", scope="a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    AsyncIdempotentEffect(engine, "k", scope="a")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    AsyncIdempotentEffect(engine, "k", scope="a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     IdempotentEffect(engine, "k", scope="a", result=int).run(attempt_async)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     IdempotentEffect(engine, "k", scope="a", result=int).run(work)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     AsyncIdempotentEffect(async_engine, "k", scope="a", result=int).run(attempt_async)  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
