@@ -454,7 +454,8 @@ async def test_other_sessions_keep_their_own_check(world: World) -> None:
             assert compared == [not options, not options]
 
 
-@pytest.mark.parametrize("world", ["psycopg_async", "asyncpg"], indirect=True)
+@pytest.mark.async_only
+@pytest.mark.every_driver
 async def test_tasks_beside_a_batch_keep_their_own_check(world: World) -> None:
     """While one task waits in a batch flush, the flush of another compares row by row, and is refused if it is stale."""
     engine = world.engine(pool_size=8)
