@@ -28,9 +28,6 @@ pytestmark = pytest.mark.usefixtures("tables")
 
 PLACE = TableNames()
 
-one_of_each = pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
-"""For what does not depend on the driver: one sync, one async."""
-
 
 class Bench:
     """One heartbeat, and leases taken for it by plain SQL."""
@@ -108,7 +105,7 @@ async def test_a_lease_is_renewed_for_longer_than_its_ttl(bench: Any, name: str,
     assert here.row(name)[0] == grant.token
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_without_a_heartbeat_the_lease_ends_at_the_holders_own_deadline(
     bench: Any, name: str, eventually: Any
 ) -> None:
@@ -129,7 +126,7 @@ async def test_without_a_heartbeat_the_lease_ends_at_the_holders_own_deadline(
     assert caught.value.token == grant.token
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_max_hold_ends_a_lease_that_is_renewed_well(bench: Any, name: str, eventually: Any) -> None:
     """C083: renewal stops at max_hold, and the handle says that it was overdue."""
     here = bench()
@@ -142,7 +139,7 @@ async def test_max_hold_ends_a_lease_that_is_renewed_well(bench: Any, name: str,
     await eventually(lambda: not here.held(name))
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_a_lease_taken_by_another_holder_is_lost_at_the_next_renewal(
     bench: Any, name: str, eventually: Any
 ) -> None:
@@ -158,7 +155,7 @@ async def test_a_lease_taken_by_another_holder_is_lost_at_the_next_renewal(
     assert here.row(name)[:3] == theirs
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_an_evicted_holder_is_notified(bench: Any, name: str, eventually: Any) -> None:
     """An operator's eviction is the reason that the holder hears."""
     here = bench()
@@ -263,7 +260,7 @@ async def test_an_opening_that_hangs_is_given_up_while_there_is_time(
     await eventually(lambda: grant.state == "held")
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_the_clock_alone_ends_trust(bench: Any, name: str) -> None:
     """C062: a process that was stopped finds "lost" by its first question, before any thread of ours has run."""
     here = bench()
@@ -276,7 +273,7 @@ async def test_the_clock_alone_ends_trust(bench: Any, name: str) -> None:
         grant.check()
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_an_answer_after_the_deadline_resurrects_nothing(bench: Any, name: str) -> None:
     """C062: a renewal that the server granted, but that arrived after the deadline, is a loss."""
     here = bench()
@@ -303,7 +300,7 @@ async def test_a_slow_response_does_not_extend_the_deadline(bench: Any, proxy: A
         assert grant.expires_at != expires or here_left <= left - 0.3 + 0.01  # a margin of 0.3
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_progress_renews_only_what_moves_on(bench: Any, name: str, eventually: Any) -> None:
     """A hung worker cannot keep a lease: with "progress" each renewal needs a progress() since the last."""
     here = bench()
@@ -317,7 +314,7 @@ async def test_progress_renews_only_what_moves_on(bench: Any, name: str, eventua
     assert count() == 3
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_progress_that_comes_late_renews_at_once(bench: Any, name: str, eventually: Any) -> None:
     """A beat that was left out for want of progress is made up for by the next progress()."""
     here = bench()
@@ -329,7 +326,7 @@ async def test_progress_that_comes_late_renews_at_once(bench: Any, name: str, ev
     await eventually(lambda: count() == 1)
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_renewing_by_hand_sets_another_ttl(bench: Any, name: str, eventually: Any) -> None:
     """`renew(ttl=)` is answered, and the new TTL holds from then on, for "manual" too."""
     here = bench()
@@ -342,7 +339,7 @@ async def test_renewing_by_hand_sets_another_ttl(bench: Any, name: str, eventual
     assert 50 < grant.remaining() <= 55
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_renewing_what_is_lost_or_released_says_so(bench: Any, name: str, eventually: Any) -> None:
     """The one who asked gets the reason, in either case."""
     here = bench()
@@ -359,7 +356,7 @@ async def test_renewing_what_is_lost_or_released_says_so(bench: Any, name: str, 
     assert isinstance(answers[1], LockNotHeldError)
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_renew_without_a_server_raises_unknown_outcome(
     bench: Any, proxy: Any, name: str, eventually: Any
 ) -> None:
@@ -376,7 +373,7 @@ async def test_renew_without_a_server_raises_unknown_outcome(
     grant.check()
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_hundreds_of_leases_are_renewed_by_one_connection(bench: Any, name: str, eventually: Any) -> None:
     """Batches: 1,200 leases, one connection of one process, none lost."""
     here = bench()
@@ -396,7 +393,7 @@ def _links_of_others() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pgfence-link"][1:]
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_a_locked_row_delays_no_other_lease(bench: Any, name: str, dsn: str, eventually: Any) -> None:
     """Somebody has one row locked: the others are renewed meanwhile, and that one as soon as it is free."""
     here = bench()
@@ -424,7 +421,7 @@ async def test_a_release_without_an_answer_is_repeated(bench: Any, proxy: Any, n
     await eventually(lambda: not here.held(name))
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_a_grant_without_a_response_is_ended_by_its_id(bench: Any, name: str, eventually: Any) -> None:
     """C084: the answer to the acquire was lost: the row is free again long before the TTL."""
     here = bench()
@@ -438,7 +435,7 @@ async def test_a_grant_without_a_response_is_ended_by_its_id(bench: Any, name: s
     await eventually(lambda: not here.held(name))
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
     bench: Any, name: str, dsn: str, eventually: Any
 ) -> None:
@@ -472,7 +469,7 @@ async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
     await eventually(lambda: not here.held(name))
 
 
-@one_of_each
+@pytest.mark.twins
 async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
     bench: Any, name: str, eventually: Any
 ) -> None:

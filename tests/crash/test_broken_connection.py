@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TICK = 1.0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["reset", "half-closed towards us", "half-closed towards the server"])
 async def test_a_broken_connection_is_noticed_and_the_next_acquire_works(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], fault: str
@@ -45,6 +46,7 @@ async def test_a_broken_connection_is_noticed_and_the_next_acquire_works(
         again.check()
 
 
+@pytest.mark.twins
 async def test_a_waiter_whose_connection_breaks_goes_on_with_another(
     world: World, name: str, proxy: Proxy, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -131,6 +133,7 @@ def test_opening_may_take_five_seconds() -> None:
     assert pool.OPEN_BUDGET == 5
 
 
+@pytest.mark.twins
 async def test_a_server_that_cannot_be_reached_is_never_called_busy(
     world: World, name: str, proxy: Proxy, short_opening: float
 ) -> None:
@@ -148,6 +151,7 @@ async def test_a_server_that_cannot_be_reached_is_never_called_busy(
     await comes_back(world, lock(world, engine, name))
 
 
+@pytest.mark.twins
 async def test_a_server_that_is_back_is_found_though_old_openings_hang_for_ever(
     world: World, name: str, proxy: Proxy, dsn: str, short_opening: float
 ) -> None:
@@ -183,6 +187,7 @@ async def comes_back(world: World, one: Any) -> None:
     await eventually(granted, deadline=10)
 
 
+@pytest.mark.twins
 async def test_a_refusing_server_is_unreachable_and_what_is_held_stays(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any]
 ) -> None:

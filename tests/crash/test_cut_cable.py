@@ -41,6 +41,7 @@ def kernel(fd: int) -> dict[str, int]:
 OPTIONS = ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", ["hold", "connect"])
 async def test_opening_and_closing_a_connection_have_their_budgets(world: World, name: str, form: str) -> None:
     """C045: keepalive and user timeout on both ends; the client gives up at 20 s, the server at 30 s."""

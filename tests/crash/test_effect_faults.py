@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -93,13 +92,6 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def few(world: World) -> None:
-    """Two drivers stand for four, unless the faults are counted in full."""
-    if world.name in ("psycopg2", "psycopg_async") and not os.environ.get("PGFENCE_TEST_FAULTS"):
-        pytest.skip("run with PGFENCE_TEST_FAULTS")
-
-
-@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds for a server that does not answer cut to one."""
     for module in (manager_sync, manager_async):
@@ -107,7 +99,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_record, "LONGEST_PATIENCE", 1.0)
 
 
-@pytest.mark.usefixtures("tables", "few")
+@pytest.mark.twins
+@pytest.mark.usefixtures("tables")
 async def test_killed_between_each_pair_of_steps_it_is_continued_where_it_stopped(
     world: World, admin: psycopg.Connection[Any], script: Callable[..., Script], tmp_path: Path
 ) -> None:
@@ -143,7 +136,8 @@ async def test_killed_between_each_pair_of_steps_it_is_continued_where_it_stoppe
     assert shop.row("k0").record_left > 86000
 
 
-@pytest.mark.usefixtures("tables", "few")
+@pytest.mark.twins
+@pytest.mark.usefixtures("tables")
 async def test_a_process_that_stood_still_cannot_finish(
     world: World, admin: psycopg.Connection[Any], script: Callable[..., Script]
 ) -> None:
@@ -158,6 +152,7 @@ async def test_a_process_that_stood_still_cannot_finish(
     assert shop.row("k").result == "receipt of k:charge"
 
 
+@pytest.mark.twins
 @pytest.mark.usefixtures("tables")
 async def test_connections_that_are_cut_cost_an_effect_nothing(
     world: World, admin: psycopg.Connection[Any], proxy: Proxy
@@ -184,7 +179,8 @@ async def test_connections_that_are_cut_cost_an_effect_nothing(
     assert (shop.row("k").status, shop.row("k").attempt) == ("done", 1)
 
 
-@pytest.mark.usefixtures("tables", "few", "impatient", "short_statements")
+@pytest.mark.twins
+@pytest.mark.usefixtures("tables", "impatient", "short_statements")
 async def test_a_server_that_hangs_is_an_unknown_answer_wherever_it_is(
     world: World, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from support.servers import OwnServer
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 CONNECTIONS, PER_TRANSACTION = 20, 64
 LIMIT = CONNECTIONS * PER_TRANSACTION
 MANY = 20_000
@@ -108,6 +110,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> int:
     return sum("lock table" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.every_driver
 async def test_a_table_that_others_have_filled_is_a_capacity_error_too(world: World, small: OwnServer) -> None:
     """C035: on SQLSTATE 53200 everything that this lock took is given back, try or wait; then it works again."""
     engine = world.engine(dsn=small.dsn)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from support.locking import freed
 from support.processes import alive
 from support.programs import program
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from support.processes import Script
     from support.worlds import World
+
+pytestmark = pytest.mark.twins
 
 WORKERS, KILLS = 8, 20
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 HOSTILE = {
     "idle_session_timeout": "600ms",
     "idle_in_transaction_session_timeout": "500ms",
@@ -46,6 +48,7 @@ async def pass_by(seconds: float) -> None:
     await eventually(lambda: time.monotonic() - began > seconds)
 
 
+@pytest.mark.every_driver
 async def test_a_quiet_holder_lives_on(world: World, name: str, hostile: str, admin: psycopg.Connection[Any]) -> None:
     """C047, C010: it is idle, in no transaction, and held after three times the longest of the site's limits."""
     async with world.enter(lock(world, labelled(world, name, dsn=hostile), name).hold()) as held:
@@ -58,6 +61,7 @@ async def test_a_quiet_holder_lives_on(world: World, name: str, hostile: str, ad
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_wait_lasts_for_the_timeout(
     world: World, name: str, hostile: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -121,6 +125,7 @@ async def settings(world: World, engine: Any) -> dict[str, str]:
         return {name: await run(world, connection, f"SHOW {name}") for name in HOSTILE}
 
 
+@pytest.mark.every_driver
 async def test_work_on_the_locks_own_connection_has_the_sites_limits(
     world: World, name: str, hostile: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -140,6 +145,7 @@ async def test_work_on_the_locks_own_connection_has_the_sites_limits(
     assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_the_callers_own_connection_carries_a_lock_under_the_sites_limits(
     world: World, name: str, role: Callable[..., str], dsn: str
 ) -> None:

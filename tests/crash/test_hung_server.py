@@ -51,6 +51,7 @@ async def test_a_wait_on_a_hung_backend_ends_soon_after_its_timeout(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_wait_on_a_hung_server_ends_soon_after_its_timeout(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any]
 ) -> None:
@@ -69,6 +70,7 @@ async def test_a_wait_on_a_hung_server_ends_soon_after_its_timeout(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_waiter_outlives_a_hung_backend(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any]
 ) -> None:
@@ -108,6 +110,7 @@ async def test_a_release_on_a_hung_backend_ends_with_a_loss(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_block_on_a_hung_backend_can_be_left(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
@@ -177,6 +180,7 @@ async def test_an_adoption_on_a_hung_server_ends_soon(
     await world.call(schema.drop_all, engine)
 
 
+@pytest.mark.twins
 async def test_a_block_with_an_open_transaction_on_a_hung_backend_can_be_left(
     world: World, name: str, private_server: OwnServer, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:

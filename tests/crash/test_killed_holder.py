@@ -40,6 +40,7 @@ fork_child(); say('held'); park()
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("body", FORKED.values(), ids=[how.replace(" ", "-") for how in FORKED])
 async def test_a_killed_holder_frees_its_lock_for_the_next_at_once(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], body: str
@@ -79,6 +80,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.twins
 async def test_a_fork_in_mid_opening_does_not_keep_the_lock_of_a_killed_holder(
     world: World, name: str, script: Callable[..., Script], proxy: Proxy, admin: psycopg.Connection[Any]
 ) -> None:
@@ -167,6 +169,7 @@ CONTEND_ASYNC = """
 """
 
 
+@pytest.mark.twins
 async def test_a_forked_child_contends_as_any_other_process(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
@@ -182,6 +185,7 @@ async def test_a_forked_child_contends_as_any_other_process(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_killed_child_leaves_the_lock_with_its_parent(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:

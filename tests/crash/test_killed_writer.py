@@ -72,6 +72,7 @@ async def test_a_server_that_looks_at_its_clients_lets_the_next_holder_in(
     assert admin.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [orphan]).fetchall() == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("bound", ["default_timeout", "lock_timeout"])
 async def test_the_next_holder_learns_what_blocks_it(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any], bound: str

@@ -42,7 +42,7 @@ SCALE = float(os.environ.get("PGFENCE_TEST_FAULTS", "1"))
 # Four drivers share them.
 PAUSES = KILLS = TERMINATIONS = max(1, round(5 * SCALE))
 STOPS = CUTS = math.ceil(1.25 * SCALE)
-pytestmark = pytest.mark.timeout(120 * max(1.0, SCALE))
+pytestmark = [pytest.mark.twins, pytest.mark.timeout(120 * max(1.0, SCALE))]
 TTL = 0.6
 NAMES, WORKERS = 2, 6
 

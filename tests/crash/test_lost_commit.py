@@ -92,6 +92,7 @@ async def test_a_commit_that_was_cut_off_is_unknown_and_never_repeated(
     assert [(one.event, one.attempt) for one in told] == [("failed", 1)]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("tables")
 @pytest.mark.parametrize("kind", ["lease", "transaction lock"])
 async def test_a_begin_whose_commit_was_cut_off_is_unknown(
@@ -168,6 +169,7 @@ async def test_a_cancelled_statement_in_commit_is_an_answer(
     assert calls == [1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("moment", ["in the work", "at the last flush"])
 async def test_a_connection_lost_before_commit_has_a_known_outcome(
     world: World, row: Row, admin: psycopg.Connection[Any], moment: str

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 @pytest.fixture(scope="module")
 def second_database(dsn: str) -> Iterator[str]:
@@ -87,6 +89,7 @@ async def test_however_a_database_is_addressed_its_lock_is_one(
             assert await world.call(lock(world, world.engine(dsn=other), name).try_acquire) is None
 
 
+@pytest.mark.every_driver
 async def test_looking_finds_the_exact_session_and_no_look_alike(
     world: World, dsn: str, second_database: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -133,6 +136,7 @@ async def test_a_lock_takes_its_own_keys_and_no_more(
     assert all(is_free(admin, each) for each in names)
 
 
+@pytest.mark.every_driver
 async def test_no_statement_calls_a_lock_function_in_a_predicate(world: World, name: str, dsn: str) -> None:
     """C034: a planner evaluates predicates as often as it likes: of all that is sent, no WHERE takes a lock."""
     engine = world.engine()

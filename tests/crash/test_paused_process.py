@@ -94,6 +94,7 @@ async def test_a_process_that_lost_its_lock_while_paused_notices_on_waking(
     assert said == {"lost", "told killed"}
 
 
+@pytest.mark.twins
 async def test_the_question_after_a_pause_disturbs_no_statement_of_the_holder(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -109,6 +110,7 @@ async def test_the_question_after_a_pause_disturbs_no_statement_of_the_holder(
         assert is_free(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_question_that_finds_no_server_is_a_loss(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -122,6 +124,7 @@ async def test_a_question_that_finds_no_server_is_a_loss(
         await world.call(held.release)
 
 
+@pytest.mark.twins
 async def test_a_pause_says_nothing_about_what_is_not_held(world: World, name: str) -> None:
     """Warm sessions, released handles and lent connections are not asked; they work afterwards."""
     engine = world.engine()

@@ -73,6 +73,7 @@ async def test_a_crash_notifies_the_holder_and_a_waiter_outlasts_it(
         assert is_free(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_wait_that_ends_during_an_outage_names_the_last_known_holder(
     world: World, name: str, private_server: OwnServer
 ) -> None:
@@ -96,13 +97,12 @@ async def test_a_wait_that_ends_during_an_outage_names_the_last_known_holder(
     await asyncio.to_thread(private_server.start)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["lock", "lease", "slot"])
 async def test_a_timeout_that_was_passed_is_waited_for_a_server_too(
     world: World, name: str, private_server: OwnServer, kind: str
 ) -> None:
     """The first question finds no server: with a timeout of its own the call asks again until the server is there."""
-    if kind != "lock" and world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("one driver of each half is enough")
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)
     one = contended(world, kind, engine, name)
@@ -120,6 +120,7 @@ async def test_a_timeout_that_was_passed_is_waited_for_a_server_too(
     await world.call(schema.drop_all, world.engine(dsn=private_server.dsn))
 
 
+@pytest.mark.matrix
 @pytest.mark.twins
 @pytest.mark.parametrize("kind", ["lease", "slot"])
 async def test_a_wait_for_a_lease_or_slot_outlasts_a_restart(
@@ -203,6 +204,7 @@ async def end_badly(world: World, held: Any) -> None:
     await world.call(leave, ValueError, error, None)
 
 
+@pytest.mark.twins
 async def test_work_on_the_holders_connection_ends_with_the_server(
     world: World, name: str, private_server: OwnServer
 ) -> None:

@@ -65,6 +65,7 @@ async def test_a_list_without_a_primary_is_unreachable(
             await world.call(transactions.lock(session, name).acquire)
 
 
+@pytest.mark.twins
 async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_standby(
     world: World, name: str, pair: tuple[OwnServer, Standby], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ async def test_a_transaction_lock_is_refused_on_a_standby(
     assert rows(copy) == rows(primary) == []
 
 
+@pytest.mark.twins
 async def test_a_primary_beside_it_can_carry_the_locks(
     world: World, name: str, pair: tuple[OwnServer, Standby]
 ) -> None:

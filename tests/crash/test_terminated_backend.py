@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 KILLS = 30
 
 
+@pytest.mark.every_driver
 async def test_a_holder_is_notified_of_its_loss_in_milliseconds(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -138,6 +141,7 @@ async def test_a_waiter_whose_session_ends_goes_on_with_another(
     await waiter.call(held.release)
 
 
+@pytest.mark.every_driver
 async def test_a_warm_session_that_died_is_not_handed_out(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -154,6 +158,7 @@ async def test_a_warm_session_that_died_is_not_handed_out(
         await world.call(again.release)
 
 
+@pytest.mark.every_driver
 async def test_the_connection_that_works_dies_with_its_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -176,6 +181,7 @@ async def test_the_connection_that_works_dies_with_its_lock(
     await freed(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_the_callers_own_connection_never_goes_on_without_its_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:

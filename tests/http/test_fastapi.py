@@ -75,7 +75,7 @@ REFUSES = """
     CREATE CONSTRAINT TRIGGER refuses AFTER INSERT ON {table} DEFERRABLE INITIALLY DEFERRED
         FOR EACH ROW EXECUTE FUNCTION refuses();
 """
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 class PayIn(BaseModel):
@@ -201,6 +201,7 @@ def shop(world: World, admin: psycopg.Connection[Any]) -> Iterator[Shop]:
 # ---------------------------------------------------------------- locks
 
 
+@pytest.mark.every_driver
 async def test_the_lock_is_held_from_before_the_endpoint_until_its_commit(shop: Shop) -> None:
     """The endpoint finds the lock held in its own transaction; after the answer it is free."""
     seen = []
@@ -215,6 +216,7 @@ async def test_the_lock_is_held_from_before_the_endpoint_until_its_commit(shop: 
     assert shop.holders("account:7") == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("path", ["/accounts/7", "/accounts/007", "/accounts/+7"])
 async def test_a_busy_lock_is_423_however_the_number_is_written(shop: Shop, path: str) -> None:
     """A path says one number in many ways, and the lock is the one of the number that the endpoint gets."""
@@ -302,7 +304,8 @@ async def test_those_who_wait_leave_the_holder_a_thread_to_run_on(shop: Shop) ->
     assert done == [7] * 6
 
 
-@pytest.mark.parametrize("world", ["psycopg", "psycopg2"], indirect=True)
+@pytest.mark.every_driver
+@pytest.mark.sync_only
 async def test_a_request_that_is_cancelled_while_it_waits_has_done_with_its_connection(shop: Shop) -> None:
     """The pool gets it when its thread has ended the wait, and not while the thread is still at work on it."""
 
@@ -367,7 +370,6 @@ async def test_a_session_that_is_not_shared_is_refused(shop: Shop) -> None:
                 await client.request(method, "/accounts/7")
 
 
-@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 async def test_a_session_for_each_set_of_scopes_is_refused(shop: Shop) -> None:
     """A session that depends on who is asking is another one below a `Security` with scopes."""
     token = OAuth2PasswordBearer(tokenUrl="token")
@@ -392,7 +394,6 @@ async def test_a_session_for_each_set_of_scopes_is_refused(shop: Shop) -> None:
                 await client.request(method, "/accounts/7")
 
 
-@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 async def test_scopes_that_make_no_other_session_are_none_of_our_business(shop: Shop) -> None:
     """A session that does not depend on who is asking is shared by newer versions of FastAPI; the oldest make two of it."""
     seen = []
@@ -416,8 +417,8 @@ async def test_scopes_that_make_no_other_session_are_none_of_our_business(shop: 
             assert seen == [seen[0]] * 2
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("where", ["route", "router", "inclusion", "inclusion of an inclusion", "application"])
-@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 async def test_a_lock_may_stand_wherever_dependencies_do(shop: Shop, where: str) -> None:
     """A parameter that a dependency of the router, of its inclusion or of the application declares names the lock."""
 
@@ -458,7 +459,7 @@ async def test_a_session_in_another_scope_is_refused_wherever_it_is_asked_for(sh
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "object", "wrapped"])
-@pytest.mark.parametrize("world", ["psycopg"], indirect=True)
+@pytest.mark.one_driver
 async def test_an_endpoint_that_streams_is_refused(shop: Shop, kind: str) -> None:
     """FastAPI runs a generator when the session has ended: without its lock, and what it does under a key is never committed."""
     ran = []
@@ -514,6 +515,7 @@ def test_names_that_can_never_work_are_refused_where_they_stand(names: tuple[str
 # ---------------------------------------------------------------- keys
 
 
+@pytest.mark.every_driver
 async def test_a_request_that_is_sent_again_gets_the_first_answer(shop: Shop) -> None:
     """C105: one effect; the replay has the same status and body, and says what it is."""
     shop.pays()
@@ -541,6 +543,7 @@ async def test_a_replay_in_the_endpoints_own_response_is_marked_in_its_headers(s
     assert [answer.headers.get("Idempotent-Replayed") for answer in answers] == [None, "true"]
 
 
+@pytest.mark.every_driver
 async def test_requests_at_the_same_time_have_one_effect(shop: Shop) -> None:
     """C095: they wait for the first one's commit, and get its answer."""
     shop.pays()
@@ -576,7 +579,7 @@ async def test_those_who_wait_for_a_key_in_a_sync_endpoint_wait_as_long_as_is_co
     assert told[409].headers["Retry-After"] == "1"
 
 
-@pytest.mark.parametrize("world", ["psycopg", "psycopg2"], indirect=True)
+@pytest.mark.sync_only
 async def test_an_async_endpoint_on_a_sync_session_is_refused(shop: Shop) -> None:
     """C095: one that waits for a key would stop the event loop, on which the commit of the first one is to come."""
     once = Idempotent(session=shop.session, principal=user, result=int)
@@ -623,6 +626,7 @@ async def test_what_a_client_says_of_the_host_hides_nothing(shop: Shop) -> None:
     assert shop.desk.effects() == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("headers", "body", "code"),
     [
@@ -658,6 +662,7 @@ async def test_a_request_without_one_usable_key_and_a_principal_is_400(
     assert shop.desk.effects() == 0
 
 
+@pytest.mark.every_driver
 async def test_an_error_of_the_endpoint_frees_the_key(shop: Shop) -> None:
     """C101: the transaction rolls back, and the next request does the work."""
     shop.pays()
@@ -668,6 +673,7 @@ async def test_an_error_of_the_endpoint_frees_the_key(shop: Shop) -> None:
     assert shop.desk.effects() == 1
 
 
+@pytest.mark.every_driver
 async def test_a_commit_that_fails_is_no_answer(shop: Shop) -> None:
     """The client has its 201 after the commit alone: where that fails it gets the error, and nothing is stored."""
     shop.pays()
@@ -768,8 +774,8 @@ class Reads(APIRoute):
         return reads
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["form", "bytes", "before"])
-@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 async def test_a_form_is_compared_by_what_it_says_whoever_reads_it(shop: Shop, how: str) -> None:
     """C103: a retry has another boundary, also where the endpoint reads the form or its bytes, or somebody has before."""
     once = Idempotent(session=shop.session, principal=user, result=int)
@@ -825,8 +831,8 @@ async def test_a_form_that_can_be_read_in_no_usual_way_is_compared_as_it_is(shop
                 assert answer.status_code == status, (first[:9], answer.text)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/form-data; boundary=b"])
-@pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 async def test_a_body_that_a_dependency_has_used_up_is_no_empty_form(shop: Shop, kind: str) -> None:
     """C102: what was sent cannot be known any more, so no body is the same as another: the program is wrong, and is told."""
     once = Idempotent(session=shop.session, principal=user, result=int)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 1
 CALLERS = 20
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 class Declined(Exception):
@@ -42,6 +42,7 @@ def site(world: World, admin: psycopg.Connection[Any]) -> Site:
 # ---------------------------------------------------------------- replays
 
 
+@pytest.mark.every_driver
 async def test_a_second_request_gets_the_answer_of_the_first(site: Site) -> None:
     """C105: status, body and headers byte for byte, and a mark; the application is called once."""
     headers = (("content-type", "application/x"), ("location", "/payments/\xe9"), ("link", "a"), ("link", "b"))
@@ -77,6 +78,7 @@ async def test_an_expired_key_is_a_new_one(site: Site) -> None:
     assert (len(site.seen), site.row.attempt) == (2, 1)
 
 
+@pytest.mark.every_driver
 async def test_of_concurrent_requests_one_runs_and_the_others_get_retry_after(site: Site) -> None:
     """C095: twenty requests with one key at the same time; who asks until there is an answer gets the same one."""
     for n in range(ROUNDS):
@@ -270,6 +272,7 @@ async def test_a_key_without_a_principal_is_rejected(site: Site) -> None:
     assert len(site.seen) == 1
 
 
+@pytest.mark.every_driver
 async def test_any_text_is_a_principal_and_no_other_one(site: Site) -> None:
     """C102: half a character too, as JSON may have it; and what stands for bytes is not the text of these bytes."""
     whose = ["\ud800", "\udcc3\udcbc", "ü"]
@@ -341,6 +344,7 @@ async def test_an_error_frees_the_key_and_goes_on_to_the_server(site: Site) -> N
     assert (got.status, got.replayed, site.row.attempt) == (201, False, 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("raises", [True, False])
 async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Who leaves something at work behind has the next request wait until the claim is over, and is told how long that is."""
@@ -365,6 +369,7 @@ async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool, caplog:
     assert (site.row.attempt, len(site.seen)) == (2, 2)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("noticed", [True, False])
 async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site, noticed: bool) -> None:
     """C100: the late one is told to ask again, and gets the answer that counts; whether or not the heartbeat knew of it."""
@@ -410,6 +415,7 @@ async def test_a_body_that_is_too_long_is_refused(site: Site) -> None:
     assert (await site.ask(body=b"x" * 13)).status == 201
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("announced", [True, False])
 async def test_an_answer_that_is_too_long_passes_and_is_not_given_again(site: Site, announced: bool) -> None:
     """The client gets it whole. Who asks again is told that it was processed; it is not done twice."""
@@ -441,6 +447,7 @@ async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) ->
     assert site.row.status == "free"
 
 
+@pytest.mark.every_driver
 async def test_an_answer_that_no_row_can_have_is_not_done_twice(site: Site) -> None:
     """A NUL in a header is no text of PostgreSQL's: it is recorded that the request was processed."""
 
@@ -484,6 +491,7 @@ async def test_an_exhausted_pool_does_not_block_a_key(world: World, admin: psyco
     assert all(one.replayed for one in again)
 
 
+@pytest.mark.every_driver
 async def test_without_an_answer_of_the_database_nothing_is_handled(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -503,6 +511,8 @@ async def test_without_an_answer_of_the_database_nothing_is_handled(
     assert site.seen == []
 
 
+@pytest.mark.matrix
+@pytest.mark.every_driver
 @pytest.mark.parametrize(
     ("state", "problem", "reason"),
     [

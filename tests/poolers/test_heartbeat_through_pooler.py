@@ -27,6 +27,7 @@ def renewed(admin: psycopg.Connection[Any], name: str) -> Any:
     return None if row is None else row[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("declared", ["auto", "transaction"])
 async def test_a_lease_is_renewed_through_a_pooler_whose_sessions_change_under_it(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any], declared: Any

@@ -35,6 +35,7 @@ def pooled(world: World, through: str, **settings: Any) -> Any:
     return engine
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pooler", ["auto", "transaction"])
 async def test_a_lease_is_taken_renewed_and_released_through_it(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any], pooler: str

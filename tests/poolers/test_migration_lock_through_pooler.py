@@ -48,6 +48,7 @@ async def migrate(world: World, through: str, name: str, pooler: Any) -> int:
     return count
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("declared", ["auto", "transaction"])
 async def test_transaction_mode_is_refused_and_the_message_names_a_way_past_it(
     world: World,

@@ -56,6 +56,7 @@ async def test_it_is_rejected_until_the_pooler_is_declared(
     assert advisory_rows() == []
 
 
+@pytest.mark.twins
 async def test_a_database_that_the_pooler_does_not_know_is_not_retried(
     world: World, name: str, pgbouncer: Callable[..., str]
 ) -> None:
@@ -132,6 +133,7 @@ def shown(through: str) -> dict[str, str]:
         return {key: client.execute(f"SHOW {key}").fetchone()[0] for key in ASKED}
 
 
+@pytest.mark.twins
 async def test_the_end_of_the_server_session_is_noticed(
     world: World, name: str, through: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:

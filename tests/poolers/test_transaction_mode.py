@@ -104,6 +104,7 @@ async def test_a_declared_transaction_pooler_is_refused(
     assert advisory_rows() == []
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("declared", ["auto", "transaction"])
 async def test_a_refusal_changes_no_setting_of_the_pooled_sessions(
     world: World, name: str, pgbouncer: Callable[..., str], role: Callable[..., str], declared: Any
@@ -150,6 +151,7 @@ async def test_a_transaction_lock_works_through_it(
     await freed(admin, name)
 
 
+@pytest.mark.twins
 async def test_a_direct_lock_engine_works_beside_it(
     world: World, name: str, pgbouncer: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
@@ -197,6 +199,7 @@ def test_a_pooler_that_hides_well_is_seen_by_the_first_statement(
     assert advisory_rows() == []
 
 
+@pytest.mark.twins
 async def test_a_wrong_value_in_the_configuration_is_rejected(
     world: World, name: str, pgbouncer: Callable[..., str], advisory_rows: Callable[[], list[Any]]
 ) -> None:
