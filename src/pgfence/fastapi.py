@@ -17,7 +17,7 @@ from urllib.parse import quote
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket, routing
 from fastapi.exceptions import RequestValidationError
 
-from pgfence._api.contexts import loaded_classes
+from pgfence._api.inputs import is_async_session
 from pgfence._http import openapi
 from pgfence._http.dependants import checked_root, declared, signature
 from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, scope_of
@@ -168,7 +168,7 @@ class Locked:
         """Take the lock; FastAPI calls this."""
         root = checked_root(request.scope, self._session)
         values = {field: _value(root, field, request.path_params) for field in self._fields}
-        is_async = isinstance(session, loaded_classes("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session"))
+        is_async = is_async_session(session)
         kind: Any = AsyncTransactionLock if is_async else TransactionLock
         try:
             lock = kind(session, *(name.format(**values) for name in self._names))

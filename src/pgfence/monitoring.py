@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._admin import stuck
-from pgfence._admin.purge import expect_batch
+from pgfence._admin.purge import LARGEST_BATCH
 from pgfence._admin.purge import purge as purge_all
 from pgfence._admin.purge import purge_async as purge_all_async
 from pgfence._admin.requests import order_of, perform, perform_async, tell_holders_here
 from pgfence._admin.stuck import StuckKey
+from pgfence._api.inputs import check_int
 from pgfence._sql import evict as statements
 from pgfence._sql import stuck_keys as keys
 
@@ -190,7 +191,7 @@ def purge(engine: Any, *, batch: int = 1000) -> Any:
         UnreachableError: there was no answer, or the connection was lost. What was purged before stays so.
         sqlalchemy.exc.DBAPIError: the server ended a statement, by the role's `lock_timeout` for one; likewise.
     """
-    expect_batch(batch)
+    check_int(batch, "batch", LARGEST_BATCH)
     if hasattr(engine, "sync_engine"):
         return purge_all_async(engine, batch)
     return purge_all(engine, batch)

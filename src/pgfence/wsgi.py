@@ -6,6 +6,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
+from pgfence._api.inputs import check_engine_source
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
@@ -14,7 +15,6 @@ from pgfence.effects._attempts import Reply, StoredResult, claim
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
 from pgfence.idempotency._functions import DAY
-from pgfence.lease._sync import source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -69,7 +69,7 @@ class IdempotencyMiddleware:
         on_failure: OnFailure = "free",
     ) -> None:
         self._app = app
-        self._engine = source_of(engine, type(self).__name__, WHY)
+        self._engine = check_engine_source(engine, type(self).__name__, WHY)
         self._rules = Rules.of(
             principal=principal,
             methods=methods,

@@ -14,22 +14,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-LARGEST = 100_000
+LARGEST_BATCH = 100_000
 _NO_SESSION = ("08", "28", "3D", "533", "57P")
-
-
-def expect_batch(batch: object) -> int:
-    """Return the size of a batch, if it is one.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is not from 1 to 100,000.
-    """
-    if isinstance(batch, bool) or not isinstance(batch, int):
-        raise TypeError(f"batch must be an int, not {type(batch).__name__}")
-    if not 1 <= batch <= LARGEST:
-        raise ValueError(f"batch must be from 1 to {LARGEST}, not {batch}")
-    return batch
 
 
 def purge(engine: Engine, batch: int) -> int:

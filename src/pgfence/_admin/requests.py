@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from sqlalchemy import Engine
 
+from pgfence._api.inputs import check_text
 from pgfence._leases.heartbeat.service import HeartbeatService
 from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.errors import translate_connect_error, translate_error
@@ -35,8 +36,7 @@ class AdminRequest(Protocol):
     context: ClassVar[ErrorContext]
 
     @property
-    def place(self) -> TableNames:
-        """Where its tables are."""
+    def place(self) -> TableNames: ...
 
 
 O = TypeVar("O", bound=AdminRequest)  # noqa: E741
@@ -100,11 +100,10 @@ def _told(engine: Engine, order: AdminRequest, error: Exception) -> PgfenceError
 
 
 def _non_empty(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
-    if not value.strip() or "\x00" in value:
-        raise ValueError(f"{what} must say something, without NUL: {value!r}")
-    return value
+    text = check_text(value, what)
+    if not text.strip():
+        raise ValueError(f"{what} must not be blank: {value!r}")
+    return text
 
 
 def _default_actor() -> str:

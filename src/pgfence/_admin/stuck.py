@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._admin.requests import audit_fields
+from pgfence._api.inputs import check_text
 from pgfence._process.clock import seconds
 from pgfence._sql.storage import table_names
 from pgfence._sql.stuck_keys import FreeKeyRequest, StuckKeyQuery
@@ -78,10 +79,7 @@ def stuck_key(row: StuckKeyRow) -> StuckKey:
 
 def look_of(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> StuckKeyQuery:
     """Return which keys are wanted, checked."""
-    if not isinstance(prefix, str):
-        raise TypeError(f"prefix must be a str, not {type(prefix).__name__}")
-    if "\x00" in prefix:
-        raise ValueError("prefix must not contain NUL")
+    check_text(prefix, "prefix")
     older = min(seconds(older_than, "older_than"), _LONGEST)
     return StuckKeyQuery(place=table_names(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older)
 

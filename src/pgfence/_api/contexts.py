@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TYPE_CHECKING, Any, Never, TypeVar
 
@@ -16,23 +15,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NO_DECORATOR = "this is no decorator: use a with block inside the function, or wrap() where there is one"
-
-
-def no_engine(what: str, returned: object, *, twin: str, asynchronous: bool) -> TypeError:
-    """Return what is wrong with what a function returned in the place of an engine.
-
-    Args:
-        what: who needs one.
-        returned: what came.
-        twin: what takes the other kind.
-        asynchronous: whether an AsyncEngine is needed.
-    """
-    wanted = "an AsyncEngine" if asynchronous else "a sync Engine"
-    if hasattr(returned, "dialect"):
-        return TypeError(f"{what} needs {wanted}, not {type(returned).__name__}: use {twin}")
-    return TypeError(
-        f"the function that {what} was given for an engine must return {wanted}, not {type(returned).__name__}"
-    )
 
 
 class EnterOnly(AbstractContextManager[None, None]):
@@ -127,18 +109,3 @@ def attach(error: BaseException, failure: BaseException, when: str) -> None:
     """Note on the caller's error that the clean-up failed too: the caller's error wins."""
     if failure is not error:
         error.add_note(f"{when}: {type(failure).__name__}: {failure}")
-
-
-def is_factory(given: object) -> bool:
-    """Say whether something makes sessions: a sessionmaker is callable, and so could pass for a function that returns an engine."""
-    makers = (
-        *loaded_classes("sqlalchemy.orm", "sessionmaker"),
-        *loaded_classes("sqlalchemy.ext.asyncio", "async_sessionmaker"),
-    )
-    return isinstance(given, makers)
-
-
-def loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
-    """Return classes of a module that need not be there: if it was never imported, nobody has an instance."""
-    loaded = sys.modules.get(module)
-    return () if loaded is None else tuple(getattr(loaded, name) for name in names)

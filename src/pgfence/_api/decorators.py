@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, Protocol, Type
 
 from typing_extensions import deprecated
 
+from pgfence._api.inputs import check_choice, describe_function
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
 from pgfence.errors import LockTimeoutError, UnreachableError
@@ -185,22 +186,3 @@ def _fields(text: str) -> Iterator[str]:
             yield field
         if specification:
             yield from _fields(specification)
-
-
-def describe_function(fn: Callable[..., Any]) -> str:
-    """Return what messages call a function."""
-    return f"{getattr(fn, '__qualname__', fn)}()"
-
-
-def reject_generator(fn: Callable[..., Any]) -> None:
-    """Refuse a generator function: calling it runs nothing of its body."""
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"{describe_function(fn)} is a generator function: the lock would end before its body runs. Use hold() inside it"
-        )
-
-
-def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")

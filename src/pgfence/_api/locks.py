@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, overload
 from typing_extensions import TypeVar
 
 from pgfence._api.cancel_on_loss import CancelOnLoss
-from pgfence._api.decorators import (
-    Policy,
-    check_choice,
-    describe_function,
-    reject_generator,
-    templates,
-    wanted,
-    wanted_async,
-)
+from pgfence._api.decorators import Policy, templates, wanted, wanted_async
 from pgfence._api.handles import AsyncHeld, Held
+from pgfence._api.inputs import check_choice, describe_function, reject_coroutine, reject_generator
 from pgfence._api.misuse import HANDLE_NAMES, Guided
 from pgfence._locks import manager_sync
 from pgfence.errors import LockTimeoutError, UnreachableError
@@ -39,6 +32,7 @@ if TYPE_CHECKING:
     from pgfence.keys import Name
     from pgfence.types import Holder, OnLoss
 
+_GENERATOR = "the lock would end before its body runs. Use hold() inside it"
 H = TypeVar("H", bound=Held, default=Held)
 AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
@@ -142,11 +136,8 @@ class LockBase(Guided, ABC, Generic[H]):
         policy = Policy(timeout, busy, unreachable)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-            if inspect.iscoroutinefunction(fn):
-                raise TypeError(
-                    f"{describe_function(fn)} is a coroutine function: a sync lock would end before it runs. Use the Async twin"
-                )
-            reject_generator(fn)
+            reject_coroutine(fn, "a sync lock would end before it runs. Use the Async twin")
+            reject_generator(fn, _GENERATOR)
             names_for = templates(self._names, fn)
 
             @functools.wraps(fn)
@@ -278,7 +269,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         policy = Policy(timeout, busy, unreachable)
 
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-            reject_generator(fn)
+            reject_generator(fn, _GENERATOR)
             if not inspect.iscoroutinefunction(fn):
                 raise TypeError(
                     f"{describe_function(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine
 
-from pgfence._api.contexts import AsyncSafeContext, SafeContext, loaded_classes
+from pgfence._api.contexts import AsyncSafeContext, SafeContext
+from pgfence._api.inputs import is_session
 from pgfence._sql.errors import find_connect_error, is_commit_unanswered
 from pgfence.errors import CommitOutcomeUnknownError
 
@@ -127,5 +128,5 @@ class AsyncBegun(AsyncSafeContext[Any]):
 
 
 def _flush(work: Any) -> None:
-    if isinstance(work, loaded_classes("sqlalchemy.orm", "Session")) and work.is_active:
+    if is_session(work) and work.is_active:
         work.flush()

@@ -10,8 +10,9 @@ from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
 from pgfence._api.cancel_on_loss import CancelOnLoss
-from pgfence._api.contexts import AsyncSafeContext, no_engine
+from pgfence._api.contexts import AsyncSafeContext
 from pgfence._api.handles import AsyncHeld, given_back, lent
+from pgfence._api.inputs import resolve_async_engine
 from pgfence._api.locks import AH, AsyncLockBase
 from pgfence._locks import manager_async
 from pgfence._process.lifecycle import PROCESS
@@ -191,10 +192,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             config = config_of(engine, pin=True)
             manager = manager_async.manager_for(engine.engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
-        if not hasattr(engine, "sync_engine"):
-            engine = engine()
-        if not hasattr(engine, "sync_engine"):
-            raise no_engine("AsyncAdvisoryLock", engine, twin="AdvisoryLock", asynchronous=True)
+        engine = resolve_async_engine(engine, "AsyncAdvisoryLock", "AdvisoryLock")
         config = config_of(engine, pin=True)
         manager = manager_async.manager_for(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, manager.style)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from pgfence._api.contexts import is_factory, loaded_classes
+from pgfence._api.inputs import is_async_session, is_async_sessionmaker, is_sessionmaker
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.storage import table_names
@@ -34,9 +34,9 @@ def expect_no_session(engine: object) -> None:
     Raises:
         TypeError: it is a session, a scoped session or a factory of sessions, sync or async.
     """
-    if hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_factory(engine):
-        theirs = loaded_classes("sqlalchemy.ext.asyncio", "AsyncSession", "async_scoped_session", "async_sessionmaker")
-        raise TypeError(THREE_WAYS.format("Async" if isinstance(engine, theirs) else ""))
+    asynchronous = is_async_session(engine) or is_async_sessionmaker(engine)
+    if asynchronous or hasattr(engine, "get_bind") or hasattr(engine, "registry") or is_sessionmaker(engine):
+        raise TypeError(THREE_WAYS.format("Async" if asynchronous else ""))
 
 
 class LockNames:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
-from pgfence._api.contexts import SafeContext, no_engine
+from pgfence._api.contexts import SafeContext
 from pgfence._api.handles import Held, given_back, lent
+from pgfence._api.inputs import resolve_engine
 from pgfence._api.locks import H, LockBase
 from pgfence._locks import manager_sync
 from pgfence._process.lifecycle import PROCESS
@@ -204,10 +205,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             config = config_of(engine, pin=True)
             manager = manager_sync.manager_for(engine.engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
-        if not isinstance(engine, Engine):
-            engine = engine()
-        if not isinstance(engine, Engine) or engine.dialect.is_async:
-            raise no_engine("AdvisoryLock", engine, twin="AsyncAdvisoryLock", asynchronous=False)
+        engine = resolve_engine(engine, "AdvisoryLock", "AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
         manager = manager_sync.manager_for(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, manager.style)

@@ -10,7 +10,8 @@ import typer
 from sqlalchemy.exc import DBAPIError
 
 from pgfence import monitoring
-from pgfence._admin.purge import expect_batch
+from pgfence._admin.purge import LARGEST_BATCH
+from pgfence._api.inputs import check_int
 from pgfence._sql.errors import message_of
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
@@ -45,7 +46,7 @@ def purge(
     The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
     """
     try:
-        expect_batch(batch)
+        check_int(batch, "batch", LARGEST_BATCH)
     except ValueError as error:
         raise MisuseError(f"--{error}") from None
     target = engine_from(dsn=dsn, path=engine, environ=os.environ)

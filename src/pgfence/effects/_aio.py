@@ -6,12 +6,11 @@ from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
+from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source, reject_generator
 from pgfence.effects._attempts import WHY, StoredResult, claim_async
 from pgfence.effects._ends import kind_of
-from pgfence.effects._functions import expect_no_generator
 from pgfence.effects._handles import NOTHING, AsyncAttempt
 from pgfence.effects._request import EffectOptions, T
-from pgfence.lease._aio import AsyncEngineSource, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,7 +28,7 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
 
     @staticmethod
     def _check_engine(engine: object, what: str) -> AsyncEngineSource:
-        return source_of(engine, what, WHY)
+        return check_async_engine_source(engine, what, WHY)
 
     async def run(self, fn: Callable[[AsyncAttempt], Awaitable[T]], /) -> T:
         """Run a coroutine function in an attempt of its own, or return what came of the one that was first; see the sync twin.
@@ -40,7 +39,7 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
         Raises:
             PgfenceError: as from the sync twin.
         """
-        expect_no_generator(fn)
+        reject_generator(fn)
         self._expect(fn)
         found = await claim_async(self._engine, self._wanted, self._timeout)
         if isinstance(found, StoredResult):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pgfence._api.inputs import check_async_engine_source, check_engine_source
 from pgfence._leases.request import Refused
 from pgfence._locks.manager_sync import run_cleanup
 from pgfence._sql.sqlstate import sqlstate_of
@@ -22,8 +23,7 @@ from pgfence.lease import _aio as lease_aio
 from pgfence.lease import _sync as lease_sync
 
 if TYPE_CHECKING:
-    from pgfence.lease._aio import AsyncEngineSource
-    from pgfence.lease._sync import EngineSource
+    from pgfence._api.inputs import AsyncEngineSource, EngineSource
 
 __all__ = ["AsyncRunning", "EffectKey", "Reply", "Running", "StoredResult", "claim", "claim_async"]
 
@@ -47,7 +47,7 @@ def claim(engine: EngineSource, wanted: EffectKey, timeout: float) -> Running | 
         StandbyError: nothing can be written on this server.
     """
     what = "an effect"
-    manager, place = lease_sync.manager_for(lease_sync.source_of(engine, what, WHY), what, SyncEffects)
+    manager, place = lease_sync.manager_for(check_engine_source(engine, what, WHY), what, SyncEffects)
     try:
         running = manager.acquire(claim_of(wanted, place, manager.config.namespace), timeout, partial(Running, wanted))
     except AlreadyFinished as settled:
@@ -61,7 +61,7 @@ def claim(engine: EngineSource, wanted: EffectKey, timeout: float) -> Running | 
 async def claim_async(engine: AsyncEngineSource, wanted: EffectKey, timeout: float) -> AsyncRunning | StoredResult:
     """Claim a key for an attempt, or return what came of it before; see `claim`."""
     what = "an effect"
-    manager, place = lease_aio.manager_for(lease_aio.source_of(engine, what, WHY), what, AsyncEffects)
+    manager, place = lease_aio.manager_for(check_async_engine_source(engine, what, WHY), what, AsyncEffects)
     try:
         running = await manager.acquire(
             claim_of(wanted, place, manager.config.namespace), timeout, partial(AsyncRunning, wanted)

@@ -6,7 +6,7 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, get_type_hints
 
-from pgfence._api.decorators import describe_function
+from pgfence._api.inputs import describe_function, reject_coroutine, reject_generator
 from pgfence._values.annotations import reach
 
 if TYPE_CHECKING:
@@ -15,28 +15,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def expect_plain(fn: Callable[..., Any]) -> None:
-    """Refuse a function of which nothing runs when it is called.
-
-    Raises:
-        TypeError: it is a coroutine function or a generator function.
-    """
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
-        raise TypeError(f"{describe_function(fn)} is a coroutine function: it needs an AsyncIdempotentEffect")
-    expect_no_generator(fn)
+_SYNC_ONLY = "it needs an AsyncIdempotentEffect"
 
 
-def expect_no_generator(fn: Callable[..., Any]) -> None:
-    """Refuse a generator function.
-
-    Raises:
-        TypeError: it is one.
-    """
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(f"{describe_function(fn)} is a generator function: nothing of it runs when it is called")
+def check_plain_function(fn: Callable[..., Any]) -> None:
+    """Raise TypeError for a coroutine function or a generator function: nothing of it runs when it is called."""
+    reject_coroutine(fn, _SYNC_ONLY)
+    reject_generator(fn)
 
 
-def expect_value(value: T, fn: Callable[..., Any]) -> T:
+def check_value(value: T, fn: Callable[..., Any]) -> T:
     """Refuse a coroutine in the place of a value.
 
     Raises:
@@ -44,9 +32,7 @@ def expect_value(value: T, fn: Callable[..., Any]) -> T:
     """
     if inspect.iscoroutine(value):
         value.close()
-        raise TypeError(
-            f"{describe_function(fn)} returned a coroutine, of which nothing has run: it needs an AsyncIdempotentEffect"
-        )
+        raise TypeError(f"{describe_function(fn)} returned a coroutine, of which nothing has run: {_SYNC_ONLY}")
     return value
 
 

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import loaded_classes
+from pgfence._api.inputs import is_async_session, is_session, reject_generator, unwrap_session
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence._values.keys import expect_key
 from pgfence.effects._attempts import AsyncRunning, Running
-from pgfence.effects._functions import expect_no_generator, expect_plain, expect_value
+from pgfence.effects._functions import check_plain_function, check_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
-from pgfence.idempotency._functions import ASYNCIO, ORM, real_session
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -159,7 +158,7 @@ class Attempt(_Attempt[Running]):
             UnreachableError: no answer: nobody knows whether it is saved.
             TypeError, ValueError: `name` cannot be the name of a step; or `fn` is a coroutine or generator function.
         """
-        expect_plain(fn)
+        check_plain_function(fn)
         self._expect(fn)
         derived = self._derived(name)
         saved = self._saved(name)
@@ -171,7 +170,7 @@ class Attempt(_Attempt[Running]):
             if name in self.torn:  # done, and its save had no answer
                 value = self._codec.decode(self.torn[name])
             else:
-                value = expect_value(fn(derived), fn)
+                value = check_value(fn(derived), fn)
                 self._encode(name, value)
             self._running.save_step(name, self.torn[name])
             del self.torn[name]
@@ -195,10 +194,9 @@ class Attempt(_Attempt[Running]):
             TransactionStateError: autocommit.
             TypeError: it is no session of this half.
         """
-        real = real_session(session)
-        if not isinstance(real, loaded_classes(ORM, "Session")):
-            raise TypeError(f"this attempt completes in a Session, not in a {type(real).__name__}")
-        self._complete(real, value)
+        if not is_session(session):
+            raise TypeError(f"this attempt completes in a Session, not in a {type(session).__name__}")
+        self._complete(unwrap_session(session), value)
 
 
 class AsyncAttempt(_Attempt[AsyncRunning]):
@@ -206,7 +204,7 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
 
     async def step(self, name: str, fn: Callable[[str], Awaitable[R]], /) -> R:
         """Do a step that an attempt before this one may have done, and save what it returns; see the sync twin."""
-        expect_no_generator(fn)
+        reject_generator(fn)
         self._expect(fn)
         derived = self._derived(name)
         saved = self._saved(name)
@@ -227,7 +225,6 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
         """Store the result in the caller's own transaction; see the sync twin."""
-        real = real_session(session)
-        if not isinstance(real, loaded_classes(ASYNCIO, "AsyncSession")):
-            raise TypeError(f"this attempt completes in an AsyncSession, not in a {type(real).__name__}")
-        await real.run_sync(self._complete, value)
+        if not is_async_session(session):
+            raise TypeError(f"this attempt completes in an AsyncSession, not in a {type(session).__name__}")
+        await unwrap_session(session).run_sync(self._complete, value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, cast
 from typing_extensions import TypeVar
 
 from pgfence._api.contexts import attach
-from pgfence._api.decorators import describe_function
+from pgfence._api.inputs import describe_function
 from pgfence._api.misuse import Guided
 from pgfence._leases.terms import ttl_of
 from pgfence._process.clock import seconds

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pgfence._api.contexts import attach
+from pgfence._api.inputs import EngineSource, check_engine_source
 from pgfence.effects._attempts import WHY, StoredResult, claim
 from pgfence.effects._ends import kind_of
-from pgfence.effects._functions import expect_plain, expect_value
+from pgfence.effects._functions import check_plain_function, check_value
 from pgfence.effects._handles import NOTHING, Attempt
 from pgfence.effects._request import EffectOptions, T
-from pgfence.lease._sync import EngineSource, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
     @staticmethod
     def _check_engine(engine: object, what: str) -> EngineSource:
-        return source_of(engine, what, WHY)
+        return check_engine_source(engine, what, WHY)
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
         """Run a function in an attempt of its own, or return what came of the one that was first. May be called again.
@@ -90,14 +90,14 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             TypeError: it is a coroutine or generator function.
             Exception: what the function raised, with a note that says what happens to the key; or the recorded error.
         """
-        expect_plain(fn)
+        check_plain_function(fn)
         self._expect(fn)
         found = claim(self._engine, self._wanted, self._timeout)
         if isinstance(found, StoredResult):
             return self._replay(found)
         attempt = Attempt(found, self._codec, self._expect, self._check)
         try:
-            value = expect_value(fn(attempt), fn)
+            value = check_value(fn(attempt), fn)
             if attempt._completed is not NOTHING:
                 return self._confirmed(attempt, found)
             text = self._encoded(value, attempt)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, Engine, event, table, update
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import loaded_classes
+from pgfence._api.inputs import (
+    is_async_connection,
+    is_async_engine,
+    is_async_session,
+    is_async_sessionmaker,
+    is_session,
+    is_sessionmaker,
+    unwrap_session,
+)
 from pgfence._api.transactions import AsyncBegun, Begun, connected
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
@@ -27,9 +35,6 @@ if TYPE_CHECKING:
     from pgfence._sql.gates import EnteredGates
     from pgfence._sql.storage import TableNames
 
-ASYNCIO = "sqlalchemy.ext.asyncio"
-ORM = "sqlalchemy.orm"
-
 # What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
 _WRITE = update(table("pgfence_gate"))
 
@@ -40,16 +45,12 @@ def is_async(work: object) -> bool:
     Raises:
         TypeError: it is nothing that could have a transaction.
     """
-    if isinstance(work, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
+    if is_async_session(work) or is_async_connection(work):
         return True
-    if isinstance(work, (Connection, *loaded_classes(ORM, "Session", "scoped_session"))):
+    if isinstance(work, Connection) or is_session(work):
         return False
-    factories: tuple[type[Any], ...] = (
-        Engine,
-        *loaded_classes(ORM, "sessionmaker"),
-        *loaded_classes(ASYNCIO, "AsyncEngine", "async_sessionmaker"),
-    )
-    way = "; open a transaction first, or use lease.begin(...)" if isinstance(work, factories) else ""
+    opens = isinstance(work, Engine) or is_sessionmaker(work) or is_async_engine(work) or is_async_sessionmaker(work)
+    way = "; open a transaction first, or use lease.begin(...)" if opens else ""
     raise TypeError(f"a fence stands in a transaction: a Session or a Connection, not {type(work).__name__}{way}")
 
 
@@ -232,14 +233,10 @@ def entered(connection: Connection, resource: str) -> int | None:
 
 def block_commit(work: Session | scoped_session[Any] | Connection, error: StaleFencingTokenError) -> None:
     """Keep the present transaction from committing: it is refused until its outermost rollback."""
-    connection = work if isinstance(work, Connection) else _session(work).connection(bind_arguments={"clause": _WRITE})
+    connection = (
+        work if isinstance(work, Connection) else unwrap_session(work).connection(bind_arguments={"clause": _WRITE})
+    )
     gates.block_commit(connection, error)
-
-
-def _session(work: Session | scoped_session[Any]) -> Session:
-    one: Any = work
-    session: Session = one.registry() if isinstance(one, loaded_classes(ORM, "scoped_session")) else one
-    return session
 
 
 def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Connection, bool, bool]:
@@ -247,7 +244,7 @@ def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Conn
     if isinstance(work, Connection):
         # A savepoint may be all that the one who gave us the connection lets us have.
         return work, False, not work.in_nested_transaction()
-    session = _session(work)
+    session = unwrap_session(work)
     known = not isinstance(session.get_bind(clause=_WRITE), Connection)
     begun: list[object] = []
 
@@ -305,8 +302,7 @@ def begin_fenced(
         ValueError: it writes under another installation.
         StaleFencingTokenError: a token is not the newest; from the block, or at its end.
     """
-    takes: tuple[type[Any], ...] = (Engine, *loaded_classes(ORM, "sessionmaker"))
-    if not isinstance(factory, takes):
+    if not isinstance(factory, Engine) and not is_sessionmaker(factory):
         raise _misfit(factory, "a sessionmaker or an Engine")
 
     return Begun(factory, lambda work: _enter_new(work, tokens, issued), f"the transaction under {_told(tokens)}")
@@ -316,7 +312,7 @@ def begin_fenced_async(
     factory: Any, tokens: Mapping[str, int], issued: TableNames | None = None
 ) -> AbstractAsyncContextManager[Any, None]:
     """Open a transaction, enter the gates, yield the AsyncSession or AsyncConnection, and commit; see `begin_fenced`."""
-    if not isinstance(factory, loaded_classes(ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+    if not is_async_sessionmaker(factory) and not is_async_engine(factory):
         raise _misfit(factory, "an async_sessionmaker or an AsyncEngine")
 
     return AsyncBegun(
@@ -325,13 +321,11 @@ def begin_fenced_async(
 
 
 def _misfit(factory: object, wanted: str) -> TypeError:
-    has = isinstance(
-        factory,
-        (
-            Connection,
-            *loaded_classes(ORM, "Session", "scoped_session"),
-            *loaded_classes(ASYNCIO, "AsyncSession", "AsyncConnection"),
-        ),
+    has = (
+        isinstance(factory, Connection)
+        or is_session(factory)
+        or is_async_session(factory)
+        or is_async_connection(factory)
     )
     way = ": for a transaction of your own use held.fence(session)" if has else ""
     return TypeError(f"begin() opens its own transaction and takes {wanted}, not {type(factory).__name__}{way}")

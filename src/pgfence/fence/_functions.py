@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._api.contexts import AsyncHold, EnterOnly
+from pgfence._api.inputs import unwrap_session
 from pgfence.fence._entering import enter_for_block, enter_named, expect_entered, is_async, tokens_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool =
 
         with SessionLocal.begin() as session:
             fence(session, "close:2026-04", token)
-            session.get_one(Period, "2026-04").closed = True
+            session.getunwrap_session(Period, "2026-04").closed = True
 
     Promised: a transaction with another token than the newest cannot commit, and those with the same token run side by side.
     A newer holder's first transaction waits until the older ones that are inside have ended, and sees what they wrote.
@@ -67,7 +68,7 @@ def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool =
     """
     asynchronous, tokens = is_async(session), tokens_of(resource, token)
     if asynchronous:
-        return _one(session).run_sync(enter_named, tokens, after_reads=after_reads)
+        return unwrap_session(session).run_sync(enter_named, tokens, after_reads=after_reads)
     enter_named(session, tokens, after_reads=after_reads)
     return None
 
@@ -113,21 +114,16 @@ def fenced(session: Any, resource: Any, token: Any = None, *, after_reads: bool 
 
 
 def _enter(session: Any, tokens: Mapping[str, int], *, after_reads: bool) -> Callable[[], None]:
-    work = _one(session)
+    work = unwrap_session(session)
     return partial(expect_entered, enter_for_block(work, tokens, after_reads=after_reads), tokens)
 
 
 async def _enter_async(
     session: Any, tokens: Mapping[str, int], *, after_reads: bool
 ) -> Callable[[], Coroutine[Any, Any, None]]:
-    stay = await _one(session).run_sync(enter_for_block, tokens, after_reads=after_reads)
+    stay = await unwrap_session(session).run_sync(enter_for_block, tokens, after_reads=after_reads)
 
     async def check() -> None:
         expect_entered(stay, tokens)
 
     return check
-
-
-def _one(work: Any) -> Any:
-    """Return the session that a scoped one stands for: an async_scoped_session has no `run_sync`."""
-    return getattr(work, "registry", lambda: work)()

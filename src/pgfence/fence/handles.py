@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._api.handles import AsyncHeld, Held
+from pgfence._api.inputs import unwrap_session
 from pgfence._leases.request import json_text
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
 from pgfence.keys import SEPARATOR, qualified_name
@@ -45,11 +46,6 @@ def _tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) ->
         return {own: handle.token}
     namespace, separator, _ = own.partition(SEPARATOR)
     return {qualified_name(each, namespace if separator else "", "a resource"): handle.token for each in resources}
-
-
-def _inside(work: AsyncWork) -> Any:
-    """Return the async session that an async_scoped_session stands for, else what was given."""
-    return getattr(work, "registry", lambda: work)()
 
 
 class _HasToken:
@@ -221,7 +217,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
         Arguments and errors are those of the sync twin.
         """
         tokens, issued = _tokens(self, resources), self._hold.place
-        await _inside(session).run_sync(lambda work: enter(work, tokens, issued=issued))
+        await unwrap_session(session).run_sync(lambda work: enter(work, tokens, issued=issued))
 
     @overload
     def begin(self, factory: async_sessionmaker[AS], *resources: str) -> AbstractAsyncContextManager[AS, None]: ...
@@ -249,7 +245,7 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
         self.check()
         name, token, text = self._hold.stored, self.token, json_text(data, "a checkpoint")
         issued = self._grant.place
-        await _inside(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
+        await unwrap_session(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
 
     async def hand_over(self) -> LeaseRef:
         """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""

@@ -11,10 +11,10 @@ import warnings
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pgfence._api.contexts import loaded_classes
-from pgfence._api.decorators import describe_function, templates
+from pgfence._api.decorators import templates
+from pgfence._api.inputs import ASYNCIO, ORM, describe_function, loaded_classes, reject_generator
 from pgfence._values.codec import Codec
-from pgfence.idempotency._functions import ASYNCIO, DAY, ORM, idempotent
+from pgfence.idempotency._functions import DAY, idempotent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -125,8 +125,7 @@ class _Calls:
         payload: Sequence[str] | None,
         options: Mapping[str, Any],
     ) -> None:
-        if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-            raise TypeError(f"{describe_function(fn)} is a generator function: nothing of it runs when it is called")
+        reject_generator(fn)
         if isinstance(payload, str):
             raise TypeError(f"payload is a list of names: [{payload!r}]")
         hints, unknown = _hints(fn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence._api.contexts import loaded_classes
+from pgfence._api.inputs import is_async_session, is_session, unwrap_session
 from pgfence._process.clock import seconds
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     SyncSession: TypeAlias = Session | scoped_session[Any]
     AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 
-ASYNCIO = "sqlalchemy.ext.asyncio"
-ORM = "sqlalchemy.orm"
 DAY = 86400
 T = TypeVar("T")
 
@@ -145,8 +143,8 @@ def idempotent(
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
-    takes_async: Any = loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session")
-    if not isinstance(session, (*takes_async, *loaded_classes(ORM, "Session", "scoped_session"))):
+    asynchronous = is_async_session(session)
+    if not asynchronous and not is_session(session):
         raise TypeError(
             f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}"
         )
@@ -160,8 +158,7 @@ def idempotent(
         keep=life_of(keep),
         record=errors_of(record),
     )
-    kind: Any = AsyncIdem if isinstance(session, takes_async) else Idem
-    return kind(session, call)
+    return AsyncIdem(session, call) if asynchronous else Idem(session, call)
 
 
 @overload
@@ -201,15 +198,11 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
     """
     from pgfence.idempotency._insert import insert
 
-    if isinstance(session, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session")):
-        return real_session(session).run_sync(insert, instance, key)
-    if not isinstance(session, loaded_classes(ORM, "Session", "scoped_session")):
+    if is_async_session(session):
+        return unwrap_session(session).run_sync(insert, instance, key)
+    if not is_session(session):
         raise TypeError(f"insert_once() takes a Session, not a {type(session).__name__}")
-    return insert(real_session(session), instance, key)
-
-
-def real_session(session: Any) -> Any:
-    return session.registry() if hasattr(session, "registry") else session
+    return insert(unwrap_session(session), instance, key)
 
 
 def life_of(keep: Seconds) -> float:

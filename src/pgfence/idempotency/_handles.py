@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from pgfence._api.contexts import attach
-from pgfence._api.decorators import describe_function
+from pgfence._api.inputs import reject_coroutine, unwrap_session
 from pgfence._api.misuse import Guided
 from pgfence._values.errors import among
 from pgfence.errors import IdempotencyMisuseError
@@ -134,7 +133,7 @@ class Idem(_KeyBase[T]):
 
     def __init__(self, session: Session | scoped_session[Any], call: _claim.KeyCall) -> None:
         super().__init__(call)
-        self._given: Any = session
+        self._given = session
 
     def run(self, fn: Callable[[], T], /) -> T:
         """Run a function under the key, or return what it returned the first time.
@@ -148,8 +147,7 @@ class Idem(_KeyBase[T]):
             PgfenceError: as on entering the block.
         """
         self._used = True
-        if inspect.iscoroutinefunction(fn):
-            raise TypeError(f"{describe_function(fn)} is a coroutine function: it needs an AsyncSession")
+        reject_coroutine(fn, "it needs an AsyncSession")
         with self as op:
             if op.replayed:
                 return op.result
@@ -179,8 +177,7 @@ class Idem(_KeyBase[T]):
 
     @property
     def _session(self) -> Session:
-        session: Session = self._given.registry() if hasattr(self._given, "registry") else self._given
-        return session
+        return unwrap_session(self._given)
 
 
 class AsyncIdem(_KeyBase[T]):
@@ -190,7 +187,7 @@ class AsyncIdem(_KeyBase[T]):
 
     def __init__(self, session: AsyncSession | async_scoped_session[Any], call: _claim.KeyCall) -> None:
         super().__init__(call)
-        self._given: Any = session
+        self._given = session
 
     async def run(self, fn: Callable[[], Awaitable[T]], /) -> T:
         """Run a coroutine function under the key, or return what it returned the first time.
@@ -231,5 +228,4 @@ class AsyncIdem(_KeyBase[T]):
 
     @property
     def _session(self) -> AsyncSession:
-        session: AsyncSession = self._given.registry() if hasattr(self._given, "registry") else self._given
-        return session
+        return unwrap_session(self._given)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import Connection, Engine
-
-from pgfence._api.contexts import is_factory, no_engine
+from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source, resolve_async_engine
 from pgfence._api.locks import AsyncLockBase
 from pgfence._leases.manager_async import AsyncLeaseManager, leases_of
 from pgfence._leases.request import holder_of
@@ -17,20 +15,13 @@ from pgfence.fence.handles import AsyncHeldLease
 from pgfence.lease._request import LeaseOptions, claim_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
     from pgfence._leases.request import AcquireRequest
     from pgfence._process.clock import Seconds
     from pgfence._sql.storage import TableNames
     from pgfence.types import Holder, LeaseRef
 
 
-AsyncEngineSource: TypeAlias = "AsyncEngine | Callable[[], AsyncEngine]"
 LeasesT = TypeVar("LeasesT", bound=AsyncLeaseManager)
-
-WHY = "a lease outlives transactions and connections. Write under it with lease.begin(async_sessionmaker)"
 
 
 class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease]):
@@ -40,9 +31,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
     a blocked loop cannot lose the lease; a loss cancels the block of `hold()`.
     """
 
-    @staticmethod
-    def _check_engine(engine: object, what: str) -> AsyncEngineSource:
-        return source_of(engine, what)
+    _check_engine = staticmethod(check_async_engine_source)
 
     async def try_acquire(self) -> AsyncHeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -94,7 +83,9 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        manager, place = manager_for(source_of(engine, "AsyncLease.adopt"), "AsyncLease.adopt", AsyncLeaseManager)
+        manager, place = manager_for(
+            check_async_engine_source(engine, "AsyncLease.adopt"), "AsyncLease.adopt", AsyncLeaseManager
+        )
         claim, reference = claim_of(manager.engine, ref, place)
         return await manager.adopt(claim, reference, AsyncHeldLease)
 
@@ -114,25 +105,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
         return manager, self._claim(place, manager.config.namespace)
 
 
-def source_of(engine: object, what: str, why: str = WHY) -> AsyncEngineSource:
-    """Refuse what no lease can be taken through.
-
-    Raises:
-        TypeError: an AsyncSession, an AsyncConnection, or something sync.
-    """
-    if isinstance(engine, (Engine, Connection)):
-        raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: use the sync twin")
-    if is_factory(engine) or any(hasattr(engine, what) for what in ("get_bind", "registry", "sync_connection")):
-        raise TypeError(f"{what} needs an AsyncEngine, not {type(engine).__name__}: {why}")
-    if not hasattr(engine, "sync_engine") and not callable(engine):
-        raise TypeError(f"{what} needs an AsyncEngine, or a function that returns one, not {type(engine).__name__}")
-    return cast("AsyncEngineSource", engine)
-
-
 def manager_for(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, TableNames]:
     """Return the leases, or the like, of an engine on the running loop, and where its tables are."""
-    found: Any = source
-    engine = found if hasattr(found, "sync_engine") else found()
-    if not hasattr(engine, "sync_engine"):
-        raise no_engine(what, engine, twin="the sync twin", asynchronous=True)
+    engine = resolve_async_engine(source, what)
     return leases_of(engine, config_of(engine, pin=True), kind), table_names(engine)

@@ -7,7 +7,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from uuid import UUID
 
-from pgfence._api.decorators import check_choice
+from pgfence._api.inputs import check_choice, check_text
 from pgfence._leases import terms
 from pgfence._leases.request import Identity, LeaseRequest, json_text
 from pgfence.config import config_of
@@ -53,7 +53,9 @@ class LeaseOptions(ABC, Generic[EngineSourceT]):
         self._terms = terms.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
         self._heartbeat: Heartbeat = heartbeat
         self._identity = Identity(
-            _text(owner, "owner"), _text(purpose, "purpose") or "", json_text(metadata, "metadata")
+            None if owner is None else check_text(owner, "owner"),
+            check_text(purpose, "purpose"),
+            json_text(metadata, "metadata"),
         )
         self._namespace = namespace
         self._claimed: tuple[object, AcquireRequest] | None = None
@@ -124,13 +126,3 @@ def claim_of(engine: Any, reference: object, place: TableNames) -> tuple[LeaseRe
     claim = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
     assert claim.names == (display_name(name),)
     return claim, {"name": name, "lease_id": lease_id, "token": token}
-
-
-def _text(value: object, what: str) -> str | None:
-    if value is None and what == "owner":
-        return None
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
-    if "\x00" in value:
-        raise ValueError(f"{what} must not contain NUL")
-    return value

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
-from sqlalchemy import Engine
-
-from pgfence._api.contexts import is_factory, no_engine
+from pgfence._api.inputs import EngineSource, check_engine_source, resolve_engine
 from pgfence._api.locks import LockBase
 from pgfence._leases.manager_sync import SyncLeaseManager, leases_of
 from pgfence._leases.request import holder_of
@@ -23,10 +20,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
     from pgfence.types import Holder, LeaseRef
 
-EngineSource: TypeAlias = Engine | Callable[[], Engine]
 LeasesT = TypeVar("LeasesT", bound=SyncLeaseManager)
-
-WHY = "a lease outlives transactions and connections. Write under it with lease.begin(sessionmaker)"
 
 
 class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
@@ -56,9 +50,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
         ValueError: an argument is out of range; the message says what would do.
     """
 
-    @staticmethod
-    def _check_engine(engine: object, what: str) -> EngineSource:
-        return source_of(engine, what)
+    _check_engine = staticmethod(check_engine_source)
 
     def try_acquire(self) -> HeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -109,7 +101,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        manager, place = manager_for(source_of(engine, "Lease.adopt"), "Lease.adopt", SyncLeaseManager)
+        manager, place = manager_for(check_engine_source(engine, "Lease.adopt"), "Lease.adopt", SyncLeaseManager)
         claim, reference = claim_of(manager.engine, ref, place)
         return manager.adopt(claim, reference, HeldLease)
 
@@ -129,26 +121,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
         return manager, self._claim(place, manager.config.namespace)
 
 
-def source_of(engine: object, what: str, why: str = WHY) -> EngineSource:
-    """Refuse what no lease can be taken through.
-
-    Raises:
-        TypeError: a Session, a Connection, or something async.
-    """
-    if isinstance(engine, Engine):
-        return engine
-    if is_factory(engine) or any(hasattr(engine, what) for what in ("get_bind", "registry", "exec_driver_sql")):
-        raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: {why}")
-    if hasattr(engine, "sync_engine") or hasattr(engine, "sync_connection"):
-        raise TypeError(f"{what} needs an Engine, not {type(engine).__name__}: use the Async twin")
-    if not callable(engine):
-        raise TypeError(f"{what} needs an Engine, or a function that returns one, not {type(engine).__name__}")
-    return cast("EngineSource", engine)
-
-
 def manager_for(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, TableNames]:
     """Return the leases, or the like, of an engine in this process, and where its tables are."""
-    engine = source if isinstance(source, Engine) else source()
-    if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
-        raise no_engine(what, engine, twin="the Async twin", asynchronous=False)
+    engine = resolve_engine(source, what)
     return leases_of(engine, config_of(engine, pin=True), kind), table_names(engine)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source
 from pgfence._api.locks import AsyncLockBase
 from pgfence._leases.manager_async import AsyncLeaseManager
 from pgfence._leases.request import Refused, holder_of
 from pgfence._locks import manager_async
-from pgfence.lease._aio import AsyncEngineSource, manager_for, source_of
+from pgfence.lease._aio import manager_for
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import AsyncSlot
 from pgfence.once._request import OnceOptions
@@ -35,7 +36,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
     Arguments and errors are those of the sync twin, with an AsyncEngine. A run whose slot is lost is cancelled.
     """
 
-    _check_engine = staticmethod(source_of)
+    _check_engine = staticmethod(check_async_engine_source)
 
     async def try_acquire(self) -> AsyncSlot | None:
         """Ask for the slot that counts, without waiting. Two round trips.

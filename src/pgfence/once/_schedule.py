@@ -6,7 +6,7 @@ import functools
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._api.decorators import check_choice
+from pgfence._api.inputs import check_choice
 from pgfence.once._slots import SHORTEST, Cron, Every
 
 if TYPE_CHECKING:

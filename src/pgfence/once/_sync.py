@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from pgfence._api.inputs import EngineSource, check_engine_source
 from pgfence._api.locks import LockBase
 from pgfence._leases.manager_sync import SyncLeaseManager
 from pgfence._leases.request import Refused, holder_of
 from pgfence._locks import manager_sync
-from pgfence.lease._sync import EngineSource, manager_for, source_of
+from pgfence.lease._sync import manager_for
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import Slot
 from pgfence.once._request import OnceOptions
@@ -67,7 +68,7 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
         ValueError: an argument cannot be used; the message says what would do.
     """
 
-    _check_engine = staticmethod(source_of)
+    _check_engine = staticmethod(check_engine_source)
 
     def try_acquire(self) -> Slot | None:
         """Ask for the slot that counts, without waiting. Two round trips.

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Protocol, 
 from sqlalchemy import Connection
 from typing_extensions import deprecated
 
-from pgfence._api.contexts import loaded_classes
-from pgfence._api.decorators import describe_function
+from pgfence._api.inputs import (
+    check_int,
+    describe_function,
+    is_async_sessionmaker,
+    is_sessionmaker,
+    loaded_classes,
+    reject_coroutine,
+    reject_generator,
+)
 from pgfence._process.clock import seconds
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import NUMBER
@@ -117,7 +124,7 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
     """
     asynchronous = _is_async(sessionmaker)
     _expect_function(fn, asynchronous=asynchronous)
-    plan = Plan(_name(fn), _count(attempts), None if timeout is None else seconds(timeout))
+    plan = Plan(describe_function(fn), check_int(attempts, "attempts"), None if timeout is None else seconds(timeout))
     _expect_session_alone(fn)
     return run_async(sessionmaker, fn, plan) if asynchronous else run(sessionmaker, fn, plan)
 
@@ -159,12 +166,12 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
         PgfenceError: at a call, as `run_transaction`.
     """
     asynchronous = _is_async(sessionmaker)
-    count, limit = _count(attempts), None if timeout is None else seconds(timeout)
+    count, limit = check_int(attempts, "attempts"), None if timeout is None else seconds(timeout)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         _expect_function(fn, asynchronous=asynchronous)
         signature = _expect_session_argument(fn)
-        plan = Plan(_name(fn), count, limit)
+        plan = Plan(describe_function(fn), count, limit)
 
         def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
             for given in args[:1]:
@@ -194,9 +201,9 @@ def _is_async(sessionmaker: object) -> bool:
         TypeError: it is none.
         TransactionStateError: it is a session whose transaction is open.
     """
-    if isinstance(sessionmaker, loaded_classes(_ASYNCIO, "async_sessionmaker")):
+    if is_async_sessionmaker(sessionmaker):
         return True
-    if isinstance(sessionmaker, loaded_classes(_ORM, "sessionmaker")):
+    if is_sessionmaker(sessionmaker):
         return False
     way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
     _refuse_session(sessionmaker, way)
@@ -211,14 +218,9 @@ def _expect_function(fn: Any, *, asynchronous: bool) -> None:
     """
     if not callable(fn):
         raise TypeError(f"a function is needed, not {type(fn).__name__}")
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-        raise TypeError(
-            f"{_name(fn)} is a generator function: the transaction would end before its body runs. Return a list"
-        )
-    if inspect.iscoroutinefunction(fn) and not asynchronous:
-        raise TypeError(
-            f"{_name(fn)} is a coroutine function, and a sync session cannot be awaited: pass an async_sessionmaker"
-        )
+    reject_generator(fn, "the transaction would end before its body runs. Return a list")
+    if not asynchronous:
+        reject_coroutine(fn, "a sync session cannot be awaited. Pass an async_sessionmaker")
 
 
 def _refuse_session(given: object, way: str) -> None:
@@ -249,14 +251,6 @@ def _refuse_session(given: object, way: str) -> None:
     raise TypeError(f"{way}, not a {type(given).__name__}")
 
 
-def _count(attempts: object) -> int:
-    if isinstance(attempts, bool) or not isinstance(attempts, int):
-        raise TypeError(f"attempts must be an int, not {type(attempts).__name__}")
-    if attempts < 1:
-        raise ValueError(f"attempts must be 1 or more, not {attempts}")
-    return attempts
-
-
 def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a function whose first argument can be the session; None: it is not known.
 
@@ -269,7 +263,7 @@ def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None
         return None
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
-        raise TypeError(f"the first argument of {_name(fn)} must be the session")
+        raise TypeError(f"the first argument of {describe_function(fn)} must be the session")
     return signature
 
 
@@ -284,11 +278,6 @@ def _expect_session_alone(fn: Callable[..., Any]) -> None:
     asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if asked:
         raise TypeError(
-            f"{_name(fn)} is called with the session alone, and asks for {', '.join(asked)} too: bind arguments with a lambda or"
+            f"{describe_function(fn)} is called with the session alone, and asks for {', '.join(asked)} too: bind arguments with a lambda or"
             f" functools.partial, or use in_transaction. Which attempt it is, session.info[{NUMBER!r}] says"
         )
-
-
-def _name(fn: Any) -> str:
-    """Return what messages call a function; of a functools.partial without its arguments, which may be secrets."""
-    return describe_function(fn.func if isinstance(fn, functools.partial) else fn)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.contexts import loaded_classes
+from pgfence._api.inputs import loaded_classes
 from pgfence._process.clock import between
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate_of
 from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError

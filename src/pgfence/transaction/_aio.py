@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence._api.contexts import AsyncHold, loaded_classes
+from pgfence._api.contexts import AsyncHold
+from pgfence._api.inputs import (
+    is_async_connection,
+    is_async_engine,
+    is_async_session,
+    is_async_sessionmaker,
+    unwrap_session,
+)
 from pgfence._api.transactions import AsyncBegun
 from pgfence._holds.events import format_names
 from pgfence._locks import manager_async
@@ -77,7 +84,7 @@ class AsyncTransactionLock(TransactionLockBase):
         expire: bool = True,
         stale_snapshot_ok: bool = False,
     ) -> None:
-        if not isinstance(session, loaded_classes(_ASYNCIO, "AsyncSession", "async_scoped_session", "AsyncConnection")):
+        if not is_async_session(session) and not is_async_connection(session):
             raise TypeError(_misfit(session))
         self._session = session
         super().__init__(
@@ -200,7 +207,7 @@ class AsyncTransactionLock(TransactionLockBase):
             PgfenceError: on entering, as `acquire`.
             CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
         """
-        if not isinstance(factory, loaded_classes(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+        if not is_async_sessionmaker(factory) and not is_async_engine(factory):
             raise TypeError(
                 f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
                 " sync ones go to TransactionLock.begin(), an AsyncSession that is open already to AsyncTransactionLock()"
@@ -216,11 +223,7 @@ class AsyncTransactionLock(TransactionLockBase):
         return AsyncBegun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
 
     def _work(self) -> AsyncSession | AsyncConnection:
-        work: Any = self._session
-        if isinstance(work, loaded_classes(_ASYNCIO, "async_scoped_session")):
-            work = work.registry()
-        found: AsyncSession | AsyncConnection = work
-        return found
+        return unwrap_session(self._session)
 
 
 def _misfit(given: object) -> str:
@@ -228,6 +231,6 @@ def _misfit(given: object) -> str:
         "AsyncTransactionLock needs the AsyncSession or AsyncConnection whose transaction it shall belong to, not"
         f" {type(given).__name__}"
     )
-    if isinstance(given, loaded_classes(_ASYNCIO, "async_sessionmaker", "AsyncEngine")):
+    if is_async_sessionmaker(given) or is_async_engine(given):
         return f"{told}: AsyncTransactionLock.begin() opens a transaction and takes the lock first"
     return f"{told}; the sync ones go to TransactionLock, engines and session factories to AsyncTransactionLock.begin()"

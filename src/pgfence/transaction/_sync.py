@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import Connection, Engine
 
-from pgfence._api.contexts import EnterOnly, loaded_classes
+from pgfence._api.contexts import EnterOnly
+from pgfence._api.inputs import is_session, is_sessionmaker, unwrap_session
 from pgfence._api.transactions import Begun
 from pgfence._holds.events import format_names
 from pgfence._locks import manager_sync
@@ -75,7 +76,7 @@ class TransactionLock(TransactionLockBase):
         expire: bool = True,
         stale_snapshot_ok: bool = False,
     ) -> None:
-        if not isinstance(session, (Connection, *loaded_classes("sqlalchemy.orm", "Session", "scoped_session"))):
+        if not isinstance(session, Connection) and not is_session(session):
             raise TypeError(_misfit(session))
         self._session = session
         super().__init__(
@@ -189,7 +190,7 @@ class TransactionLock(TransactionLockBase):
             PgfenceError: on entering, as `acquire`.
             CommitOutcomeUnknownError: on leaving: the connection was lost during COMMIT.
         """
-        if not isinstance(factory, (Engine, *loaded_classes("sqlalchemy.orm", "sessionmaker"))):
+        if not isinstance(factory, Engine) and not is_sessionmaker(factory):
             raise TypeError(
                 f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
                 " async ones go to AsyncTransactionLock.begin(), a Session that is open already to TransactionLock()"
@@ -205,16 +206,12 @@ class TransactionLock(TransactionLockBase):
         return Begun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
 
     def _work(self) -> Session | Connection:
-        work: Any = self._session
-        if isinstance(work, loaded_classes("sqlalchemy.orm", "scoped_session")):
-            work = work.registry()
-        found: Session | Connection = work
-        return found
+        return unwrap_session(self._session)
 
 
 def _misfit(given: object) -> str:
     told = f"TransactionLock needs the Session or Connection whose transaction it shall belong to, not {type(given).__name__}"
-    if isinstance(given, (Engine, *loaded_classes("sqlalchemy.orm", "sessionmaker"))):
+    if isinstance(given, Engine) or is_sessionmaker(given):
         return f"{told}: TransactionLock.begin() opens a transaction and takes the lock first"
     return (
         f"{told}; the async ones go to AsyncTransactionLock, engines and session factories to TransactionLock.begin()"

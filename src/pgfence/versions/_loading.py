@@ -8,7 +8,7 @@ from uuid import UUID
 from sqlalchemy import Uuid, inspect, select, update
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
-from pgfence._api.contexts import loaded_classes
+from pgfence._api.inputs import is_async_session, is_session, unwrap_session
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
 from pgfence.versions.etags import ANY, IfMatch, etag
@@ -70,15 +70,11 @@ def load_for_version(session: Any, model: Any, pk: Any, expected: Any, *, lock: 
         TypeError: `expected` is no version of that class (None and "1" are none); the class is not versioned; the session is
             none. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
     """
-    if isinstance(session, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session")):
-        one: Any = (
-            session.registry() if isinstance(session, loaded_classes(ASYNCIO, "async_scoped_session")) else session
-        )
-        return one.run_sync(_load, _mapper(model, expected), pk, expected, lock)
-    one = session.registry() if isinstance(session, scoped_session) else session
-    if not isinstance(one, Session):
+    if is_async_session(session):
+        return unwrap_session(session).run_sync(_load, _mapper(model, expected), pk, expected, lock)
+    if not is_session(session):
         raise TypeError(f"load_for_version() takes a Session, not {type(session).__name__}")
-    return _load(one, _mapper(model, expected), pk, expected, lock)
+    return _load(unwrap_session(session), _mapper(model, expected), pk, expected, lock)
 
 
 def _mapper(model: Any, expected: Any) -> Mapper[Any]:

@@ -1,0 +1,223 @@
+"""What callers pass in: engines, sessions, functions, texts and numbers. Unwrapped here, or rejected with the right way.
+
+Classes that SQLAlchemy loads on demand are looked up in `sys.modules`: where their module was never imported there is no
+instance of them either, and importing it would slow every program down.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, cast, overload
+
+from sqlalchemy import Engine
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import (
+        AsyncConnection,
+        AsyncEngine,
+        AsyncSession,
+        async_scoped_session,
+        async_sessionmaker,
+    )
+    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+    from typing_extensions import TypeIs
+
+EngineSource: TypeAlias = Engine | Callable[[], Engine]
+AsyncEngineSource: TypeAlias = "AsyncEngine | Callable[[], AsyncEngine]"
+
+ORM = "sqlalchemy.orm"
+ASYNCIO = "sqlalchemy.ext.asyncio"
+
+
+def loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
+    """Return classes of a module; none if it was never imported."""
+    loaded = sys.modules.get(module)
+    return () if loaded is None else tuple(getattr(loaded, name) for name in names)
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def is_session(given: object) -> TypeIs[Session | scoped_session[Any]]:
+    """Say whether it is a Session or a scoped_session."""
+    return isinstance(given, loaded_classes(ORM, "Session", "scoped_session"))
+
+
+def is_async_session(given: object) -> TypeIs[AsyncSession | async_scoped_session[Any]]:
+    """Say whether it is an AsyncSession or an async_scoped_session."""
+    return isinstance(given, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"))
+
+
+def is_sessionmaker(given: object) -> TypeIs[sessionmaker[Any]]:
+    """Say whether it is a sessionmaker."""
+    return isinstance(given, loaded_classes(ORM, "sessionmaker"))
+
+
+def is_async_sessionmaker(given: object) -> TypeIs[async_sessionmaker[Any]]:
+    """Say whether it is an async_sessionmaker."""
+    return isinstance(given, loaded_classes(ASYNCIO, "async_sessionmaker"))
+
+
+def is_async_engine(given: object) -> TypeIs[AsyncEngine]:
+    """Say whether it is an AsyncEngine."""
+    return isinstance(given, loaded_classes(ASYNCIO, "AsyncEngine"))
+
+
+def is_async_connection(given: object) -> TypeIs[AsyncConnection]:
+    """Say whether it is an AsyncConnection."""
+    return isinstance(given, loaded_classes(ASYNCIO, "AsyncConnection"))
+
+
+@overload
+def unwrap_session(work: Session | scoped_session[Any]) -> Session: ...
+@overload
+def unwrap_session(work: AsyncSession | async_scoped_session[Any]) -> AsyncSession: ...
+@overload
+def unwrap_session(work: Session | scoped_session[Any] | Connection) -> Session | Connection: ...
+@overload
+def unwrap_session(
+    work: AsyncSession | async_scoped_session[Any] | AsyncConnection,
+) -> AsyncSession | AsyncConnection: ...
+def unwrap_session(work: Any) -> Any:
+    """Return the session that a scoped one stands for at this moment, else what was given."""
+    scoped = loaded_classes(ORM, "scoped_session") + loaded_classes(ASYNCIO, "async_scoped_session")
+    return work.registry() if isinstance(work, scoped) else work
+
+
+# ---------------------------------------------------------------- engines
+
+
+LEASE_OUTLIVES = "a lease outlives transactions and connections. Write under it with lease.begin({0}sessionmaker)"
+
+
+def check_engine_source(engine: object, what: str, why: str = LEASE_OUTLIVES.format("")) -> EngineSource:
+    """Return an Engine or a function that returns one.
+
+    Args:
+        engine: it.
+        what: needs it, for messages.
+        why: it takes no session and no connection.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(engine, Engine):
+        _check_source(
+            engine, f"{what} needs an Engine", why, "the Async twin" if hasattr(engine, "sync_engine") else ""
+        )
+    return cast("EngineSource", engine)
+
+
+def check_async_engine_source(
+    engine: object, what: str, why: str = LEASE_OUTLIVES.format("async_")
+) -> AsyncEngineSource:
+    """Return an AsyncEngine or a function that returns one; see `check_engine_source`."""
+    if not is_async_engine(engine):
+        _check_source(
+            engine, f"{what} needs an AsyncEngine", why, "the sync twin" if isinstance(engine, Engine) else ""
+        )
+    return cast("AsyncEngineSource", engine)
+
+
+def _check_source(given: object, needs: str, why: str, twin: str) -> None:
+    """Raise TypeError unless it is a function; a sessionmaker is callable, and so could pass for one."""
+    attributes = ("get_bind", "registry", "exec_driver_sql")
+    if is_sessionmaker(given) or is_async_sessionmaker(given) or any(hasattr(given, name) for name in attributes):
+        raise TypeError(f"{needs}, not {type(given).__name__}: {why}")
+    if twin:
+        raise TypeError(f"{needs}, not {type(given).__name__}: use {twin}")
+    if not callable(given):
+        raise TypeError(f"{needs}, or a function that returns one, not {type(given).__name__}")
+
+
+def resolve_engine(source: EngineSource, what: str, twin: str = "the Async twin") -> Engine:
+    """Return the engine that a source stands for; `what` needs it, and `twin` takes those of the other world.
+
+    Raises:
+        TypeError: it is an async one, or the function returns something else.
+    """
+    engine = source if isinstance(source, Engine) else source()
+    if not isinstance(engine, Engine) or engine.dialect.is_async:  # type: ignore[redundant-expr]
+        raise _wrong_engine_error(engine, what, "a sync Engine", twin)
+    return engine
+
+
+def resolve_async_engine(source: AsyncEngineSource, what: str, twin: str = "the sync twin") -> AsyncEngine:
+    """Return the engine that a source stands for; see `resolve_engine`."""
+    engine = source if is_async_engine(source) else source()
+    if not is_async_engine(engine):
+        raise _wrong_engine_error(engine, what, "an AsyncEngine", twin)
+    return engine
+
+
+def _wrong_engine_error(returned: object, what: str, wanted: str, twin: str) -> TypeError:
+    if hasattr(returned, "dialect"):
+        return TypeError(f"{what} needs {wanted}, not {type(returned).__name__}: use {twin}")
+    return TypeError(
+        f"the function that {what} was given for an engine must return {wanted}, not {type(returned).__name__}"
+    )
+
+
+# ---------------------------------------------------------------- functions
+
+
+def describe_function(fn: object) -> str:
+    """Return what messages call a function; of a functools.partial without its arguments, which may be secrets."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return f"{getattr(fn, '__qualname__', fn)}()"
+
+
+def reject_generator(fn: Callable[..., object], why: str = "nothing of it runs when it is called") -> None:
+    """Raise TypeError for a generator function, sync or async."""
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(f"{describe_function(fn)} is a generator function: {why}")
+
+
+def reject_coroutine(fn: Callable[..., object], why: str) -> None:
+    """Raise TypeError for a coroutine function, or an object that is called like one."""
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        raise TypeError(f"{describe_function(fn)} is a coroutine function: {why}")
+
+
+# ---------------------------------------------------------------- values
+
+
+def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError for a value that is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+
+
+def check_text(value: object, what: str) -> str:
+    """Return a text that PostgreSQL can store.
+
+    Raises:
+        TypeError: it is not a str.
+        ValueError: it contains NUL.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
+    if "\x00" in value:
+        raise ValueError(f"{what} must not contain NUL")
+    return value
+
+
+def check_int(value: object, what: str, most: int | None = None) -> int:
+    """Return a number of things, at least one and at most `most`.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an int, not {type(value).__name__}")
+    if value < 1 or (most is not None and value > most):
+        raise ValueError(f"{what} must be {'1 or more' if most is None else f'from 1 to {most}'}, not {value}")
+    return value
