@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select, text, update
 
 from pgfence.errors import PgfenceError, VersionConflictError
-from support.versioned_rows import beside, joined, on_session, page, read
+from support.versioned_rows import KINDS, beside, joined, on_session, page, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +63,7 @@ def acting(cls: Any, act: str) -> Callable[[Session], None]:
 async def test_a_row_that_a_trigger_keeps_is_no_conflict(world: World, act: str, check: str) -> None:
     """C068: where a BEFORE trigger returns NULL the error says so, and nothing of the flush is kept."""
     engine = world.engine()
-    for cls in (await page(world, engine), await joined(world, engine)):
+    for cls in (*[await page(world, engine, kind) for kind in KINDS], await joined(world, engine)):
         await on_session(world, engine, swallow(cls))
         before = await read(world, engine, cls)
         with pytest.raises(PgfenceError, match="a BEFORE trigger that returns NULL") as told:
