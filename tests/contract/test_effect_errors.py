@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 class Away(Exception):
@@ -48,6 +48,7 @@ async def refused(shop: Shop, **options: Any) -> IdempotencyInProgressError:
     return caught.value
 
 
+@pytest.mark.every_driver
 async def test_an_error_of_unknown_meaning_says_when_the_key_is_free(
     shop: Shop, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,6 +126,7 @@ async def test_the_time_of_a_key_comes_from_its_claim_and_not_from_the_callers_t
     assert await work == "receipt of k:charge"
 
 
+@pytest.mark.every_driver
 async def test_a_cancelled_attempt_is_known_to_have_ended(shop: Shop) -> None:
     """The cancel is not kept waiting for a server; the next caller knows of it all the same."""
     if not shop.world.is_async:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @dataclass
@@ -139,6 +139,7 @@ async def test_a_step_that_was_not_saved_is_done_again_with_the_same_key(shop: S
     assert shop.provider.asked == {"k:charge": 2}
 
 
+@pytest.mark.every_driver
 async def test_values_of_steps_may_be_anything_that_results_may_be(shop: Shop) -> None:
     """None, texts that jsonb does not take, and bytes come back; what cannot be stored says that the step was done."""
     values = [None, "\x00 \ud800", b"\xff", {1: (2, 3)}]
@@ -161,6 +162,8 @@ async def test_values_of_steps_may_be_anything_that_results_may_be(shop: Shop) -
     assert "the step 'charge' of" in told.value.__notes__[0]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["", " ", "a:b", "a\x00", "s" * 256])
 async def test_names_that_no_step_can_have_are_refused_before_it(shop: Shop, name: str) -> None:
     """C108: the rules of keys, and no colon, which would make two derived keys equal."""
@@ -259,6 +262,8 @@ class Away(Exception):
     """What a provider says that is not there."""
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("option", ["free", "record"])
 async def test_an_error_while_another_step_is_at_work_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
     """C101: whatever `free` and `record` say, nobody does the step a second time while the first is on its way."""
@@ -355,6 +360,7 @@ async def test_the_rows_of_the_business_and_the_end_of_the_key_are_committed_tog
     assert shop.provider.asked == {"k:charge": 1}
 
 
+@pytest.mark.every_driver
 async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
     """C100: it is refused inside its own transaction, whose rows roll back with it; the result is that of the newest."""
     gate = Gate()
@@ -377,6 +383,7 @@ async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
     assert shop.row("k").result == "paid by 2"
 
 
+@pytest.mark.every_driver
 async def test_a_late_attempt_that_swallows_its_refusal_commits_nothing(shop: Shop, payments: str) -> None:
     """C100: PostgreSQL has aborted its transaction. One that nobody has followed may still commit, whatever it believes."""
     gates = {"followed": Gate(), "alone": Gate()}
@@ -414,6 +421,7 @@ async def test_a_late_attempt_that_swallows_its_refusal_commits_nothing(shop: Sh
     assert rows(shop, payments) == ["alone"]
 
 
+@pytest.mark.every_driver
 async def test_what_is_complete_is_not_completed_again(shop: Shop, payments: str) -> None:
     """C100: done again after a COMMIT whose answer was lost, the transaction is refused, and its rows with it."""
 
@@ -427,6 +435,7 @@ async def test_what_is_complete_is_not_completed_again(shop: Shop, payments: str
     assert rows(shop, payments) == ["attempt 1"]
 
 
+@pytest.mark.every_driver
 async def test_connections_that_die_after_the_commit_do_not_hide_it(shop: Shop, payments: str) -> None:
     """C042: run() asks again, on another connection, whether the transaction was committed."""
 
@@ -525,6 +534,7 @@ async def test_a_transaction_that_is_done_again_finds_its_steps(shop: Shop, paym
     assert rows(shop, payments) == ["attempt 1"]
 
 
+@pytest.mark.every_driver
 async def test_the_session_may_be_of_another_driver_but_not_of_another_database(
     shop: Shop, payments: str, dsn: str
 ) -> None:
@@ -552,6 +562,7 @@ async def test_the_session_may_be_of_another_driver_but_not_of_another_database(
     assert rows(shop, payments) == ["attempt 1"]
 
 
+@pytest.mark.every_driver
 async def test_autocommit_is_refused(shop: Shop) -> None:
     """The result would be stored at once, whatever becomes of the rows."""
 
@@ -577,6 +588,7 @@ async def taken(shop: Shop, **options: Any) -> Any:
     return await shop.world.call(shop.world.pick(claim, claim_async), shop.engine, wanted, 0)
 
 
+@pytest.mark.every_driver
 async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
     """C105: status, headers in their order and repeated ones, and a body that is no text."""
     reply = Reply(201, (("location", "/p/7"), ("x", "1"), ("x", "é")), bytes(range(256)))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 1
 CALLERS = 20
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def shop(world: World, admin: psycopg.Connection[Any]) -> Shop:
     return Shop(world, admin)
 
 
+@pytest.mark.every_driver
 async def test_the_work_is_done_once_and_everybody_gets_its_result(shop: Shop) -> None:
     """C105: a second call does nothing and returns an equal result."""
     first = await shop.run("k")
@@ -130,6 +131,7 @@ async def test_a_winner_that_fails_at_random_is_followed_until_one_succeeds(shop
         assert shop.provider.asked[f"k{n}:charge"] == 1
 
 
+@pytest.mark.every_driver
 async def test_what_comes_back_is_equal_and_of_the_same_type(shop: Shop) -> None:
     """C105: a dataclass with a Decimal, as the result and as what a step returned."""
 
@@ -145,6 +147,7 @@ async def test_what_comes_back_is_equal_and_of_the_same_type(shop: Shop) -> None
 # ---------------------------------------------------------------- how an attempt ends
 
 
+@pytest.mark.every_driver
 async def test_an_unknown_failure_keeps_the_claim_until_its_time_is_over(shop: Shop) -> None:
     """C101: nobody knows what was done, so nobody runs at once; after the ttl the next attempt has the steps that were saved."""
 
@@ -217,6 +220,8 @@ async def test_a_result_that_cannot_be_stored_is_refused_before_the_work_where_i
     assert shop.row("k").status == "in_progress"
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"record": [Exception]}, {"free": [Exception, IdempotencyMisuseError]}])
 async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: Shop, options: dict[str, Any]) -> None:
     """C101: neither recorded as an answer nor freed at once: a step that cannot be saved, a result that cannot be stored."""
@@ -260,6 +265,8 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop:
     assert shop.row("b").status == "free"
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("state", ["53100", "57014", "58030", "XX000"])
 async def test_a_result_that_a_server_in_trouble_refuses_is_stored_later(
     shop: Shop, admin: psycopg.Connection[Any], state: str
@@ -303,6 +310,7 @@ async def test_a_late_attempt_is_refused_after_a_transaction_has_taken_the_key(s
     assert await shop.run("k") == "of the transaction"
 
 
+@pytest.mark.every_driver
 async def test_a_cancel_is_an_end_of_which_nobody_knows_what_it_did(shop: Shop) -> None:
     """The claim is not renewed any more, and the next attempt follows after its time."""
     if not shop.world.is_async:
@@ -366,6 +374,7 @@ async def test_what_a_lost_attempt_has_saved_outlives_its_claim(shop: Shop) -> N
     assert shop.provider.asked == {"k:charge": 1}
 
 
+@pytest.mark.every_driver
 async def test_a_late_attempt_is_refused_and_the_result_of_the_newest_stays(shop: Shop) -> None:
     """C100: the one that was taken over can neither save a step nor finish, whatever it believes."""
     gate = Gate()
@@ -502,6 +511,7 @@ async def test_a_record_that_is_over_is_forgotten(shop: Shop) -> None:
     assert (shop.row("k").attempt, shop.row("k").status) == (1, "done")
 
 
+@pytest.mark.every_driver
 async def test_a_key_of_a_transaction_is_answered_and_the_other_way_round(shop: Shop) -> None:
     """C095: the two ways of using a key know each other's rows: in progress, done, another payload."""
     async with shop.at_work("k", payload=1):
@@ -558,6 +568,7 @@ async def test_the_namespace_separates_keys(shop: Shop) -> None:
     assert shop.provider.asked == {"k:charge": 2}
 
 
+@pytest.mark.every_driver
 async def test_a_per_cent_sign_may_be_in_the_names_of_the_tables(shop: Shop) -> None:
     """And with a role whose dates look otherwise."""
     styled = (
@@ -574,6 +585,7 @@ async def test_a_per_cent_sign_may_be_in_the_names_of_the_tables(shop: Shop) -> 
     await shop.world.call(schema.drop_all, engine)
 
 
+@pytest.mark.every_driver
 async def test_missing_tables_are_told_of_before_the_work(world: World, admin: psycopg.Connection[Any]) -> None:
     """A SchemaError that names the command, and nothing was done."""
     shop = Shop(world, admin)
@@ -583,6 +595,7 @@ async def test_missing_tables_are_told_of_before_the_work(world: World, admin: p
     assert shop.provider.done == 0
 
 
+@pytest.mark.every_driver
 async def test_a_role_needs_the_rights_that_its_error_names(
     world: World, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:

@@ -151,6 +151,8 @@ async def test_a_text_that_the_database_cannot_represent_is_a_value_error(
     assert [record.getMessage() for record in caplog.records] == []
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("bad", ["half \ud800", "\udcff"])
 async def test_half_a_surrogate_pair_in_json_is_a_value_error(world: World, tables: None, name: str, bad: str) -> None:
     """PostgreSQL's jsonb has no such text, whatever the encoding."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 HUGE = [2**31, 1e10, 1e300, timedelta.max]
 ODD = {
     "long": "x" * 250,
@@ -46,6 +48,8 @@ ODD = {
 }
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("timeout", HUGE, ids=str)
 async def test_a_huge_timeout_is_a_wait_for_every_kind(
     world: World, name: str, timeout: Any, tables: None, admin: psycopg.Connection[Any], dsn: str
@@ -76,6 +80,7 @@ async def test_a_huge_timeout_is_a_wait_for_every_kind(
         await world.call((await waiting).release)
 
 
+@pytest.mark.every_driver
 async def test_a_lock_on_a_connection_survives_commits_and_rollbacks(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -93,6 +98,7 @@ async def test_a_lock_on_a_connection_survives_commits_and_rollbacks(
         assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_session_lock_where_the_open_transaction_has_the_name_locked(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -144,6 +150,7 @@ async def test_the_sessions_of_an_engine_do_not_add_up(
     assert max(counts) <= 3
 
 
+@pytest.mark.every_driver
 async def test_odd_names_are_names_for_every_kind(
     world: World, name: str, tables: None, admin: psycopg.Connection[Any]
 ) -> None:
@@ -168,6 +175,7 @@ async def test_odd_names_are_names_for_every_kind(
         assert not is_free(admin, "z" * 1000 + name)
 
 
+@pytest.mark.every_driver
 async def test_settings_of_savepoints_come_back_around_transaction_locks(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:

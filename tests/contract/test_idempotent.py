@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 100 if os.environ.get("PGFENCE_TEST_FAULTS") else 2
 CALLERS = 20
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @pytest.fixture
@@ -59,6 +59,7 @@ class Declined(Exception):
 # ---------------------------------------------------------------- one effect
 
 
+@pytest.mark.every_driver
 async def test_the_work_is_done_once_and_everybody_gets_its_result(desk: Desk) -> None:
     """C105: a second call does nothing and returns a result that is equal and of the same type."""
     first = await desk.pay("k")
@@ -68,6 +69,7 @@ async def test_the_work_is_done_once_and_everybody_gets_its_result(desk: Desk) -
     assert desk.effects() == 1
 
 
+@pytest.mark.every_driver
 async def test_it_adds_two_statements_and_a_replay_is_one(desk: Desk) -> None:
     """The claim and the result are one round trip each; a replay is the claim alone."""
     await desk.pay("k")
@@ -79,6 +81,8 @@ async def test_it_adds_two_statements_and_a_replay_is_one(desk: Desk) -> None:
     assert [statement.split()[0] for statement in desk.sent] == ["SELECT"]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("fails", [False, True], ids=["all is well", "the winner fails at random"])
 async def test_of_twenty_callers_one_does_the_work(desk: Desk, fails: bool) -> None:
     """C095: however many ask at once and whoever fails, one effect is committed and all answers are equal."""
@@ -181,6 +185,7 @@ async def test_a_key_is_kept_from_the_end_of_the_work_on(desk: Desk) -> None:
     assert desk.effects("k") == 1
 
 
+@pytest.mark.every_driver
 async def test_a_prepared_transaction_has_the_key_until_it_is_decided(world: World, lend_server: Any) -> None:
     """C104: it has no process to look for, and another payload is told at once all the same."""
     server = lend_server(max_prepared_transactions="2")
@@ -233,6 +238,7 @@ async def test_a_loser_does_the_work_when_the_winner_rolls_back(desk: Desk, even
     assert desk.effects() == 1
 
 
+@pytest.mark.every_driver
 async def test_a_loser_goes_on_when_the_winner_dies(desk: Desk, eventually: Callable[..., Any]) -> None:
     """C099: a key in progress ends with the connection of whoever works under it, not with the time it is kept for."""
     loser = desk.world.other()
@@ -248,6 +254,8 @@ async def test_a_loser_goes_on_when_the_winner_dies(desk: Desk, eventually: Call
     assert desk.effects() == 1
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("timeout", [0, 0.3])
 async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, timeout: float) -> None:
     """With 0 at once, else in time: IdempotencyInProgressError, and the caller commits what else it did."""
@@ -264,6 +272,7 @@ async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, t
     assert (desk.effects("mine"), desk.effects("k")) == (1, 1)
 
 
+@pytest.mark.every_driver
 async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk) -> None:
     """C102, C104: a mismatch wins over "in progress", is never answered with the stored result, and aborts nothing."""
     other = desk.world.other()
@@ -286,6 +295,8 @@ async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk
     assert (desk.effects("mine"), desk.effects("k")) == (2, 1)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_an_old_snapshot_is_told_apart_and_leaves_the_transaction_usable(desk: Desk, level: str) -> None:
     """C097: who cannot see the result is not told "fresh", and gets 40001 without an aborted transaction."""
@@ -305,6 +316,7 @@ async def test_an_old_snapshot_is_told_apart_and_leaves_the_transaction_usable(d
     assert (desk.effects("mine"), desk.effects("k")) == (1, 1)
 
 
+@pytest.mark.every_driver
 async def test_keys_in_opposite_order_are_a_deadlock_that_aborts_nothing(
     desk: Desk, eventually: Callable[..., Any]
 ) -> None:
@@ -331,6 +343,8 @@ async def test_keys_in_opposite_order_are_a_deadlock_that_aborts_nothing(
     assert (desk.effects("a"), desk.effects("b"), desk.effects("usable")) == (1, 1, 0)
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["commits", "rolls back"])
 async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
     desk: Desk, eventually: Callable[..., Any], end: str
@@ -378,6 +392,7 @@ async def test_a_transaction_that_is_about_to_end_is_not_taken_for_another_reque
 # ---------------------------------------------------------------- work that fails, and blocks that forget
 
 
+@pytest.mark.every_driver
 async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
     """C101: whoever swallows the exception and commits is refused by the server, and the key is free."""
     async with desk.world.enter(desk.session()) as session:
@@ -398,6 +413,7 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
     assert desk.effects() == 1
 
 
+@pytest.mark.every_driver
 async def test_constraints_that_are_asked_for_early_are_told_of(desk: Desk) -> None:
     """SET CONSTRAINTS ALL IMMEDIATE finds the key without a result: the message says which part of it is meant."""
     async with desk.world.enter(desk.session()) as session:
@@ -424,6 +440,7 @@ async def test_a_savepoint_around_the_call_takes_failed_work_back(desk: Desk) ->
     assert (desk.effects("mine"), desk.effects("k")) == (1, 1)
 
 
+@pytest.mark.every_driver
 async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
     """C101: its effect is taken back, it is raised again with its data, without running anything; others are not recorded."""
 
@@ -496,6 +513,8 @@ async def test_with_record_the_work_is_kept_when_it_does_not_fail(desk: Desk) ->
     assert desk.effects() == 1
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("forgets", ["to complete", "to look"])
 async def test_a_block_that_forgets_what_it_owes_is_refused(desk: Desk, forgets: str) -> None:
     """Fresh without `complete()`, or replayed without a look at it: the error comes at the block's end, nothing stays."""
@@ -536,6 +555,7 @@ async def test_a_commit_inside_the_block_is_refused(desk: Desk) -> None:
     assert desk.effects() == 0
 
 
+@pytest.mark.every_driver
 async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Desk) -> None:
     """C105: the first call fails, not the replay; the key is free."""
     for result in (object(), Receipt("\0" * 1_500_000)):
@@ -549,6 +569,7 @@ async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Des
 # ---------------------------------------------------------------- what is refused
 
 
+@pytest.mark.every_driver
 async def test_autocommit_and_missing_tables_are_refused(desk: Desk, admin: psycopg.Connection[Any]) -> None:
     """No transaction, no tables, tables of version 1: each is said before anything is done, with the way out."""
     from pgfence._sql import tables
@@ -621,6 +642,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
             idempotent(Session(), "k", **({"scope": "s"} | options))
 
 
+@pytest.mark.every_driver
 async def test_every_key_that_is_allowed_works(desk: Desk) -> None:
     """C108: the longest, one character, an emoji: stored and replayed; the index takes them all."""
     for key in ("k", "ä" * 255, "\U0001f600" * 255, "a b", "'\"%$1?:x"):

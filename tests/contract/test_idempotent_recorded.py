@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 class Base(DeclarativeBase):
@@ -50,6 +50,8 @@ def desk(world: World, admin: psycopg.Connection[Any]) -> Iterator[Desk]:
     here.close()
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("record", [Declined, LookupError])
 async def test_what_the_last_flush_raises_is_an_answer_like_what_the_work_raises(
     desk: Desk, record: type[Exception]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgfence.types import Event
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 NAMED = "hashtextextended(%(scope)s || chr(31) || 'k', 'pgfence_idempotency_key'::regtype::oid::bigint)"
 EQUAL_REQUEST = f"(({NAMED} >> 32)::integer, (hashtextextended('', {NAMED}) >> 32)::integer)"
@@ -55,6 +55,7 @@ def rows(desk: Desk) -> list[tuple[Any, ...]]:
 # ---------------------------------------------------------------- rows that vanish
 
 
+@pytest.mark.every_driver
 async def test_a_row_that_is_gone_after_the_wait_is_claimed_and_not_imagined(
     desk: Desk, eventually: Callable[..., Any]
 ) -> None:
@@ -83,6 +84,8 @@ async def test_a_row_that_is_gone_after_the_wait_is_claimed_and_not_imagined(
     assert (desk.effects(), rows(desk)) == (1, [("k", "done")])
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["removed", "rolled back", "expired", "committed"])
 async def test_a_row_that_was_being_written_is_met_in_whatever_state_it_ends(
     desk: Desk, dsn: str, eventually: Callable[..., Any], end: str
@@ -156,6 +159,7 @@ def unusable() -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.every_driver
 async def test_a_key_or_scope_that_cannot_be_is_refused_and_the_transaction_goes_on(desk: Desk) -> None:
     """C108: nothing is sent, no driver's error; what else the transaction did is committed. Neither reaches the message whole."""
     async with desk.world.enter(desk.session()) as session:
@@ -232,6 +236,8 @@ async def test_events_tell_of_claims_and_of_waits_in_vain(desk: Desk, admin: Any
     ]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["in vain", "with an answer", "soon"])
 async def test_a_long_wait_is_a_warning(
     desk: Desk,
@@ -265,6 +271,7 @@ async def test_a_long_wait_is_a_warning(
     assert ("in vain" in line) == (end == "in vain")
 
 
+@pytest.mark.every_driver
 async def test_errors_of_a_commit_come_from_whoever_commits(desk: Desk) -> None:
     """The refusal of an unfinished key is told as such on every connection of the engine, also where it is asked for early."""
     async with desk.world.enter(desk.session()) as session:

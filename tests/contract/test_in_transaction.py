@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from support.retrying import Row
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 UNUSED = sessionmaker(create_engine("postgresql+psycopg://nobody@nowhere.invalid/none"))
 UNUSED_ASYNC = async_sessionmaker()
 
@@ -175,6 +177,7 @@ def test_a_message_never_shows_what_was_bound() -> None:
     assert secret not in str(caught.value)
 
 
+@pytest.mark.every_driver
 async def test_a_server_that_is_away_is_not_retried(world: World) -> None:
     """A server that cannot be reached is not a conflict: one attempt, and UnreachableError."""
     calls: list[int] = []

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 CALLERS = 10
 
 
@@ -122,6 +124,7 @@ async def count(desk: Desk) -> int:
         return int(await desk.on(session, lambda one: one.scalar(select(func.count()).select_from(Payment))))
 
 
+@pytest.mark.every_driver
 async def test_who_is_first_inserts_and_the_others_get_that_row(desk: Desk) -> None:
     """C095, C096: ten at once: one row, one winner, no IntegrityError, and every transaction commits."""
 
@@ -178,6 +181,7 @@ async def test_the_transaction_of_a_loser_keeps_what_else_it_has(desk: Desk) -> 
     assert await count(desk) == 2
 
 
+@pytest.mark.every_driver
 async def test_another_constraint_stays_an_error_of_its_own(desk: Desk) -> None:
     """C096: a foreign key, or another unique key, is not taken for the one that was named; the transaction is usable."""
     async with desk.world.enter(desk.session()) as session:
@@ -189,6 +193,7 @@ async def test_another_constraint_stays_an_error_of_its_own(desk: Desk) -> None:
     assert await count(desk) == 1
 
 
+@pytest.mark.every_driver
 async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
     """In REPEATABLE READ a row that was committed since is neither inserted again nor an IntegrityError."""
     async with desk.world.enter(desk.session()) as session:
@@ -206,6 +211,8 @@ async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
     assert await count(desk) == 2
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_who_has_waited_for_a_row_that_it_cannot_see_is_told(desk: Desk, eventually: Any, level: str) -> None:
     """C096: of two SERIALIZABLE transactions, too, where the server has an error of its own; the transaction is usable."""
@@ -231,6 +238,7 @@ async def test_who_has_waited_for_a_row_that_it_cannot_see_is_told(desk: Desk, e
     assert await count(desk) == 1
 
 
+@pytest.mark.every_driver
 async def test_an_error_of_what_was_pending_is_not_taken_for_the_instances_own(desk: Desk) -> None:
     """C096: with autoflush off it is sent by the savepoint; the same constraint, of another row."""
     async with desk.world.enter(desk.session(autoflush=False)) as session:
@@ -254,6 +262,7 @@ async def test_a_row_of_another_class_that_has_the_key_is_an_error_of_integrity(
         await desk.world.call(session.commit)
 
 
+@pytest.mark.every_driver
 async def test_under_row_level_security_the_row_is_looked_for_and_none_is_made_up(
     desk: Desk, role: Callable[..., str], eventually: Any
 ) -> None:

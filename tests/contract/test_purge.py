@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 WHOLE = bool(os.environ.get("PGFENCE_TEST_FAULTS"))
 MANY = 100_000 if WHOLE else 20_000
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 FILL = (
     "INSERT INTO pgfence_idempotency_key (scope, key, status, locked_until, result, created_at, expires_at)"
@@ -70,6 +70,7 @@ def keys(admin: psycopg.Connection[Any], name: str) -> Iterator[Keys]:
     admin.execute("DELETE FROM pgfence_idempotency_key WHERE scope = %s", [name])
 
 
+@pytest.mark.every_driver
 async def test_expired_keys_go_and_the_others_stay(world: World, keys: Keys) -> None:
     """C109: done, failed or freed, of whatever namespace; a key in time stays, and one at work, whatever its time."""
     for what, status in (("done", "done"), ("failed", "failed"), ("freed", "free")):
@@ -84,6 +85,8 @@ async def test_expired_keys_go_and_the_others_stay(world: World, keys: Keys) -> 
     assert await world.call(monitoring.purge, world.engine()) == 0
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("level", ["AUTOCOMMIT", "SERIALIZABLE", None])
 async def test_each_batch_is_a_transaction_of_its_own(world: World, keys: Keys, level: str | None) -> None:
     """Of 25 keys 10, 10 and 4 go, each batch by a commit, and one that is renewed just before stays, whatever the engine's default."""
@@ -238,6 +241,7 @@ def test_the_index_is_used_and_a_batch_begins_where_the_last_one_ended(
 # ---------------------------------------------------------------- what is refused
 
 
+@pytest.mark.every_driver
 async def test_a_role_with_the_documented_rights_purges(world: World, keys: Keys, role: Callable[..., str]) -> None:
     """SELECT, UPDATE and DELETE on the one table; without them the error names the GRANT, and nothing is gone."""
     login = role()
@@ -270,6 +274,7 @@ async def test_missing_and_older_tables_name_the_command(
     dropping.dispose()
 
 
+@pytest.mark.every_driver
 async def test_a_server_that_takes_no_writes_and_one_that_is_not_there(world: World, role: Callable[..., str]) -> None:
     """StandbyError and UnreachableError; neither message holds a password."""
     login = role({"default_transaction_read_only": "on"})

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 EACH = 25 if os.environ.get("PGFENCE_TEST_FAULTS") else 8
 
@@ -59,6 +61,8 @@ async def test_a_stale_row_is_read_again_in_a_fresh_session(world: World, row: R
     assert not seen[1][0].in_transaction()
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("level", "versioned"),
     [("READ COMMITTED", False), ("READ COMMITTED", True), ("REPEATABLE READ", True), ("SERIALIZABLE", True)],
@@ -107,6 +111,7 @@ async def test_a_conflict_of_a_versioned_class_is_tried_again(world: World, admi
     row.drop()
 
 
+@pytest.mark.every_driver
 async def test_a_snapshot_that_is_too_old_is_taken_anew(world: World, row: Row) -> None:
     """C069: under REPEATABLE READ the conflict is SQLSTATE 40001 at the UPDATE, and a new transaction cures it."""
     calls = 0
@@ -123,6 +128,7 @@ async def test_a_snapshot_that_is_too_old_is_taken_anew(world: World, row: Row) 
     assert calls == 2
 
 
+@pytest.mark.every_driver
 async def test_a_serialization_failure_at_commit_is_tried_again(world: World, row: Row) -> None:
     """Two SERIALIZABLE transactions that read each other's row: one is refused at COMMIT, and its work runs again."""
     engine = world.engine(isolation_level="SERIALIZABLE")
@@ -147,6 +153,7 @@ async def test_a_serialization_failure_at_commit_is_tried_again(world: World, ro
     assert (row.n(1), row.n(2)) == (2, 1)
 
 
+@pytest.mark.every_driver
 async def test_a_deadlock_is_tried_again(world: World, row: Row) -> None:
     """Two transactions that lock two rows crosswise: PostgreSQL ends one with 40P01, and its work runs again."""
     locked: set[int] = set()
@@ -186,6 +193,8 @@ async def test_a_deadlock_is_tried_again(world: World, row: Row) -> None:
     assert (row.n(1), row.n(2)) == (2, 2)
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("error", [conflict(precondition=False), StaleDataError("x"), DeadlockError("x")], ids=repr)
 async def test_errors_that_another_attempt_cures_are_tried_again(world: World, error: Exception) -> None:
     """A version conflict, SQLAlchemy's own, and a deadlock that was waiting for a lock of ours."""
@@ -204,6 +213,8 @@ async def test_errors_that_another_attempt_cures_are_tried_again(world: World, e
 # ------------------------------------------------------------ not again
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "error",
     [
@@ -249,6 +260,7 @@ async def test_an_error_raised_from_a_conflict_is_the_callers_own(world: World) 
     assert calls == [1]
 
 
+@pytest.mark.every_driver
 async def test_a_refusal_at_commit_is_no_doubt(world: World, row: Row, admin: psycopg.Connection[Any]) -> None:
     """A deferred constraint that fails at COMMIT is an answer: its error goes to the caller, once, nothing is written."""
     admin.execute(f"UPDATE {row.table} SET n = 1 WHERE id = 2")
@@ -286,6 +298,8 @@ async def test_attempts_are_bounded_and_the_last_error_is_raised(world: World, r
     assert row.n() == 0
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("timeout", [0, timedelta(seconds=0.3), None, math.inf])
 async def test_no_attempt_begins_after_the_timeout(world: World, timeout: Any) -> None:
     """0 means one attempt; else attempts go on until the time is over, by default the configured one."""
@@ -344,6 +358,7 @@ async def test_each_attempt_is_told_of_with_its_pause(world: World, row: Row) ->
     assert told[2].pause == told[3].pause == 0
 
 
+@pytest.mark.every_driver
 async def test_the_sqlstate_is_told_where_the_server_spoke(world: World) -> None:
     """An attempt that PostgreSQL ended tells its SQLSTATE."""
     engine = world.engine()

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy.orm import Session
 
+pytestmark = pytest.mark.twins
 
+
+@pytest.mark.every_driver
 async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: World, row: Row) -> None:
     """After an error PostgreSQL answers COMMIT with a ROLLBACK and no error: what the function caught is raised."""
 
@@ -48,6 +51,7 @@ async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: Worl
     assert row.n() == 0
 
 
+@pytest.mark.every_driver
 async def test_a_conflict_that_was_swallowed_is_tried_again(world: World, row: Row) -> None:
     """A serialization failure that the function caught has still undone its transaction: it runs again."""
     calls: list[int] = []
@@ -98,6 +102,7 @@ async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Ro
     assert row.n() == 101
 
 
+@pytest.mark.every_driver
 async def test_a_lost_connection_that_was_swallowed_is_raised(
     world: World, row: Row, admin: psycopg.Connection[Any]
 ) -> None:
@@ -119,6 +124,7 @@ async def test_a_lost_connection_that_was_swallowed_is_raised(
     assert row.n() == 0
 
 
+@pytest.mark.every_driver
 @pytest.mark.usefixtures("tables")
 async def test_a_stale_token_that_was_swallowed_is_raised(world: World, name: str) -> None:
     """A refusal of the fence stays one, and is not tried again: this holder has been overtaken."""
@@ -230,6 +236,7 @@ async def test_a_cancelled_task_leaves_its_connection_whole(dsn: str, row: Row) 
     await world.close()
 
 
+@pytest.mark.every_driver
 async def test_autocommit_is_refused_before_anything_is_sent(world: World, row: Row) -> None:
     """Where each statement commits by itself, another attempt would do it twice."""
 

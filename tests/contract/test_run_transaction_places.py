@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 
 @pytest.fixture
 def row(admin: psycopg.Connection[Any]) -> Iterator[Row]:
@@ -91,6 +93,8 @@ async def test_the_function_itself_joins_the_open_transaction(world: World, row:
     assert await world.call(part) == 3
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["session", "connection", "scoped"])
 async def test_a_session_or_connection_is_refused(world: World, row: Row, kind: str) -> None:
     """There is nothing to make a fresh session with; an open transaction says so, with the reason and the way out."""
@@ -145,6 +149,8 @@ async def test_a_rolled_back_test_can_run_it(world: World, row: Row) -> None:
     assert row.n() == 100
 
 
+@pytest.mark.every_driver
+@pytest.mark.matrix
 @pytest.mark.parametrize("swallow", [False, True])
 async def test_a_snapshot_is_not_tried_again_in_a_savepoint(world: World, row: Row, swallow: bool) -> None:
     """A savepoint keeps the snapshot: 40001 would come back for ever. It is raised once, with the reason."""
@@ -169,6 +175,8 @@ async def test_a_snapshot_is_not_tried_again_in_a_savepoint(world: World, row: R
     assert calls == [1]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mode", "inside_savepoint", "allowed"),
     [

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
+pytestmark = pytest.mark.twins
+
 TABLES = {"lease", "gate", "checkpoint", "audit", "slot", "schema_version", "idempotency_key"}
 TAKE = "SELECT granted, token FROM {} (%s, gen_random_uuid()::text, 10, 0, 0, NULL, 'o', 'h', 1, 'p', NULL, 'lease')"
 
@@ -68,6 +70,7 @@ async def given(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
+@pytest.mark.every_driver
 async def test_everything_is_made_and_a_second_call_changes_nothing(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
@@ -101,6 +104,7 @@ async def test_on_a_connection_it_is_part_of_the_callers_transaction(
     assert made(admin, place) == (set(), 0)
 
 
+@pytest.mark.every_driver
 async def test_autocommit_is_refused_on_a_connection_and_overridden_on_an_engine(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
@@ -287,6 +291,8 @@ async def test_tables_that_differ_are_not_altered(
         await given(schema.create_all(engine))
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "missing", ["DROP FUNCTION {release_lease_v1}", "DROP TABLE {audit}; DELETE FROM {schema_version}"]
 )
@@ -315,6 +321,7 @@ def test_a_newer_version_is_good_enough(dsn: str, place: TableNames, admin: psyc
     engine.dispose()
 
 
+@pytest.mark.every_driver
 async def test_nothing_there_is_an_error_that_names_the_command(world: World, place: TableNames) -> None:
     """The check of a place without tables raises what `translate_error` explains."""
     async with connection(world, engine_at(world, place)) as open_connection:
@@ -328,6 +335,7 @@ async def test_nothing_there_is_an_error_that_names_the_command(world: World, pl
     assert f"pgfence install --schema '{place.schema}' --prefix 'p%\"'" in str(error)
 
 
+@pytest.mark.every_driver
 async def test_no_server_is_an_unreachable_error(world: World) -> None:
     """Where nobody listens the error is typed, says where, and shows no password."""
     engine = world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d")
@@ -336,6 +344,7 @@ async def test_no_server_is_an_unreachable_error(world: World) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.every_driver
 async def test_a_server_that_takes_no_writes_is_a_standby_error(world: World, role: Callable[..., str]) -> None:
     """A standby, or a role that only reads."""
     engine = world.engine(dsn=role({"default_transaction_read_only": "on"}))
@@ -361,6 +370,7 @@ def test_other_servers_and_drivers_are_refused_by_name(dsn: str) -> None:
 # ---------------------------------------------------------------- rights
 
 
+@pytest.mark.every_driver
 async def test_a_role_without_the_right_to_make_tables_is_told_who_may(
     world: World, place: TableNames, role: Callable[..., str]
 ) -> None:
@@ -372,6 +382,7 @@ async def test_a_role_without_the_right_to_make_tables_is_told_who_may(
     assert caught.value.command == place.command
 
 
+@pytest.mark.every_driver
 async def test_a_role_with_the_listed_rights_only_can_use_everything(
     world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
@@ -406,6 +417,8 @@ async def test_a_role_with_the_listed_rights_only_can_use_everything(
         assert user.execute(evict).fetchall() == [(1, 2)]
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("missing", range(3))
 async def test_each_listed_right_is_needed(
     world: World, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any], missing: int

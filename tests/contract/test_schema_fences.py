@@ -27,7 +27,7 @@ STALE, NO_TOKEN = "PF001", "PF002"
 ENTER = "SELECT pgfence_enter_gates_v1(%s, %s)"
 COLUMNS = "book int NOT NULL, branch text, amount int NOT NULL DEFAULT 0, PRIMARY KEY (book, amount)"
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @pytest.fixture
@@ -112,6 +112,7 @@ EVERY = {
 }
 
 
+@pytest.mark.every_driver
 async def test_a_fenced_table_refuses_who_brings_no_token_and_lets_the_holder_write(
     world: World, books: str, resource: str, write: Callable[..., str | None]
 ) -> None:
@@ -417,6 +418,8 @@ async def test_a_table_that_is_not_there_is_named(world: World, books: str, admi
             await given(call())
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("resource", "message"),
     [
@@ -509,6 +512,7 @@ async def test_without_pgfences_functions_the_command_is_named(world: World, boo
         await given(schema.add_fence(engine, f"public.{books}", resource=name))
 
 
+@pytest.mark.every_driver
 async def test_somebody_elses_table_cannot_be_fenced(
     world: World, books: str, name: str, role: Callable[..., str]
 ) -> None:
@@ -519,6 +523,7 @@ async def test_somebody_elses_table_cannot_be_fenced(
     assert caught.value.command == ""
 
 
+@pytest.mark.every_driver
 async def test_a_fence_is_part_of_the_callers_transaction(
     world: World, books: str, name: str, admin: psycopg.Connection[Any]
 ) -> None:

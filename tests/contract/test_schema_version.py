@@ -55,6 +55,8 @@ async def given(answer: Any) -> Any:
     return await answer if inspect.isawaitable(answer) else answer
 
 
+@pytest.mark.twins
+@pytest.mark.matrix
 @pytest.mark.parametrize("version", range(1, VERSION))
 async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
     world: World, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int

