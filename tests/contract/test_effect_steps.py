@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
 import secrets
 import threading
 import time
@@ -22,14 +20,11 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
 from pgfence import schema
-from pgfence.config import configure
-from pgfence.effects._attempts import AsyncRunning, EffectKey, Reply, Running, StoredResult, claim, claim_async
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,
     IdempotencyMisuseError,
     TransactionStateError,
-    UnreachableError,
 )
 from support.effects import Gate, Shop
 from support.servers import database
@@ -76,31 +71,6 @@ def rows(shop: Shop, table: str) -> list[str]:
 
 
 # ---------------------------------------------------------------- steps
-
-
-async def test_a_step_whose_save_had_no_answer_is_saved_and_not_done_when_it_is_asked_for_again(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C100: within the attempt its value is known."""
-    kind: Any = shop.world.pick(Running, AsyncRunning)
-    save = kind.save_step
-    answers = [UnreachableError("no answer")]
-
-    def once(running: Any, name: str, value: str) -> Any:
-        if answers:
-            raise answers.pop()
-        return save(running, name, value)
-
-    monkeypatch.setattr(kind, "save_step", once)
-
-    async def work(attempt: Any) -> str:
-        with pytest.raises(UnreachableError):
-            await shop.charge(attempt)
-        return await shop.charge(attempt)
-
-    assert await shop.run("k", work) == "receipt of k:charge"
-    assert shop.provider.asked == {"k:charge": 1}
-    assert shop.row("k").step == {"charge": "receipt of k:charge"}
 
 
 async def test_each_step_is_done_once_with_a_key_of_its_own(shop: Shop) -> None:
@@ -577,101 +547,3 @@ async def test_autocommit_is_refused(shop: Shop) -> None:
 
     with pytest.raises(TransactionStateError):
         await shop.run("k", work)
-
-
-# ---------------------------------------------------------------- what the HTTP layers stand on
-
-
-async def taken(shop: Shop, **options: Any) -> Any:
-    """Claim the key "k" as a middleware does."""
-    wanted = EffectKey(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
-    return await shop.world.call(shop.world.pick(claim, claim_async), shop.engine, wanted, 0)
-
-
-@pytest.mark.every_driver
-async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
-    """C105: status, headers in their order and repeated ones, and a body that is no text."""
-    reply = Reply(201, (("location", "/p/7"), ("x", "1"), ("x", "é")), bytes(range(256)))
-    running = await taken(shop)
-    assert (running.number, running.steps, 25 < running.remaining() <= 30) == (1, {}, True)
-    await shop.world.call(running.finish_reply, reply)
-    assert await taken(shop) == StoredResult("done", None, reply)
-    with pytest.raises(IdempotencyMisuseError, match="was used over HTTP"):
-        await shop.run("k")
-    with pytest.raises(IdempotencyMisuseError, match="has ended already"):
-        await shop.world.call(running.finish, "done", "1")
-
-
-async def test_an_empty_reply_and_a_text_come_back(shop: Shop) -> None:
-    """A reply without headers and body is a reply; a text is none."""
-    running = await taken(shop)
-    await shop.world.call(running.finish_reply, Reply(204, (), b""))
-    assert await taken(shop) == StoredResult("done", None, Reply(204, (), b""))
-    shop.expire("k")
-    running = await taken(shop)
-    await shop.world.call(running.save_step, "a", '{"b": 1}')
-    assert running.steps == {"a": '{"b": 1}'}
-    await shop.world.call(running.finish, "failed", "[1]")
-    assert await taken(shop) == StoredResult("failed", "[1]", None)
-
-
-async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:
-    """Freed: the next one runs at once. Lapsed, or dropped by a program that forgot it: it is renewed no more."""
-    running = await taken(shop)
-    await shop.world.call(running.free)
-    running = await taken(shop)
-    assert running.number == 2
-    running.let_lapse()
-    running.let_lapse()
-    with pytest.raises(IdempotencyMisuseError):
-        running.check()
-    with pytest.raises(IdempotencyInProgressError, match="attempt 2"):
-        await taken(shop)
-    shop.lapse("k")
-    running = await taken(shop, ttl=0.5)
-    number, grant = running.number, running._grant
-    del running
-    await shop.world.call(int)  # the contender forgets its last answer with the next
-    gc.collect()
-    assert number == 3
-    await eventually(lambda: grant.released)
-    await eventually(lambda: shop.row("k").claim_left < 0)
-
-
-async def test_events_tell_of_each_attempt(shop: Shop) -> None:
-    """`on_event` hears of a claim, of its end and of its loss, with the attempt as the token."""
-    events: list[Any] = []
-    configure(shop.engine, on_event=events.append)
-    running = await taken(shop)
-    shop.lapse("k")
-    second = await taken(shop)
-    with pytest.raises(AttemptLostError):
-        await shop.world.call(running.finish, "done", "1")
-    await shop.world.call(second.free)
-    name = f"{shop.scope}:k"
-    assert [(one.event, one.name, one.token) for one in events] == [
-        ("acquired", name, 1),
-        ("acquired", name, 2),
-        ("lost", name, 1),
-        ("released", name, 2),
-    ]
-
-
-def child_of(running: Any) -> int:
-    """Return the exit code of a child that asks whether the attempt is its own: 0 if it was told that it is not."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            running.check()
-        except IdempotencyMisuseError as error:
-            os._exit(0 if "parent of this forked child" in str(error) else 1)
-        os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
-    """It belongs to the parent, and the end of the child ends nothing."""
-    running = await taken(shop)
-    assert child_of(running) == 0
-    running.check()
-    await shop.world.call(running.free)

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError
 
-from pgfence import LockTimeoutError, TransactionStateError
-from pgfence._sql.sqlstate import sqlstate_of
+from pgfence import LockTimeoutError
 from pgfence.fence import fence
-from pgfence.fence._entering import begin_fenced, begin_fenced_async
-from support.fences import forged, guarded, overtake
 from support.leases import lease
-from support.transactions import connection, lock, run, statements, value
+from support.transactions import connection, lock, run, sqlstate_of, statements, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import psycopg
 
     from support.worlds import World
 
@@ -163,46 +161,3 @@ async def test_a_listener_that_executes_itself_cannot_hide_a_rollback(world: Wor
         await run(world, work, "ROLLBACK TO a")
         await world.call(lock(work, name).acquire)
         assert await world.call(lock(other, name).try_acquire) is False
-
-
-@pytest.mark.twins
-async def test_a_block_whose_entry_is_refused_rolls_back(world: World, name: str) -> None:
-    """The transaction that a block opened is over when it could not enter: the connection is back in the pool."""
-    engine = world.engine(pool_size=1, max_overflow=0)
-    begin = world.pick(begin_fenced, begin_fenced_async)
-    async with world.enter(begin(engine, {name: 2})):
-        pass
-    for _ in range(2):
-        with pytest.raises(Exception, match="is refused, the newest is 2"):
-            async with world.enter(begin(engine, {name: 1})):
-                pass
-    async with world.enter(begin(engine, {name: 2})) as work:
-        await run(world, work, "SELECT 1")
-        with pytest.raises(TransactionStateError):
-            await world.call(fence, work, name + ":2", 1)
-
-
-@pytest.mark.parametrize(("token", "state"), [("1", "PF001"), ("x", "22P02"), ("", "PF002")])
-def test_a_forged_setting_opens_no_table(
-    admin: psycopg.Connection[Any], dsn: str, name: str, token: str, state: str
-) -> None:
-    """The statement trigger lets nobody pass on the word of a setting: only a locked gate of that very token counts."""
-    with guarded(admin, dsn, name) as table:
-        overtake(admin, name, 2)
-        admin.execute(f"SELECT {forged(name, token, stays=True)}".encode())
-        with pytest.raises(psycopg.Error) as refused:
-            admin.execute(f"UPDATE {table} SET amount = 0".encode())
-        assert refused.value.sqlstate == state
-
-
-def test_whoever_claims_the_newest_token_locks_its_gate(admin: psycopg.Connection[Any], dsn: str, name: str) -> None:
-    """A write that was let pass by the statement trigger keeps newer holders out until its transaction ends."""
-    with guarded(admin, dsn, name) as table, psycopg.connect(dsn, autocommit=True) as newer:
-        overtake(admin, name, 2)
-        with admin.transaction():
-            admin.execute(f"SELECT {forged(name, 2)}".encode())
-            admin.execute(f"UPDATE {table} SET amount = 0".encode())
-            newer.execute("SET lock_timeout = 50")
-            with pytest.raises(psycopg.Error) as refused:
-                overtake(newer, name, 3)
-            assert refused.value.sqlstate == "PF003"

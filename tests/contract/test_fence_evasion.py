@@ -7,23 +7,20 @@ import io
 import secrets
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
 from pgfence import schema
-from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.config import configure
 from pgfence.errors import FenceRequiredError, SchemaError, StaleFencingTokenError
 from pgfence.fence import fence
-from pgfence.fence._entering import begin_fenced, begin_fenced_async
-from support.fences import guarded, overtake, rows
-from support.transactions import connection, factory, run, session, value
+from support.fences import forged, guarded, overtake, rows
+from support.transactions import connection, factory, run, session, sqlstate_of, value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import psycopg
 
     from support.worlds import Contender, World
 
@@ -197,8 +194,10 @@ async def test_a_cascade_from_an_unguarded_parent_meets_the_fence(
             await world.call(fence, work, name + " of others", 1)
             with pytest.raises(FenceRequiredError):
                 await run(world, work, f"DELETE FROM {diary}")
-        async with world.enter(world.pick(begin_fenced, begin_fenced_async)(engine, {name: 1})) as work:
+        async with session(world, engine) as work:
+            await world.call(fence, work, name, 1)
             await run(world, work, f"DELETE FROM {diary} WHERE id = 1")
+            await world.call(work.commit)
         assert rows(admin, table) == [(2, 100)]
     finally:
         admin.execute(f"ALTER TABLE {table} DROP CONSTRAINT up".encode())
@@ -250,19 +249,6 @@ async def test_other_errors_stay_as_they_are(world: World, name: str, table: str
 # ---------------------------------------------------------------- where it stands
 
 
-async def test_settings_sent_by_an_engines_hook_at_the_begin_do_not_trip_begin(
-    world: World, admin: psycopg.Connection[Any], name: str, table: str
-) -> None:
-    """`begin` opened the transaction itself: what a hook of the application sends there is no read."""
-    engine = world.engine()
-    sync = getattr(engine, "sync_engine", engine)
-    event.listen(sync, "begin", lambda connection: connection.exec_driver_sql("SET LOCAL work_mem = '4MB'"))
-    for opener in (engine, factory(world, engine)):
-        async with world.enter(world.pick(begin_fenced, begin_fenced_async)(opener, {name: 1})) as work:
-            await run(world, work, f"UPDATE {table} SET amount = amount + 1")
-    assert rows(admin, table) == [(1, 102), (2, 102)]
-
-
 @pytest.mark.every_driver
 async def test_a_role_without_rights_is_told_the_grant(world: World, role: Any, name: str) -> None:
     """No right to the gate: SchemaError with the GRANT that its owner has to run."""
@@ -310,3 +296,32 @@ async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
     await eventually(lambda: not admin.execute(waiting).fetchone())
     assert admin.execute("SELECT token FROM pgfence_gate WHERE resource = %s", [name]).fetchone() == (1,)
     overtake(admin, name, 2)
+
+
+# ------------------------------------------------------------ a forged setting
+
+
+@pytest.mark.parametrize(("token", "state"), [("1", "PF001"), ("x", "22P02"), ("", "PF002")])
+def test_a_forged_setting_opens_no_table(
+    admin: psycopg.Connection[Any], dsn: str, name: str, token: str, state: str
+) -> None:
+    """The statement trigger lets nobody pass on the word of a setting: only a locked gate of that very token counts."""
+    with guarded(admin, dsn, name) as table:
+        overtake(admin, name, 2)
+        admin.execute(f"SELECT {forged(name, token, stays=True)}".encode())
+        with pytest.raises(psycopg.Error) as refused:
+            admin.execute(f"UPDATE {table} SET amount = 0".encode())
+        assert refused.value.sqlstate == state
+
+
+def test_whoever_claims_the_newest_token_locks_its_gate(admin: psycopg.Connection[Any], dsn: str, name: str) -> None:
+    """A write that was let pass by the statement trigger keeps newer holders out until its transaction ends."""
+    with guarded(admin, dsn, name) as table, psycopg.connect(dsn, autocommit=True) as newer:
+        overtake(admin, name, 2)
+        with admin.transaction():
+            admin.execute(f"SELECT {forged(name, 2)}".encode())
+            admin.execute(f"UPDATE {table} SET amount = 0".encode())
+            newer.execute("SET lock_timeout = 50")
+            with pytest.raises(psycopg.Error) as refused:
+                overtake(newer, name, 3)
+            assert refused.value.sqlstate == "PF003"

@@ -15,8 +15,7 @@ from sqlalchemy.exc import NoResultFound
 
 from pgfence import monitoring
 from pgfence.config import configure
-from pgfence.errors import IdempotencyInProgressError
-from pgfence.idempotency import _claim
+from pgfence.errors import IdempotencyInProgressError, IdempotencyMisuseError
 from support.keyed import Desk, Receipt
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ async def test_a_long_wait_is_a_warning(
     eventually: Callable[..., Any],
 ) -> None:
     """One line when it is over, with the key; none for a short one."""
-    monkeypatch.setattr(_claim, "WARN_AFTER", 20 if end == "soon" else 0.1)
+    monkeypatch.setattr("pgfence.idempotency._claim.WARN_AFTER", 20 if end == "soon" else 0.1)
     caplog.set_level(logging.WARNING, "pgfence")
     other = desk.world.other()
     async with desk.at_work("k"):
@@ -277,7 +276,7 @@ async def test_errors_of_a_commit_come_from_whoever_commits(desk: Desk) -> None:
     async with desk.world.enter(desk.session()) as session:
         with pytest.raises(ConnectionError):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, _fail))
-        with pytest.raises(_claim.IdempotencyMisuseError, match="no result"):
+        with pytest.raises(IdempotencyMisuseError, match="no result"):
             await desk.world.call(session.execute, text("SET CONSTRAINTS ALL IMMEDIATE"))
         await desk.world.call(session.rollback)
     assert await desk.pay("k") == Receipt("k")

@@ -28,8 +28,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from pgfence import schema
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
-from pgfence.versions import Versioned, VersionedSession, VersionedUUID
-from pgfence.versions._loading import load_for_version
+from pgfence.versions import Versioned, VersionedSession, VersionedUUID, load_for_version
 from pgfence.versions.etags import IfMatch, etag, if_match
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from psycopg import sql
-from sqlalchemy import create_engine
+from sqlalchemy import Connection, create_engine
 
 from pgfence import schema
+from pgfence.fence._entering import entered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +36,11 @@ def guarded(admin: psycopg.Connection[Any], dsn: str, resource: str) -> Iterator
 def overtake(admin: psycopg.Connection[Any], resource: str, token: int) -> None:
     """Enter a gate as another process would, past all of our code, and commit."""
     admin.execute("SELECT pgfence_enter_gates_v1(ARRAY[%s], ARRAY[%s::bigint])", [resource, token])
+
+
+def entered_token(work: Any, resource: str) -> int | None:
+    """Return the token with which the transaction of a Session or Connection has entered a gate."""
+    return entered(work if isinstance(work, Connection) else work.connection(), resource)
 
 
 def rows(admin: psycopg.Connection[Any], table: str) -> list[Any]:

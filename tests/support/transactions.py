@@ -98,3 +98,9 @@ def statements(engine: Any) -> Iterator[list[str]]:
     finally:
         event.remove(sync, "after_cursor_execute", done)
         event.remove(sync, "handle_error", failed)
+
+
+def sqlstate_of(error: Any) -> str | None:
+    """Return the SQLSTATE of an error of a driver, or of the SQLAlchemy error around it."""
+    found = getattr(error, "orig", error)
+    return getattr(found, "sqlstate", None) or getattr(found, "pgcode", None)

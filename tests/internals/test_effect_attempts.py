@@ -1,0 +1,153 @@
+"""Attempts at an effect as the HTTP middlewares use them: claimed, ended, dropped, forked."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pgfence.config import configure
+from pgfence.effects._attempts import AsyncRunning, EffectKey, Reply, Running, StoredResult, claim, claim_async
+from pgfence.errors import (
+    AttemptLostError,
+    IdempotencyInProgressError,
+    IdempotencyMisuseError,
+    UnreachableError,
+)
+from support.effects import Shop
+from support.waiting import eventually
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from support.worlds import World
+
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
+
+
+@pytest.fixture
+def shop(world: World, admin: psycopg.Connection[Any]) -> Shop:
+    """Effects of a world, and a provider that counts them."""
+    return Shop(world, admin)
+
+
+async def taken(shop: Shop, **options: Any) -> Any:
+    """Claim the key "k" as a middleware does."""
+    wanted = EffectKey(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
+    return await shop.world.call(shop.world.pick(claim, claim_async), shop.engine, wanted, 0)
+
+
+@pytest.mark.every_driver
+async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
+    """C105: status, headers in their order and repeated ones, and a body that is no text."""
+    reply = Reply(201, (("location", "/p/7"), ("x", "1"), ("x", "é")), bytes(range(256)))
+    running = await taken(shop)
+    assert (running.number, running.steps, 25 < running.remaining() <= 30) == (1, {}, True)
+    await shop.world.call(running.finish_reply, reply)
+    assert await taken(shop) == StoredResult("done", None, reply)
+    with pytest.raises(IdempotencyMisuseError, match="was used over HTTP"):
+        await shop.run("k")
+    with pytest.raises(IdempotencyMisuseError, match="has ended already"):
+        await shop.world.call(running.finish, "done", "1")
+
+
+async def test_an_empty_reply_and_a_text_come_back(shop: Shop) -> None:
+    """A reply without headers and body is a reply; a text is none."""
+    running = await taken(shop)
+    await shop.world.call(running.finish_reply, Reply(204, (), b""))
+    assert await taken(shop) == StoredResult("done", None, Reply(204, (), b""))
+    shop.expire("k")
+    running = await taken(shop)
+    await shop.world.call(running.save_step, "a", '{"b": 1}')
+    assert running.steps == {"a": '{"b": 1}'}
+    await shop.world.call(running.finish, "failed", "[1]")
+    assert await taken(shop) == StoredResult("failed", "[1]", None)
+
+
+async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:
+    """Freed: the next one runs at once. Lapsed, or dropped by a program that forgot it: it is renewed no more."""
+    running = await taken(shop)
+    await shop.world.call(running.free)
+    running = await taken(shop)
+    assert running.number == 2
+    running.let_lapse()
+    running.let_lapse()
+    with pytest.raises(IdempotencyMisuseError):
+        running.check()
+    with pytest.raises(IdempotencyInProgressError, match="attempt 2"):
+        await taken(shop)
+    shop.lapse("k")
+    running = await taken(shop, ttl=0.5)
+    number, grant = running.number, running._grant
+    del running
+    await shop.world.call(int)  # the contender forgets its last answer with the next
+    gc.collect()
+    assert number == 3
+    await eventually(lambda: grant.released)
+    await eventually(lambda: shop.row("k").claim_left < 0)
+
+
+async def test_events_tell_of_each_attempt(shop: Shop) -> None:
+    """`on_event` hears of a claim, of its end and of its loss, with the attempt as the token."""
+    events: list[Any] = []
+    configure(shop.engine, on_event=events.append)
+    running = await taken(shop)
+    shop.lapse("k")
+    second = await taken(shop)
+    with pytest.raises(AttemptLostError):
+        await shop.world.call(running.finish, "done", "1")
+    await shop.world.call(second.free)
+    name = f"{shop.scope}:k"
+    assert [(one.event, one.name, one.token) for one in events] == [
+        ("acquired", name, 1),
+        ("acquired", name, 2),
+        ("lost", name, 1),
+        ("released", name, 2),
+    ]
+
+
+def child_of(running: Any) -> int:
+    """Return the exit code of a child that asks whether the attempt is its own: 0 if it was told that it is not."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            running.check()
+        except IdempotencyMisuseError as error:
+            os._exit(0 if "parent of this forked child" in str(error) else 1)
+        os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
+    """It belongs to the parent, and the end of the child ends nothing."""
+    running = await taken(shop)
+    assert child_of(running) == 0
+    running.check()
+    await shop.world.call(running.free)
+
+
+async def test_a_step_whose_save_had_no_answer_is_saved_and_not_done_when_it_is_asked_for_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C100: within the attempt its value is known."""
+    kind: Any = shop.world.pick(Running, AsyncRunning)
+    save = kind.save_step
+    answers = [UnreachableError("no answer")]
+
+    def once(running: Any, name: str, value: str) -> Any:
+        if answers:
+            raise answers.pop()
+        return save(running, name, value)
+
+    monkeypatch.setattr(kind, "save_step", once)
+
+    async def work(attempt: Any) -> str:
+        with pytest.raises(UnreachableError):
+            await shop.charge(attempt)
+        return await shop.charge(attempt)
+
+    assert await shop.run("k", work) == "receipt of k:charge"
+    assert shop.provider.asked == {"k:charge": 1}
+    assert shop.row("k").step == {"charge": "receipt of k:charge"}
