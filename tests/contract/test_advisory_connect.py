@@ -266,7 +266,7 @@ async def test_the_sites_limits_are_in_force_inside(
             assert await run(world, connection, "SHOW transaction_isolation") == "repeatable read"
             assert await run(world, connection, "SHOW statement_timeout") == "450ms"
             await run(world, connection, "SELECT pg_sleep(30)")
-    assert pgfence._sql.sqlstate.sqlstate(caught.value) == "57014"
+    assert "statement timeout" in str(caught.value)
     assert is_free(admin, name)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,8 +12,6 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import monitoring, schema
-from pgfence._admin import requests
-from pgfence._sql import evict as statements
 from pgfence.config import configure
 from pgfence.errors import LockLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
 from pgfence.keys import LockKey, qualified_name
@@ -433,22 +431,6 @@ async def test_namespace_and_prefix_are_the_configured_ones(
     assert state(admin, name) == (bare, None, False, 0)
 
 
-async def test_what_was_looked_at_is_what_is_evicted(name: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """With `only` a grant made since the look is left alone, and shown."""
-    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
-    token = lease(admin, name)
-    order = requests.order_of(engine, name, reason="hung", actor="ann")
-    seen = requests.perform(engine, statements.look, order)
-    admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, LEASE, token])
-    admin.execute("UPDATE pgfence_lease SET free_at = 'epoch' WHERE name = %s", [name])
-    newer = lease(admin, name)
-    found = requests.perform(engine, statements.evict, replace(order, only=seen))
-    assert (found.newest, found.token) == (None, newer)
-    assert state(admin, name) == (newer, None, False, 0)
-    assert requests.perform(engine, statements.evict, replace(order, only=found)).newest == newer + 1
-    engine.dispose()
-
-
 async def test_a_grant_made_meanwhile_is_the_one_in_the_error(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -499,7 +481,7 @@ async def test_an_unnamed_actor_is_this_user_on_this_host(
 
     lease(admin, name)
     await world.call(monitoring.evict, world.engine(), name, reason="hung")
-    monkeypatch.setattr(requests.getpass, "getuser", nameless)
+    monkeypatch.setattr(getpass, "getuser", nameless)
     await world.call(monitoring.evict, world.engine(), name, reason="hung again")
     actors = admin.execute("SELECT actor FROM pgfence_audit WHERE resource = %s ORDER BY id", [name]).fetchall()
     assert "@" in actors[0][0]

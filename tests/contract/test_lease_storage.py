@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgfence import schema
-from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, SchemaError
 from pgfence.lease import AsyncLease, Lease
@@ -28,11 +27,11 @@ REF = {"name": "a", "lease_id": "00000000-0000-0000-0000-000000000001", "token":
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
-    """A schema that is not there yet."""
-    here = TableNames(f"at_{name[-12:]}")
-    yield here
-    admin.execute(f"DROP SCHEMA IF EXISTS {here.schema} CASCADE".encode())
+def own_schema(admin: psycopg.Connection[Any], name: str) -> Iterator[str]:
+    """The name of a schema that is not there yet."""
+    own = f"at_{name[-12:]}"
+    yield own
+    admin.execute(f"DROP SCHEMA IF EXISTS {own} CASCADE".encode())
 
 
 async def given(answer: Any) -> Any:
@@ -52,14 +51,14 @@ async def refused(world: World, engine: Any, name: str) -> list[SchemaError]:
 
 
 @pytest.mark.every_driver
-async def test_without_tables_every_verb_names_the_command(world: World, name: str, place: TableNames) -> None:
+async def test_without_tables_every_verb_names_the_command(world: World, name: str, own_schema: str) -> None:
     """And after it was run, the same engine works."""
     engine = world.engine()
-    configure(engine, schema=place.schema)
+    configure(engine, schema=own_schema)
     for error in await refused(world, engine, name):
-        assert error.command == f"pgfence install --schema {place.schema}"
+        assert error.command == f"pgfence install --schema {own_schema}"
         assert error.command in str(error)
-        assert f"in database {world.dsn.rpartition('/')[2]!r}, schema {place.schema!r}: run" in str(error)
+        assert f"in database {world.dsn.rpartition('/')[2]!r}, schema {own_schema!r}: run" in str(error)
     await given(schema.create_all(engine))
     async with world.enter(lease(world, engine, name).hold()) as held:
         assert held.token == 1
@@ -86,25 +85,25 @@ async def test_without_a_schema_the_error_names_the_search_path(world: World, na
     ],
 )
 async def test_tables_that_are_not_as_they_were_made_are_not_used(
-    world: World, name: str, place: TableNames, admin: psycopg.Connection[Any], harm: str, message: str
+    world: World, name: str, own_schema: str, admin: psycopg.Connection[Any], harm: str, message: str
 ) -> None:
     """C073: a naive timestamp, a missing column, another version: seen before the first lease, and named."""
     engine = world.engine()
-    configure(engine, schema=place.schema)
+    configure(engine, schema=own_schema)
     await given(schema.create_all(engine))
-    admin.execute(harm.format(place.schema).encode())
+    admin.execute(harm.format(own_schema).encode())
     for error in await refused(world, engine, name):
         assert message in str(error)
 
 
 async def test_functions_that_are_missing_are_named_too(
-    world: World, name: str, place: TableNames, admin: psycopg.Connection[Any]
+    world: World, name: str, own_schema: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Tables alone, as a plain `metadata.create_all()` leaves them."""
     engine = world.engine()
-    configure(engine, schema=place.schema)
+    configure(engine, schema=own_schema)
     await given(schema.create_all(engine))
-    admin.execute(f"DROP FUNCTION {place.name('acquire_lease_v2')}".encode())
+    admin.execute(f"DROP FUNCTION {own_schema}.pgfence_acquire_lease_v2".encode())
     for call in (lease(world, engine, name).try_acquire, lease(world, engine, name).acquire):
         with pytest.raises(SchemaError, match="pgfence install"):
             await world.call(call)
@@ -115,22 +114,22 @@ RIGHTS = {"lease": "SELECT, INSERT, UPDATE", "gate": "SELECT", "checkpoint": "SE
 
 @pytest.mark.every_driver
 async def test_a_role_needs_the_documented_rights_and_no_more(
-    world: World, name: str, place: TableNames, role: Callable[..., str], admin: psycopg.Connection[Any]
+    world: World, name: str, own_schema: str, role: Callable[..., str], admin: psycopg.Connection[Any]
 ) -> None:
     """Without one of them the error holds a GRANT; with them a lease is taken, renewed, handed over, adopted, released."""
     owner = world.engine()
-    configure(owner, schema=place.schema)
+    configure(owner, schema=own_schema)
     await given(schema.create_all(owner))
     least = role()
     engine = world.engine(dsn=least)
-    configure(engine, schema=place.schema)
+    configure(engine, schema=own_schema)
     for error in await refused(world, engine, name):
         assert error.sqlstate == "42501"
         assert error.command.startswith("GRANT ")
     who = least.split("//")[1].split(":")[0]
     for table, rights in RIGHTS.items():
-        admin.execute(f"GRANT {rights} ON {place.name(table)} TO {who}".encode())
-    admin.execute(f"GRANT USAGE ON SCHEMA {place.schema} TO {who}".encode())
+        admin.execute(f"GRANT {rights} ON {own_schema}.pgfence_{table} TO {who}".encode())
+    admin.execute(f"GRANT USAGE ON SCHEMA {own_schema} TO {who}".encode())
     held = await world.call(lease(world, engine, name, ttl=2).acquire)
     before = held.expires_at
     await eventually(lambda: held.expires_at > before)
@@ -138,12 +137,13 @@ async def test_a_role_needs_the_documented_rights_and_no_more(
     await world.call(adopted.release)
 
 
-async def test_each_tenant_has_leases_of_its_own(world: World, name: str, place: TableNames) -> None:
+async def test_each_tenant_has_leases_of_its_own(world: World, name: str, own_schema: str) -> None:
     """One engine, a `schema_translate_map` for each: the same name is held in both, and waits inside one."""
     engine = world.engine()
     configure(engine, schema="tenant")
-    other = TableNames(f"{place.schema}_b")
-    tenants = [engine.execution_options(schema_translate_map={"tenant": one.schema}) for one in (place, other)]
+    tenants = [
+        engine.execution_options(schema_translate_map={"tenant": one}) for one in (own_schema, f"{own_schema}_b")
+    ]
     for tenant in tenants:
         await given(schema.create_all(tenant))
     first, second = [lease(world, tenant, name) for tenant in tenants]

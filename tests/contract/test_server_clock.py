@@ -10,10 +10,8 @@ from psycopg import sql
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, IdempotencyInProgressError, IdempotentEffect, Lease, LockLostError
-from pgfence._sql.storage import TableNames
-from pgfence._sql.tables import creation
 from pgfence.config import configure
-from support.lease_functions import Caller
+from support.lease_functions import Caller, install_with_clock
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -28,10 +26,9 @@ TTL = 30.0
 class Clock:
     """The clock of an installation of its own, which a test may set."""
 
-    def __init__(self, admin: psycopg.Connection[Any], place: TableNames) -> None:
-        assert place.schema is not None
+    def __init__(self, admin: psycopg.Connection[Any], schema: str) -> None:
         self._admin = admin
-        self._table = sql.Identifier(place.schema, "ahead")
+        self._table = sql.Identifier(schema, "ahead")
 
     def set(self, ahead: float) -> None:
         """Set it so many seconds ahead of the real time."""
@@ -39,41 +36,38 @@ class Clock:
 
 
 @pytest.fixture
-def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
+def schema(admin: psycopg.Connection[Any], name: str) -> Iterator[str]:
     """Tables and functions in a schema of their own, which ask a clock of their own."""
-    here = TableNames(f"clock_{name[-12:]}")
-    schema = f'"{here.schema}"'
+    schema = f"clock_{name[-12:]}"
     admin.execute(f"CREATE SCHEMA {schema}".encode())
     admin.execute(f"CREATE TABLE {schema}.ahead AS SELECT 0::float8 AS seconds".encode())
     admin.execute(
         f"CREATE FUNCTION {schema}.clock() RETURNS timestamptz LANGUAGE sql VOLATILE AS"
         f" $$ SELECT clock_timestamp() + make_interval(secs => seconds) FROM {schema}.ahead $$".encode()
     )
-    for statement in creation(here):
-        its_own = statement.replace("pg_catalog.clock_timestamp()", f"{schema}.clock()")
-        admin.execute((its_own if "FUNCTION" in statement else statement).encode())
-    yield here
+    install_with_clock(admin, schema, f"{schema}.clock()")
+    yield schema
     admin.execute(f"DROP SCHEMA {schema} CASCADE".encode())
 
 
 @pytest.fixture
-def clock(admin: psycopg.Connection[Any], place: TableNames) -> Clock:
+def clock(admin: psycopg.Connection[Any], schema: str) -> Clock:
     """The clock of that installation."""
-    return Clock(admin, place)
+    return Clock(admin, schema)
 
 
 @pytest.fixture
-def rival(dsn: str, name: str, place: TableNames) -> Iterator[Caller]:
+def rival(dsn: str, name: str, schema: str) -> Iterator[Caller]:
     """Another process that wants the lease of this test, by the server functions alone."""
-    with Caller(dsn, name, f'"{place.schema}".pgfence_') as caller:
+    with Caller(dsn, name, f"{schema}.pgfence_") as caller:
         yield caller
 
 
 @pytest.fixture
-def engine(dsn: str, place: TableNames) -> Iterator[Engine]:
+def engine(dsn: str, schema: str) -> Iterator[Engine]:
     """An engine on that installation."""
     made = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
-    configure(made, schema=place.schema)
+    configure(made, schema=schema)
     yield made
     made.dispose()
 

@@ -13,8 +13,7 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import schema
-from pgfence._sql.storage import TableNames
-from pgfence._sql.tables import creation
+from support.lease_functions import install_with_clock
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -203,11 +202,7 @@ class Clocked:
 def clocked(dsn: str, name: str) -> Iterator[Clocked]:
     """Tables and functions that read the clock from a setting."""
     with psycopg.connect(dsn, autocommit=True) as connection:
-        clock = "pg_catalog.current_setting('slots.clock')::timestamptz"
-        for text in creation(TableNames("slots_by_a_set_clock")):
-            connection.execute(
-                (text.replace("pg_catalog.clock_timestamp()", clock) if "FUNCTION" in text else text).encode()
-            )
+        install_with_clock(connection, "slots_by_a_set_clock", "pg_catalog.current_setting('slots.clock')::timestamptz")
     one, other = (Caller(dsn, name, "slots_by_a_set_clock.pgfence_") for _ in range(2))
     yield Clocked(one, other)
     one.connection.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import signal
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from pgfence.errors import LockTimeoutError, UnreachableError
 from pgfence.keys import LockKey
-from support.locking import background, elsewhere, freed, is_free, labelled, lock, waits
+from support.locking import background, elsewhere, freed, is_free, lock, waits
 from support.waiting import FAR, eventually
 
 if TYPE_CHECKING:
@@ -166,16 +165,3 @@ async def test_a_try_on_a_server_that_falls_silent_ends(
     await freed(admin, name)
     async with world.enter(one.hold(timeout=5)):
         pass
-
-
-@pytest.mark.twins
-async def test_contention_is_no_cause_for_alarm(
-    world: World, name: str, dsn: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Normal contention is logged at INFO at most: no WARNING for a wait, a refusal, a timeout or a skip."""
-    engine = labelled(world, name)
-    with caplog.at_level(logging.DEBUG, "pgfence"), elsewhere(dsn, name):
-        assert await world.call(lock(world, engine, name).try_acquire) is None
-        with pytest.raises(LockTimeoutError):
-            await world.call(lock(world, engine, name).acquire, timeout=0.7)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
