@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
 
-from pgfence._admin import stuck
 from pgfence._admin.purge import LARGEST_BATCH
 from pgfence._admin.purge import purge as purge_all
-from pgfence._admin.purge import purge_async as purge_all_async
-from pgfence._admin.requests import order_of, perform, perform_async, tell_holders_here
-from pgfence._admin.stuck import StuckKey
+from pgfence._admin.requests import build_eviction_request, notify_holders_here, perform
+from pgfence._admin.stuck_keys import StuckKey, build_free_key_request, build_stuck_key_query, to_stuck_key
 from pgfence._api.inputs import check_int
 from pgfence._sql import evict as statements
 from pgfence._sql import stuck_keys as keys
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine, Sequence
+    from collections.abc import Coroutine, Sequence
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from pgfence._process.clock import Seconds
-    from pgfence._sql.evict import EvictionRequest, Found
-    from pgfence._sql.stuck_keys import StuckKeyRow
+    from pgfence._sql.stuck_keys import FreeKeyRequest
     from pgfence.types import Holder
 
 __all__ = ["StuckKey", "evict", "free_key", "purge", "stuck_keys"]
@@ -68,15 +65,11 @@ def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_
         StandbyError: this server takes no writes. Nothing was done.
         UnreachableError: there was no answer; if the connection was lost on the way, look before you try again.
     """
-    order = order_of(engine, name, reason=reason, actor=actor)
+    request = build_eviction_request(engine, name, reason=reason, actor=actor)
     work = statements.look if dry_run else statements.evict
-    if hasattr(engine, "sync_engine"):
-        return _evicted(engine, order, perform_async(engine, work, order))
-    return tell_holders_here(engine, order, perform(engine, work, order)).holders
-
-
-async def _evicted(engine: AsyncEngine, order: EvictionRequest, evicted: Awaitable[Found]) -> Sequence[Holder]:
-    return tell_holders_here(engine, order, await evicted).holders
+    return perform(
+        engine, lambda connection, order: notify_holders_here(engine, order, work(connection, order)).holders, request
+    )
 
 
 @overload
@@ -107,14 +100,8 @@ def stuck_keys(engine: Any, *, older_than: Seconds = 0, prefix: str = "") -> Any
         SchemaError: the tables are missing or older than version 2, or this role may not read them.
         UnreachableError: there was no answer.
     """
-    wanted = stuck.look_of(engine, older_than=older_than, prefix=prefix)
-    if hasattr(engine, "sync_engine"):
-        return _stuck_keys(perform_async(engine, keys.look, wanted))
-    return list(map(stuck.stuck_key, perform(engine, keys.look, wanted)))
-
-
-async def _stuck_keys(found: Awaitable[Sequence[StuckKeyRow]]) -> Sequence[StuckKey]:
-    return list(map(stuck.stuck_key, await found))
+    query = build_stuck_key_query(engine, older_than=older_than, prefix=prefix)
+    return perform(engine, lambda connection, wanted: list(map(to_stuck_key, keys.look(connection, wanted))), query)
 
 
 @overload
@@ -153,16 +140,13 @@ def free_key(engine: Any, scope: str, key: str, *, reason: str, actor: str | Non
         StandbyError: this server takes no writes. Nothing was done.
         UnreachableError: there was no answer; if the connection was lost on the way, look before you try again.
     """
-    order = stuck.order_of(engine, scope, key, reason=reason, actor=actor)
-    if hasattr(engine, "sync_engine"):
-        return _freed(perform_async(engine, keys.free, order))
-    found = perform(engine, keys.free, order)
-    return None if found is None else stuck.stuck_key(found)
+    request = build_free_key_request(engine, scope, key, reason=reason, actor=actor)
 
+    def work(connection: Connection, order: FreeKeyRequest) -> StuckKey | None:
+        row = keys.free(connection, order)
+        return None if row is None else to_stuck_key(row)
 
-async def _freed(found: Awaitable[StuckKeyRow | None]) -> StuckKey | None:
-    row = await found
-    return None if row is None else stuck.stuck_key(row)
+    return perform(engine, work, request)
 
 
 @overload
@@ -192,6 +176,4 @@ def purge(engine: Any, *, batch: int = 1000) -> Any:
         sqlalchemy.exc.DBAPIError: the server ended a statement, by the role's `lock_timeout` for one; likewise.
     """
     check_int(batch, "batch", LARGEST_BATCH)
-    if hasattr(engine, "sync_engine"):
-        return purge_all_async(engine, batch)
     return purge_all(engine, batch)

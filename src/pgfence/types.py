@@ -40,16 +40,16 @@ class Holder:
     name: str | None
     key: LockKey | None
     kind: str
-    mode: Literal["exclusive", "shared"]
-    owner: str | None
-    host: str | None
-    pid: int | None
-    backend_pid: int | None
-    application_name: str | None
-    purpose: str
-    token: int | None
-    since: datetime | None
-    expires_at: datetime | None
+    mode: Literal["exclusive", "shared"] = "exclusive"
+    owner: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    backend_pid: int | None = None
+    application_name: str | None = None
+    purpose: str = ""
+    token: int | None = None
+    since: datetime | None = None
+    expires_at: datetime | None = None
 
     def __str__(self) -> str:
         who = self.owner or self.application_name or "a session without a name"

@@ -13,7 +13,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from pgfence import monitoring, schema
-from pgfence._admin import requests, stuck
+from pgfence._admin import requests, stuck_keys
 from pgfence._sql import stuck_keys as statements
 from pgfence.config import configure
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
@@ -320,7 +320,7 @@ def test_a_result_that_is_being_stored_is_not_overtaken(engine: Engine, attempts
 def test_another_attempt_than_the_one_that_was_seen_is_left_alone(engine: Engine, attempts: Attempts) -> None:
     """With `only` the attempt that came meanwhile is shown, and works on."""
     attempts.claim("k")
-    order = stuck.order_of(engine, attempts.scope, "k", reason="hung", actor="ann")
+    order = stuck_keys.build_free_key_request(engine, attempts.scope, "k", reason="hung", actor="ann")
     seen = requests.perform(engine, statements.find, order)
     attempts.lapse("k")
     attempts.claim("k", OTHER)

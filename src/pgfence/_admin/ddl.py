@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._admin.connection import run_on_engine
+from pgfence._api.inputs import is_async_connection
 from pgfence._sql import fences
 from pgfence._sql import tables as texts
-from pgfence._sql.errors import ErrorContext, raise_translated, translate_connect_error
+from pgfence._sql.errors import ErrorContext, find_connect_error, raise_translated
 from pgfence._sql.params import style_of
 from pgfence._sql.server import check_version
 from pgfence._sql.storage import VERSION, TableNames, table_names
@@ -18,24 +19,37 @@ from pgfence._sql.transaction import driver_state
 from pgfence.errors import SchemaError, TransactionStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Coroutine
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+    from pgfence.errors import PgfenceError
 
 _CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)
 
 
-def perform(engine: Any, work: Callable[[Connection, TableNames], None]) -> Any:
-    """Do it in a transaction of its own, or in the one of the Connection; return an awaitable for the async ones."""
+def perform(
+    engine: Engine | AsyncEngine | Connection | AsyncConnection, work: Callable[[Connection, TableNames], None]
+) -> Coroutine[Any, Any, None] | None:
+    """Do it in a separate transaction, or in the one of the Connection; for the async ones return a coroutine."""
     place = table_names(engine)
     style_of(engine.dialect)
 
-    def on_connection(connection: Connection) -> None:
-        perform_on(connection, place, work)
+    def run_in_transaction(connection: Connection) -> None:
+        with connection.begin():
+            perform_on(connection, place, work)
 
-    if hasattr(engine, "sync_engine"):
-        return _async(engine, on_connection)
-    return _sync(engine, on_connection)
+    if isinstance(engine, Connection):
+        perform_on(engine, place, work)
+        return None
+    if is_async_connection(engine):
+        return engine.run_sync(perform_on, place, work)
+    return run_on_engine(engine, run_in_transaction, _translate)
+
+
+def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
+    return find_connect_error(engine, error, "Nothing was made or changed")
 
 
 def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
@@ -69,37 +83,4 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
         work(connection, texts.settled(connection, place))
     except DBAPIError as error:
         raise_translated(error, place, _CONTEXT, connection.engine)
-        raise
-
-
-def _sync(engine: Engine | Connection, work: Callable[[Connection], None]) -> None:
-    if not isinstance(engine, Engine):
-        work(engine)
-        return
-    with _connecting(engine):
-        connection = engine.connect()
-    # Whatever the engine's own default is: the look at what is there has to follow the wait for others.
-    with connection.execution_options(isolation_level="READ COMMITTED"), connection.begin():
-        work(connection)
-
-
-async def _async(engine: Any, work: Callable[[Connection], None]) -> None:
-    if hasattr(engine, "run_sync"):
-        await engine.run_sync(work)
-        return
-    async with AsyncExitStack() as stack:
-        with _connecting(engine.sync_engine):
-            connection = await stack.enter_async_context(engine.connect())
-        await connection.execution_options(isolation_level="READ COMMITTED")
-        async with connection.begin():
-            await connection.run_sync(work)
-
-
-@contextmanager
-def _connecting(engine: Engine) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if told := translate_connect_error(engine, error, "Nothing was made or changed"):
-            raise told from error
         raise

@@ -1,9 +1,10 @@
-"""How expired idempotency keys are taken away: batch by batch, on one connection of the engine's."""
+"""How expired idempotency keys are deleted: batch by batch, on one connection of the engine."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
+from pgfence._admin.connection import run_on_engine
 from pgfence._sql import purge as statements
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.sqlstate import sqlstate_of
@@ -11,48 +12,36 @@ from pgfence._sql.storage import table_names
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
-    from sqlalchemy import Engine
+    from collections.abc import Coroutine
+    from typing import Any
+
+    from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 LARGEST_BATCH = 100_000
 _NO_SESSION = ("08", "28", "3D", "533", "57P")
 
 
-def purge(engine: Engine, batch: int) -> int:
-    """Take all expired keys away, and return how many they were."""
-    place, done, end = table_names(engine), 0, statements.BEGINNING
-    try:
-        # Whatever the engine's own default is: what somebody else has just renewed is to be seen, not an error.
-        with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
-            while True:
-                count, end = statements.purge(connection, place, batch, end)
-                if not count:
-                    return done
-                done += count
-    except Exception as error:
-        if (told := _told(engine, error)) is None:
-            raise
-        raise told from error
+@overload
+def purge(engine: AsyncEngine, batch: int) -> Coroutine[Any, Any, int]: ...
+@overload
+def purge(engine: Engine, batch: int) -> int: ...
+def purge(engine: Any, batch: int) -> Any:
+    """Delete all expired keys, and return how many they were; of an AsyncEngine return a coroutine."""
+    place = table_names(engine)
+
+    def delete_batches(connection: Connection) -> int:
+        done, end = 0, statements.BEGINNING
+        while True:
+            count, end = statements.purge(connection, place, batch, end)
+            if not count:
+                return done
+            done += count
+
+    return run_on_engine(engine, delete_batches, _translate)
 
 
-async def purge_async(engine: AsyncEngine, batch: int) -> int:
-    """As `purge`, on a connection of an async engine's."""
-    place, done, end = table_names(engine), 0, statements.BEGINNING
-    try:
-        async with engine.connect() as connection:
-            await connection.execution_options(isolation_level="READ COMMITTED")
-            while True:
-                count, end = await connection.run_sync(statements.purge, place, batch, end)
-                if not count:
-                    return done
-                done += count
-    except Exception as error:
-        if (told := _told(engine.sync_engine, error)) is None:
-            raise
-        raise told from error
-
-
-def _told(engine: Engine, error: Exception) -> PgfenceError | None:
+def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
     if told := translate_error(error, table_names(engine), statements.CONTEXT, engine):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar, overload
 
 from sqlalchemy import Engine
 
+from pgfence._admin.connection import run_on_engine
 from pgfence._api.inputs import check_text
 from pgfence._leases.heartbeat.service import HeartbeatService
 from pgfence._process.registry import ManagerRegistry
@@ -20,7 +21,8 @@ from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, qualified_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
+    from typing import Any
 
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -43,7 +45,9 @@ O = TypeVar("O", bound=AdminRequest)  # noqa: E741
 R = TypeVar("R")
 
 
-def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None) -> EvictionRequest:
+def build_eviction_request(
+    engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None
+) -> EvictionRequest:
     """Return what is to be done, checked."""
     namespace = config_of(engine).namespace
     reason, actor = audit_fields(reason, actor)
@@ -56,7 +60,7 @@ def order_of(engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str
     )
 
 
-def tell_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
+def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
     """End what this process held through the engine under the name that was evicted, and return what was found."""
     beat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(beat, HeartbeatService) and found.newest is not None and found.token is not None:
@@ -69,34 +73,20 @@ def audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
     return _non_empty(reason, "reason"), _default_actor() if actor is None else _non_empty(actor, "actor")
 
 
-def perform(engine: Engine, work: Callable[[Connection, O], R], order: O) -> R:
-    """Do it on a connection of the engine's."""
-    try:
-        # Whatever the engine's own default is: each statement has to see what was committed before it.
-        with engine.connect().execution_options(isolation_level="READ COMMITTED") as connection:
-            return work(connection, order)
-    except Exception as error:
-        if (told := _told(engine, order, error)) is None:
-            raise
-        raise told from error
+@overload
+def perform(engine: AsyncEngine, work: Callable[[Connection, O], R], request: O) -> Coroutine[Any, Any, R]: ...
+@overload
+def perform(engine: Engine, work: Callable[[Connection, O], R], request: O) -> R: ...
+def perform(engine: Any, work: Callable[[Connection, O], R], request: O) -> Any:
+    """Do what is requested on a connection of the engine; of an AsyncEngine return a coroutine."""
 
+    def translate(engine: Engine, error: Exception) -> PgfenceError | None:
+        if isinstance(error, PgfenceError):
+            return None
+        told = translate_error(error, request.place, request.context, engine)
+        return told or translate_connect_error(engine, error)
 
-async def perform_async(engine: AsyncEngine, work: Callable[[Connection, O], R], order: O) -> R:
-    """As `perform`, on a connection of an async engine's."""
-    try:
-        async with engine.connect() as connection:
-            await connection.execution_options(isolation_level="READ COMMITTED")
-            return await connection.run_sync(work, order)
-    except Exception as error:
-        if (told := _told(engine.sync_engine, order, error)) is None:
-            raise
-        raise told from error
-
-
-def _told(engine: Engine, order: AdminRequest, error: Exception) -> PgfenceError | None:
-    if isinstance(error, PgfenceError):
-        return None
-    return translate_error(error, order.place, order.context, engine) or translate_connect_error(engine, error)
+    return run_on_engine(engine, lambda connection: work(connection, request), translate)
 
 
 def _non_empty(value: object, what: str) -> str:

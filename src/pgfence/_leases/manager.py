@@ -322,15 +322,9 @@ class LeaseManager(LockManager[S]):
                 name=request.names[0],
                 key=None,
                 kind="lease",
-                mode="exclusive",
                 owner=hold.label or hold.in_words,
-                host=None,
                 pid=hold.pid,
-                backend_pid=None,
-                application_name=None,
-                purpose="",
                 token=hold.token,
-                since=None,
                 expires_at=hold.expires_at,
             )
         ]

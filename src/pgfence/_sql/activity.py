@@ -94,13 +94,9 @@ def _holder(row: Sequence[Any], key: LockKey) -> Holder:
         mode="shared" if mode == "ShareLock" else "exclusive",
         owner=None if gid is None else f"prepared transaction {gid!r}",
         host=host,
-        pid=None,
         backend_pid=backend_pid,
         application_name=application_name or None,
-        purpose="",
-        token=None,
         since=None if since is None else moment(since),
-        expires_at=None,
     )
 
 
@@ -111,7 +107,6 @@ def lease_holder(name: str, row: Sequence[Any]) -> Holder:
         name=name,
         key=None,
         kind=kind,
-        mode="exclusive",
         owner=owner,
         host=host,
         pid=pid,

@@ -226,15 +226,10 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
             key=None,
             kind="fence",
             mode="shared",
-            owner=None,
             host=one["host"],
-            pid=None,
             backend_pid=one["pid"],
             application_name=one["application_name"] or None,
-            purpose="",
-            token=None,
             since=datetime.fromtimestamp(one["since"], UTC),
-            expires_at=None,
         )
         for one in detail["inside"]
     ]

@@ -212,16 +212,10 @@ def _occupied(connection: Connection, order: EvictionRequest) -> LockTimeoutErro
             name=None,
             key=None,
             kind="transaction",
-            mode="exclusive",
-            owner=None,
             host=host,
-            pid=None,
             backend_pid=pid,
             application_name=application or None,
-            purpose="",
-            token=None,
             since=None if since is None else moment(since),
-            expires_at=None,
         )
         for pid, application, host, since in rows
     ]

@@ -107,7 +107,7 @@ class _Eviction:
         self._engine = engine
         self._name = name
         try:
-            self._order = requests.order_of(engine, name, reason=reason, actor=actor)
+            self._order = requests.build_eviction_request(engine, name, reason=reason, actor=actor)
         except ValueError as error:
             raise MisuseError(str(error)) from None
 

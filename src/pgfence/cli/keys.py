@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pgfence import monitoring
-from pgfence._admin import stuck
+from pgfence._admin import stuck_keys
 from pgfence._admin.requests import perform
 from pgfence._sql import stuck_keys as statements
 from pgfence.cli.codes import Code, CommandExit, MisuseError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-    from pgfence._admin.stuck import StuckKey
+    from pgfence._admin.stuck_keys import StuckKey
 
 _OLDER = typer.Option(metavar="SECONDS", help="Only keys that were claimed so long ago.")
 
@@ -165,7 +165,7 @@ class _Freeing:
     def __init__(self, engine: Engine, scope: str, key: str, reason: str, actor: str | None) -> None:
         self._engine = engine
         try:
-            self._order = stuck.order_of(engine, scope, key, reason=reason, actor=actor)
+            self._order = stuck_keys.build_free_key_request(engine, scope, key, reason=reason, actor=actor)
         except ValueError as error:
             raise MisuseError(str(error)) from None
 
@@ -178,7 +178,7 @@ class _Freeing:
                 return _KeyReport(
                     "nobody", Code.NOBODY, [f"Nothing is stuck under {self._order}: it is unknown, finished or free."]
                 )
-            seen = stuck.stuck_key(row)
+            seen = stuck_keys.to_stuck_key(row)
             if dry_run:
                 return _KeyReport("seen", Code.OK, [_line(seen), "Nothing was done."], seen)
             if not yes and not _confirmed(seen):
@@ -191,7 +191,7 @@ class _Freeing:
             code = _code(error)
             return _KeyReport("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
         if freed is None or freed.claim_id != row.claim_id:
-            now = None if freed is None else stuck.stuck_key(freed)
+            now = None if freed is None else stuck_keys.to_stuck_key(freed)
             said = f"something happened meanwhile, and nothing was done: now {now or 'nothing is stuck there'}"
             return _KeyReport("changed", Code.BUSY, [said], now)
         done = f"Freed, and written to the audit. The next caller is attempt {seen.attempt + 1}."

@@ -60,7 +60,7 @@ class StuckKey:
         return f"{self.key!r} of scope {self.scope!r}: attempt {self.attempt} of {who}, {self.state}"
 
 
-def stuck_key(row: StuckKeyRow) -> StuckKey:
+def to_stuck_key(row: StuckKeyRow) -> StuckKey:
     """Return what a row says."""
     return StuckKey(
         scope=row.scope.rpartition(SEPARATOR)[2],
@@ -77,14 +77,16 @@ def stuck_key(row: StuckKeyRow) -> StuckKey:
     )
 
 
-def look_of(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> StuckKeyQuery:
+def build_stuck_key_query(engine: Engine | AsyncEngine, *, older_than: Seconds, prefix: str) -> StuckKeyQuery:
     """Return which keys are wanted, checked."""
     check_text(prefix, "prefix")
     older = min(seconds(older_than, "older_than"), _LONGEST)
     return StuckKeyQuery(place=table_names(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older)
 
 
-def order_of(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None) -> FreeKeyRequest:
+def build_free_key_request(
+    engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None
+) -> FreeKeyRequest:
     """Return what is to be done, checked."""
     reason, actor = audit_fields(reason, actor)
     return FreeKeyRequest(

@@ -1,0 +1,61 @@
+"""The one connection that administrative work runs on, sync or async."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
+
+from pgfence._api.inputs import is_async_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence.errors import PgfenceError
+
+    Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]
+
+R = TypeVar("R")
+# Whatever the engine's own default is: each statement has to see what was committed before it.
+_ISOLATION = "READ COMMITTED"
+
+
+@overload
+def run_on_engine(
+    engine: AsyncEngine, work: Callable[[Connection], R], translate: Translate
+) -> Coroutine[Any, Any, R]: ...
+@overload
+def run_on_engine(engine: Engine, work: Callable[[Connection], R], translate: Translate) -> R: ...
+def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> object:
+    """Do something on a connection of the engine, outside a transaction; of an AsyncEngine return a coroutine.
+
+    Args:
+        engine: the engine.
+        work: what to do; async engines run it inside a greenlet.
+        translate: returns what an error means, or None if it is to be raised as it is.
+    """
+    if is_async_engine(engine):
+        return _perform_async(engine, work, translate)
+    try:
+        with engine.connect().execution_options(isolation_level=_ISOLATION) as connection:
+            return work(connection)
+    except Exception as error:
+        _raise_translated(engine, error, translate)
+        raise
+
+
+async def _perform_async(engine: AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> R:
+    try:
+        async with engine.connect() as connection:
+            await connection.execution_options(isolation_level=_ISOLATION)
+            return await connection.run_sync(work)
+    except Exception as error:
+        _raise_translated(engine.sync_engine, error, translate)
+        raise
+
+
+def _raise_translated(engine: Engine, error: Exception, translate: Translate) -> None:
+    if told := translate(engine, error):
+        raise told from error
