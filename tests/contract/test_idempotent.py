@@ -478,7 +478,7 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(desk:
                     await desk.world.call(session.commit)
             else:
                 await desk.world.call(session.commit)
-    with pytest.raises(IdempotencyMisuseError, match="IdempotencyInProgressError, which is none of record="):
+    with pytest.raises(IdempotencyMisuseError, match="IdempotencyInProgressError, which record= does not include"):
         await desk.pay("k")
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeVar, get_type_hints
 
 from pgfence._api.inputs import describe_function, reject_coroutine, reject_generator
-from pgfence._values.annotations import reach
+from pgfence._values.annotations import find_classes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ def unreached(fn: Callable[..., Any], reached: frozenset[type[Any]] | None) -> s
     if returns in (Never, NoReturn):
         return None
     try:
-        found = reach(returns).classes.values()
+        found = find_classes(returns).classes.values()
     except TypeError as error:
         return str(error) if reached is None else None
     for one in found:

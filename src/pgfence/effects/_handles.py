@@ -39,7 +39,7 @@ class _Attempt(Generic[RunningT]):
     def __init__(
         self,
         running: RunningT,
-        codec: Codec,
+        codec: Codec[Any],
         expect: Callable[[Callable[..., Any]], None],
         check: Callable[[Any], None],
     ) -> None:

@@ -142,13 +142,13 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
             return "lost", ""
         if attempt.torn or attempt.doing:
             return "lapse", ""
-        if errors.among(error, self._record):
+        if errors.is_among(error, self._record):
             try:
                 return "record", errors.encode(cast("Exception", error), self._codec)
             except Exception as failure:
                 attach(error, failure, "while it was recorded")
                 return "lapse", ""
-        return ("free" if errors.among(error, self._free) else "lapse"), ""
+        return ("free" if errors.is_among(error, self._free) else "lapse"), ""
 
     def _tell(self, error: BaseException, attempt: _Attempt[Any], how: End, told: Callable[[str], str]) -> None:
         """Say on the error, and in the log, what becomes of the key of an attempt that ended with it."""

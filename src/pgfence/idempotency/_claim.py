@@ -60,7 +60,7 @@ class KeyCall:
     scope: str
     key: str
     fingerprint: bytes | None
-    codec: Codec
+    codec: Codec[Any]
     result: Any
     timeout: float | None
     keep: float
@@ -140,7 +140,7 @@ def _release(session: Session, call: KeyCall, claimed: Claim, savepoint: Session
     try:
         session.flush()
     except Exception as error:
-        if errors.among(error, call.record):
+        if errors.is_among(error, call.record):
             try:
                 record(session, call, claimed, error)
             except Exception as failure:

@@ -6,7 +6,7 @@ import types
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, LiteralString, Union, get_args, get_origin
 
-from pgfence._values.annotations import is_alias, is_untold
+from pgfence._values.annotations import is_alias, is_open
 from pgfence.errors import IdempotencyMisuseError
 
 _SIMPLE = (list, tuple, set, frozenset)
@@ -78,7 +78,7 @@ def _of_class(value: object, annotation: Any) -> str | None:
         return _mismatch(value, annotation.__supertype__)
     if not isinstance(annotation, type) or annotation is object:
         return None
-    if is_untold(annotation) and not isinstance(value, annotation) and annotation.__module__ != "collections.abc":
+    if is_open(annotation) and not isinstance(value, annotation) and annotation.__module__ != "collections.abc":
         return None
     try:
         return None if isinstance(value, annotation) else _found(value)

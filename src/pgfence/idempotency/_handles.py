@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from pgfence._api.contexts import attach
 from pgfence._api.inputs import reject_coroutine, unwrap_session
 from pgfence._api.misuse import Guided
-from pgfence._values.errors import among
+from pgfence._values.errors import is_among
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
 from pgfence.idempotency._expected import expect_result
@@ -89,7 +89,7 @@ class Op(Generic[T]):
         return None
 
     def _recorded(self, error: BaseException | None) -> bool:
-        return error is not None and among(error, self._call.record) and not self._claim.replayed
+        return error is not None and is_among(error, self._call.record) and not self._claim.replayed
 
 
 class _KeyBase(Guided, Generic[T]):
