@@ -232,7 +232,7 @@ async def test_a_transaction_that_cannot_have_the_key_of_an_effect_says_which_at
 
 
 @pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
-async def test_a_result_of_another_type_is_refused_before_it_is_stored(shop: Shop) -> None:
+async def test_a_result_of_another_type_is_rejected_before_it_is_stored(shop: Shop) -> None:
     """The error names both types, whether the function returns the result or completes a transaction with it."""
 
     async def returns(attempt: Any) -> Any:

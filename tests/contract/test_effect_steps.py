@@ -135,7 +135,7 @@ async def test_values_of_steps_may_be_anything_that_results_may_be(shop: Shop) -
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["", " ", "a:b", "a\x00", "s" * 256])
-async def test_names_that_no_step_can_have_are_refused_before_it(shop: Shop, name: str) -> None:
+async def test_names_that_no_step_can_have_are_rejected_before_it(shop: Shop, name: str) -> None:
     """C108: the rules of keys, and no colon, which would make two derived keys equal."""
 
     async def work(attempt: Any) -> str:
@@ -147,7 +147,7 @@ async def test_names_that_no_step_can_have_are_refused_before_it(shop: Shop, nam
     assert shop.provider.done == 0
 
 
-async def test_a_step_whose_annotation_tells_that_it_cannot_be_saved_is_not_done(shop: Shop) -> None:
+async def test_a_step_type_that_cannot_be_saved_is_rejected_before_the_step(shop: Shop) -> None:
     """C105: with and without a result= that does not reach it; a class that a reached one inherits from is no reason."""
 
     def charge(key: str) -> Any:
@@ -187,7 +187,7 @@ async def test_an_attempt_that_has_ended_does_nothing_more(shop: Shop) -> None:
     assert shop.provider.done == 0
 
 
-async def test_a_step_that_is_at_work_is_not_done_beside_itself(shop: Shop) -> None:
+async def test_a_step_that_is_running_is_not_done_beside_itself(shop: Shop) -> None:
     """C100: the same name in two places of one attempt, nested or at once, is refused before the second is done."""
 
     async def work(attempt: Any) -> str:
@@ -210,7 +210,7 @@ async def test_a_step_that_is_at_work_is_not_done_beside_itself(shop: Shop) -> N
     assert shop.provider.asked == {"k:charge": 1}
 
 
-async def test_steps_of_one_name_in_two_tasks_are_refused(shop: Shop) -> None:
+async def test_steps_of_one_name_in_two_tasks_are_rejected(shop: Shop) -> None:
     """C100: the second comes while the first is on its way."""
     if not shop.world.is_async:
         pytest.skip("the nested step of the other test stands for threads")
@@ -235,7 +235,7 @@ class Away(Exception):
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("option", ["free", "record"])
-async def test_an_error_while_another_step_is_at_work_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
+async def test_an_error_while_another_step_is_running_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
     """C101: whatever `free` and `record` say, nobody does the step a second time while the first is on its way."""
     others: list[Any] = []
 
@@ -275,7 +275,7 @@ async def test_an_error_while_another_step_is_at_work_leaves_the_outcome_unknown
     assert shop.provider.asked == {"k:charge": 1}
 
 
-async def test_functions_of_the_other_half_are_told_before_they_run_or_count(shop: Shop) -> None:
+async def test_sync_and_async_functions_are_not_mixed(shop: Shop) -> None:
     """Sync: a coroutine function is refused, nothing ran. Async: a plain function has run by then, and what it returned counts."""
 
     async def asynchronous(key: str) -> str:
@@ -354,7 +354,7 @@ async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
 
 
 @pytest.mark.every_driver
-async def test_a_late_attempt_that_swallows_its_refusal_commits_nothing(shop: Shop, payments: str) -> None:
+async def test_a_late_attempt_that_swallows_its_rejection_commits_nothing(shop: Shop, payments: str) -> None:
     """C100: PostgreSQL has aborted its transaction. One that nobody has followed may still commit, whatever it believes."""
     gates = {"followed": Gate(), "alone": Gate()}
 
@@ -420,7 +420,7 @@ async def test_connections_that_die_after_the_commit_do_not_hide_it(shop: Shop, 
     assert await shop.run("k", work) == "paid by 1"
 
 
-async def test_a_session_of_the_other_half_is_refused(shop: Shop) -> None:
+async def test_a_session_of_the_other_half_is_rejected(shop: Shop) -> None:
     """A TypeError in words, and nothing is stored."""
 
     async def work(attempt: Any) -> str:
@@ -432,7 +432,7 @@ async def test_a_session_of_the_other_half_is_refused(shop: Shop) -> None:
     assert await shop.run("k", work) == "done"
 
 
-async def test_nobody_takes_over_between_complete_and_the_commit(shop: Shop, payments: str) -> None:
+async def test_no_attempt_takes_over_between_complete_and_commit(shop: Shop, payments: str) -> None:
     """C100: the claim has run out, and the row of the key is locked: the next caller waits, and gets the result."""
     gate = Gate()
 
@@ -469,7 +469,7 @@ async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(s
         await shop.run("k", work)
 
 
-async def test_a_transaction_that_is_left_open_is_told_of_soon(shop: Shop, payments: str) -> None:
+async def test_a_transaction_left_open_is_reported_at_once(shop: Shop, payments: str) -> None:
     """C101: the row of the key is locked by it, and by nobody else; one look is enough to know."""
     if shop.world.name in ("psycopg2", "psycopg_async"):
         pytest.skip("it waits for two seconds, and the other drivers stand for these")
@@ -533,7 +533,7 @@ async def test_the_session_may_be_of_another_driver_but_not_of_another_database(
 
 
 @pytest.mark.every_driver
-async def test_autocommit_is_refused(shop: Shop) -> None:
+async def test_autocommit_is_rejected(shop: Shop) -> None:
     """The result would be stored at once, whatever becomes of the rows."""
 
     async def work(attempt: Any) -> str:

@@ -65,7 +65,7 @@ def shop(world: World, admin: psycopg.Connection[Any]) -> Shop:
 
 
 @pytest.mark.every_driver
-async def test_the_work_is_done_once_and_everybody_gets_its_result(shop: Shop) -> None:
+async def test_the_work_runs_once_and_every_caller_gets_its_result(shop: Shop) -> None:
     """C105: a second call does nothing and returns an equal result."""
     first = await shop.run("k")
     assert await shop.run("k") == first == "receipt of k:charge"
@@ -75,7 +75,7 @@ async def test_the_work_is_done_once_and_everybody_gets_its_result(shop: Shop) -
     assert 86000 < row.record_left <= 86400
 
 
-async def test_a_second_caller_is_told_at_once_that_an_attempt_is_at_work(shop: Shop) -> None:
+async def test_a_second_caller_raises_in_progress_at_once(shop: Shop) -> None:
     """Without a timeout the loser does not wait; it learns when to ask again, or that nobody renews the claim any more."""
     gate = Gate()
 
@@ -199,7 +199,7 @@ async def test_a_recorded_error_is_raised_again_without_running(shop: Shop) -> N
     assert shop.row("k").status == "failed"
 
 
-async def test_a_result_that_cannot_be_stored_is_refused_before_the_work_where_its_annotation_tells(shop: Shop) -> None:
+async def test_a_result_type_that_cannot_be_stored_is_rejected_before_the_work(shop: Shop) -> None:
     """C105: nothing was done and the key is not taken; where no annotation tells, the outcome is unknown, and it says so."""
 
     async def annotated(attempt: Any) -> Receipt:
@@ -268,7 +268,7 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("state", ["53100", "57014", "58030", "XX000"])
-async def test_a_result_that_a_server_in_trouble_refuses_is_stored_later(
+async def test_a_result_that_a_server_in_trouble_rejects_is_stored_later(
     shop: Shop, admin: psycopg.Connection[Any], state: str
 ) -> None:
     """A full disk, a cancelled statement: the caller is told, the work is not done again, and its result is there when it can be."""
@@ -290,7 +290,7 @@ async def test_a_result_that_a_server_in_trouble_refuses_is_stored_later(
     assert shop.provider.asked == {"k:charge": 1}
 
 
-async def test_a_late_attempt_is_refused_after_a_transaction_has_taken_the_key(shop: Shop) -> None:
+async def test_a_late_attempt_is_rejected_after_a_transaction_has_taken_the_key(shop: Shop) -> None:
     """C100: the record was over, a transaction made the key new, and its result stays."""
     gate = Gate()
 
@@ -311,7 +311,7 @@ async def test_a_late_attempt_is_refused_after_a_transaction_has_taken_the_key(s
 
 
 @pytest.mark.every_driver
-async def test_a_cancel_is_an_end_of_which_nobody_knows_what_it_did(shop: Shop) -> None:
+async def test_a_cancelled_attempt_has_an_unknown_outcome(shop: Shop) -> None:
     """The claim is not renewed any more, and the next attempt follows after its time."""
     if not shop.world.is_async:
         pytest.skip("threads are not cancelled")
@@ -375,7 +375,7 @@ async def test_what_a_lost_attempt_has_saved_outlives_its_claim(shop: Shop) -> N
 
 
 @pytest.mark.every_driver
-async def test_a_late_attempt_is_refused_and_the_result_of_the_newest_stays(shop: Shop) -> None:
+async def test_a_late_attempt_is_rejected_and_the_result_of_the_newest_stays(shop: Shop) -> None:
     """C100: the one that was taken over can neither save a step nor finish, whatever it believes."""
     gate = Gate()
     refused: list[Any] = []
@@ -401,7 +401,7 @@ async def test_a_late_attempt_is_refused_and_the_result_of_the_newest_stays(shop
     assert shop.row("k").step == {"charge": "receipt of k:charge"}
 
 
-async def test_an_attempt_whose_claim_ran_out_learns_of_it_by_itself(shop: Shop) -> None:
+async def test_an_attempt_whose_claim_expired_raises_before_its_next_step(shop: Shop) -> None:
     """`check()` and `step()` refuse once the heartbeat has heard it, and the work of the step is not done."""
     gate = Gate()
     seen: list[Any] = []
@@ -428,7 +428,7 @@ async def test_an_attempt_whose_claim_ran_out_learns_of_it_by_itself(shop: Shop)
     assert shop.provider.done == 0
 
 
-async def test_without_takeover_nobody_follows_until_an_operator_has_freed_the_key(shop: Shop) -> None:
+async def test_without_takeover_only_an_operator_frees_the_key(shop: Shop) -> None:
     """C099: what a lost attempt did is unknown, and stays so for everybody; the operator looks and decides."""
 
     async def fail(attempt: Any) -> str:
@@ -452,7 +452,7 @@ async def test_without_takeover_nobody_follows_until_an_operator_has_freed_the_k
     assert shop.row("k").attempt == 2
 
 
-async def test_an_operator_ends_an_attempt_that_is_at_work(shop: Shop) -> None:
+async def test_an_operator_ends_an_attempt_that_is_running(shop: Shop) -> None:
     """C100: its late finish is refused, and the next caller runs at once."""
     gate = Gate()
 
@@ -473,7 +473,7 @@ async def test_an_operator_ends_an_attempt_that_is_at_work(shop: Shop) -> None:
 # ---------------------------------------------------------------- whose key it is
 
 
-async def test_another_payload_is_told_of_before_anything_else(shop: Shop) -> None:
+async def test_another_payload_is_rejected_first(shop: Shop) -> None:
     """C104, C102: while an attempt is at work, with or without a wait, when it was lost, failed or is done."""
     gate = Gate()
 
@@ -586,7 +586,7 @@ async def test_a_per_cent_sign_may_be_in_the_names_of_the_tables(shop: Shop) -> 
 
 
 @pytest.mark.every_driver
-async def test_missing_tables_are_told_of_before_the_work(world: World, admin: psycopg.Connection[Any]) -> None:
+async def test_missing_tables_are_reported_before_the_work(world: World, admin: psycopg.Connection[Any]) -> None:
     """A SchemaError that names the command, and nothing was done."""
     shop = Shop(world, admin)
     configure(shop.engine, schema="nowhere")
@@ -624,7 +624,7 @@ async def test_a_role_needs_the_rights_that_its_error_names(
         ({"payload": float("nan")}, "not even equal to itself"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+def test_arguments_that_cannot_be_used_are_rejected(options: dict[str, Any], message: str) -> None:
     """C108, C110: at the construction, before anything is sent."""
     given: dict[str, Any] = {"key": "k", "scope": "s"} | options
     kinds: list[Any] = [IdempotentEffect, AsyncIdempotentEffect]
@@ -633,7 +633,7 @@ def test_arguments_that_cannot_be_used_are_refused(options: dict[str, Any], mess
             kind(object, **given)
 
 
-def test_types_that_cannot_be_used_are_refused() -> None:
+def test_types_that_cannot_be_used_are_rejected() -> None:
     """C105: a class whose instances cannot be stored, what is no class of errors, a coroutine function, what is no engine."""
     kind: Any = IdempotentEffect
     for options in ({"result": Gate}, {"record": ["x"]}, {"free": [int]}, {"takeover": None}):

@@ -183,7 +183,7 @@ async def test_a_connection_and_a_scoped_session_have_transactions_too(world: Wo
 # ---------------------------------------------------------------- where it may stand
 
 
-async def test_a_gate_entered_after_a_read_is_refused_and_can_be_allowed(world: World, name: str, ledger: str) -> None:
+async def test_a_gate_entered_after_a_read_is_rejected_and_can_be_allowed(world: World, name: str, ledger: str) -> None:
     """What was read before may be older than the last holder's commit: an error, unless the caller says that it is no harm."""
     async with session(world, world.engine()) as work:
         await value(world, work, f"SELECT amount FROM {ledger}")
@@ -205,7 +205,7 @@ async def test_on_a_connection_too_the_gate_comes_first(world: World, name: str,
             await world.call(fence, work, name, 1)
 
 
-async def test_settings_that_a_hook_sends_at_the_begin_are_no_reads(world: World, name: str) -> None:
+async def test_settings_sent_by_a_begin_hook_are_not_reads(world: World, name: str) -> None:
     """Row-level security sends its tenant at each begin: the gate still comes first."""
     async with session(world, world.engine()) as work:
         sync = getattr(work, "sync_session", work)
@@ -216,7 +216,7 @@ async def test_settings_that_a_hook_sends_at_the_begin_are_no_reads(world: World
 
 
 @pytest.mark.every_driver
-async def test_the_sqlstate_of_somebody_else_stays_what_it_is(world: World, name: str) -> None:
+async def test_an_error_with_our_sqlstate_from_another_program_is_unchanged(world: World, name: str) -> None:
     """Another program may raise PF001 too: its error comes out as it is, with its own words."""
     raised = "DO $$ BEGIN RAISE EXCEPTION 'not ours' USING ERRCODE = 'PF001', DETAIL = '{no json'; END $$"
     async with session(world, world.engine()) as work:
@@ -279,7 +279,7 @@ async def test_leaving_fenced_raises_if_its_transaction_ended(world: World, name
 
 
 @pytest.mark.every_driver
-async def test_autocommit_is_refused(world: World, name: str) -> None:
+async def test_autocommit_is_rejected(world: World, name: str) -> None:
     """A gate that is left with the statement that entered it protects nothing."""
     engine = world.engine(isolation_level="AUTOCOMMIT")
     async with session(world, engine) as work:
@@ -290,7 +290,7 @@ async def test_autocommit_is_refused(world: World, name: str) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-async def test_under_a_snapshot_a_waiter_is_told_to_try_again(
+async def test_a_waiter_with_an_old_snapshot_gets_a_serialization_failure(
     world: World, name: str, admin: Any, eventually: Any, level: str
 ) -> None:
     """With a snapshot older than the gate PostgreSQL itself refuses with 40001, never with a stale read."""
@@ -333,7 +333,7 @@ async def test_under_a_snapshot_a_waiter_is_told_to_try_again(
     ],
 )
 @pytest.mark.parametrize("function", [fence, fenced])
-def test_what_is_no_resource_or_token_is_refused_before_anything_is_sent(
+def test_bad_resources_and_tokens_are_rejected_before_a_statement(
     function: Any, resource: Any, token: Any, kind: type[Exception]
 ) -> None:
     """A name over the limit, a token below 1 or of another type: at the call, not in the server."""
@@ -341,7 +341,7 @@ def test_what_is_no_resource_or_token_is_refused_before_anything_is_sent(
         function(Session(), resource, token)
 
 
-async def test_what_has_no_transaction_of_its_own_is_refused(world: World, name: str) -> None:
+async def test_what_has_no_transaction_of_its_own_is_rejected(world: World, name: str) -> None:
     """An engine or a factory is no transaction: the message says what to do."""
     engine = world.engine()
     for thing in (engine, factory(world, engine)):
@@ -375,7 +375,9 @@ async def test_in_a_read_only_transaction_the_primary_is_named(world: World, nam
 
 
 @pytest.mark.every_driver
-async def test_a_guarded_table_refuses_who_enters_no_gate(world: World, name: str, guarded: str, admin: Any) -> None:
+async def test_a_write_that_entered_no_gate_raises_fence_required(
+    world: World, name: str, guarded: str, admin: Any
+) -> None:
     """PF002 reaches the caller as FenceRequiredError, whatever statement it was, Core or ORM."""
     engine = world.engine()
     async with session(world, engine) as work:
@@ -402,7 +404,7 @@ EVERY = {
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", EVERY)
-async def test_a_holder_who_was_overtaken_inside_a_transaction_cannot_write_by_any_statement(
+async def test_an_overtaken_holder_cannot_write_by_any_statement(
     world: World, name: str, guarded: str, admin: Any, kind: str
 ) -> None:
     """The gate was left by a savepoint's rollback and a newer holder came: the token that is still claimed is refused."""
@@ -441,7 +443,7 @@ async def test_a_savepoint_rolled_back_takes_the_gate_with_it(
     assert amount(admin, guarded) == 101
 
 
-async def test_a_refusal_that_a_savepoint_swallows_still_keeps_the_transaction_from_committing(
+async def test_a_rejection_inside_a_savepoint_blocks_the_commit(
     world: World, name: str, ledger: str, admin: Any
 ) -> None:
     """Whoever catches the error and goes on writes nothing: the commit is refused until the outermost rollback."""
@@ -466,7 +468,7 @@ async def test_a_refusal_that_a_savepoint_swallows_still_keeps_the_transaction_f
 
 
 @pytest.mark.every_driver
-async def test_on_a_connection_too_a_swallowed_refusal_keeps_the_transaction_from_committing(
+async def test_a_rejection_blocks_the_commit_of_a_connection_too(
     world: World, name: str, ledger: str, guarded: str, admin: Any
 ) -> None:
     """Core has the same rule, and the refusal may come from the trigger as well."""

@@ -127,7 +127,7 @@ async def test_a_wait_at_the_gate_puts_the_settings_back(world: World, name: str
 
 
 @pytest.mark.twins
-async def test_all_who_are_inside_are_named(world: World, name: str) -> None:
+async def test_all_writers_in_the_gate_are_named_as_holders(world: World, name: str) -> None:
     """C056: of several writers with one token each may be the one in the way."""
     engine, other = world.engine(), world.other()
     inside = set()

@@ -112,7 +112,7 @@ async def new_write(who: Contender, work: Any, overlap: Overlap, name: str, tabl
 
 @pytest.mark.every_driver
 @pytest.mark.matrix
-async def test_a_stale_write_after_the_new_holders_commit_is_refused(
+async def test_a_stale_write_after_the_new_holders_commit_is_rejected(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, overlap: Overlap, stale_write: Any
 ) -> None:
     """C100: whatever it writes, an overtaken writer gets an error and changes nothing: same row, other row, new row."""
@@ -133,7 +133,7 @@ async def test_a_stale_write_after_the_new_holders_commit_is_refused(
 
 @pytest.mark.every_driver
 @pytest.mark.matrix
-async def test_a_stale_write_during_the_new_holders_transaction_waits_and_is_refused(
+async def test_a_stale_write_during_the_new_holders_transaction_waits_and_is_rejected(
     world: World,
     admin: psycopg.Connection[Any],
     name: str,
@@ -158,7 +158,7 @@ async def test_a_stale_write_during_the_new_holders_transaction_waits_and_is_ref
 
 @pytest.mark.every_driver
 @pytest.mark.matrix
-async def test_a_new_holder_waits_for_a_stale_writer_who_is_inside(
+async def test_a_new_holder_waits_for_a_stale_writer_in_the_gate(
     world: World,
     admin: psycopg.Connection[Any],
     name: str,
@@ -182,7 +182,7 @@ async def test_a_new_holder_waits_for_a_stale_writer_who_is_inside(
             await stale_write(world, stale, overlap)
 
 
-async def test_a_new_holder_who_rolls_back_lets_the_old_one_in_again(
+async def test_a_new_holder_that_rolls_back_leaves_the_old_token_valid(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, stale_write: Any, eventually: Any
 ) -> None:
     """A token counts in the gate from its commit on: until then the one before it was not overtaken."""

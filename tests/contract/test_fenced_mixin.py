@@ -78,7 +78,7 @@ async def test_a_flush_writes_the_token_into_every_row(world: World, kind: str, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["gate", "row"])
 @pytest.mark.parametrize("act", ["add", "change", "delete"])
-async def test_a_flush_outside_a_fence_is_refused(world: World, kind: str, mode: str, act: str) -> None:
+async def test_a_flush_outside_a_fence_is_rejected(world: World, kind: str, mode: str, act: str) -> None:
     """Without a token nothing of a guarded class is written, and the error names class and resource."""
     engine = world.engine()
     cls = await entry(world, engine, kind, mode=mode)
@@ -139,7 +139,7 @@ async def test_what_a_program_assigns_to_the_token_does_not_count(world: World) 
     assert await on_session(world, engine, lambda session: rows(session, cls)) == [(1, "a", 0, 3)]
 
 
-async def test_a_stale_holder_is_refused_at_the_gate(world: World) -> None:
+async def test_a_stale_holder_is_rejected_at_the_gate(world: World) -> None:
     """With a newer token in the gate, an older one writes nothing."""
     engine = world.engine()
     cls = await entry(world, engine)
@@ -234,7 +234,7 @@ async def test_a_deleted_row_counts_by_what_stands_in_the_table(world: World, bo
     assert await on_session(world, engine, lambda session: rows(session, cls)) == []
 
 
-async def test_a_resource_that_is_no_text_is_refused(world: World) -> None:
+async def test_a_resource_that_is_not_text_is_rejected(world: World) -> None:
     """A function that returns anything but a str is named in a TypeError."""
     engine = world.engine()
     cls = await entry(world, engine, resource=lambda row: row.id)
@@ -410,7 +410,7 @@ REFUSED: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("statement", REFUSED)
 @pytest.mark.parametrize("mode", ["gate", "row"])
-async def test_a_statement_whose_rows_cannot_be_told_is_refused(
+async def test_a_statement_whose_rows_are_unknown_is_rejected(
     world: World, statement: str, mode: str, book: str
 ) -> None:
     """Rather than to write rows unseen, it is an error that names the ways out."""
@@ -456,7 +456,7 @@ async def test_behind_the_gate_of_one_resource_such_statements_pass(world: World
         lambda cls: (update(cls), [{"id": 1, "fence_token": 99}]),
     ],
 )
-async def test_a_statement_that_sets_the_token_itself_is_refused(world: World, made: Any) -> None:
+async def test_a_statement_that_sets_the_token_itself_is_rejected(world: World, made: Any) -> None:
     """Nobody but the fence says which token wrote a row."""
     engine = world.engine()
     cls = await entry(world, engine)
@@ -533,7 +533,7 @@ async def _set_back(world: World, engine: Any, cls: Any) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("act", STALE)
-async def test_a_row_written_under_a_newer_token_is_refused_to_an_older_one(world: World, act: str) -> None:
+async def test_a_row_written_under_a_newer_token_is_rejected_to_an_older_one(world: World, act: str) -> None:
     """In mode "row" one such row makes the statement an error, the others stay as they were, and no commit is possible."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row")
@@ -556,7 +556,7 @@ async def test_a_row_written_under_a_newer_token_is_refused_to_an_older_one(worl
 
 
 @pytest.mark.parametrize("act", ["change", "delete", "bulk update by key"])
-async def test_a_row_that_is_gone_is_no_row_to_write(world: World, act: str) -> None:
+async def test_writing_a_deleted_row_is_an_error_in_mode_row(world: World, act: str) -> None:
     """A row deleted meanwhile is an error in mode "row": whoever puts it back might be the newer holder."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row")
@@ -580,7 +580,7 @@ async def test_a_row_that_is_gone_is_no_row_to_write(world: World, act: str) -> 
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("act", [act for act in STALE if act != "bulk update by key"])
-async def test_a_stale_writer_waits_for_the_newer_one_and_is_refused(
+async def test_a_stale_writer_waits_for_the_newer_one_and_is_rejected(
     world: World, act: str, dsn: str, eventually: Callable[..., Any]
 ) -> None:
     """In mode "row" the column is read behind the row's lock: what the newer holder has not committed yet counts."""
@@ -669,7 +669,7 @@ async def test_mode_row_takes_the_token_of_a_lease_that_is_held_here(world: Worl
 
 
 @pytest.mark.every_driver
-async def test_mode_row_is_refused_in_autocommit(world: World, name: str) -> None:
+async def test_mode_row_is_rejected_in_autocommit(world: World, name: str) -> None:
     """There the lock of a row ends when it was compared, and a newer holder's write in between would be overwritten."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row", resource=lambda row: row.book)
@@ -722,7 +722,7 @@ async def test_the_column_may_have_another_name(world: World) -> None:
     ],
 )
 @pytest.mark.parametrize("made", KINDS)
-def test_a_class_that_cannot_work_is_refused_when_it_is_mapped(
+def test_a_class_that_cannot_work_is_rejected_when_it_is_mapped(
     options: dict[str, Any], kind: type[Exception], said: str, made: str
 ) -> None:
     """A wrong mode, a resource that is missing or no text, an empty column name: each says what to write."""

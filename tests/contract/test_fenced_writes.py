@@ -291,7 +291,7 @@ def test_a_flush_needs_the_tokens_of_all_resources_of_a_row(engine: Engine, doc:
     ],
     ids=["update", "delete", "insert", "upsert"],
 )
-def test_a_statement_whose_resources_are_not_certain_is_refused(engine: Engine, doc: Any, statement: Any) -> None:
+def test_a_statement_whose_resources_are_not_certain_is_rejected(engine: Engine, doc: Any, statement: Any) -> None:
     """A statement on rows of several classes does not know the class that the resource depends on, nor an upsert its row."""
     with Session(engine) as session:
         fence(session, {f"{doc.prefix}:{name}": 2 for name in ("None", "1", "memo")})
@@ -300,7 +300,7 @@ def test_a_statement_whose_resources_are_not_certain_is_refused(engine: Engine, 
 
 
 @pytest.mark.parametrize("column", [column_property(literal_column("'x'")), mapped_column(Text, onupdate="x")])
-def test_a_resource_that_changes_unseen_is_refused(engine: Engine, column: Any) -> None:
+def test_a_resource_that_changes_unseen_is_rejected(engine: Engine, column: Any) -> None:
     """A resource may depend neither on an expression nor on a column that gets another value with each UPDATE."""
     mappers = registry()
 

@@ -58,7 +58,7 @@ def refusal(caller: Caller, token: int) -> tuple[str | None, str | None]:
     return refused.value.sqlstate, refused.value.diag.message_detail
 
 
-def test_the_gate_knows_the_newest_token_that_entered(one: Caller) -> None:
+def test_the_gate_stores_the_newest_token_that_entered(one: Caller) -> None:
     """Without a lease of that name any token from 1 on may come, and none that is older than the newest."""
     for token in (1, 1, 7):
         one.enter(token)
@@ -69,7 +69,7 @@ def test_the_gate_knows_the_newest_token_that_entered(one: Caller) -> None:
     assert one.gate == 7
 
 
-def test_a_token_that_is_not_the_leases_is_refused(one: Caller) -> None:
+def test_a_token_that_is_not_the_leases_is_rejected(one: Caller) -> None:
     """C080: neither an older one, though its holder's successor has not written yet, nor one that was never issued."""
     one.acquire()
     one.release()
@@ -81,7 +81,7 @@ def test_a_token_that_is_not_the_leases_is_refused(one: Caller) -> None:
 
 
 @pytest.mark.parametrize("token", [0, -1, None])
-def test_what_is_no_token_is_an_error(one: Caller, token: Any) -> None:
+def test_a_token_below_one_is_an_error(one: Caller, token: Any) -> None:
     """Zero, less, or nothing: 22023, and no gate is made."""
     assert refusal(one, token)[0] == "22023"
     assert one.gate is None
@@ -105,7 +105,7 @@ def test_writers_with_one_token_are_inside_together(one: Caller, other: Caller) 
 
 
 @pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
-def test_a_new_holder_waits_for_those_inside_and_shuts_out_the_others(
+def test_a_new_holder_waits_for_writers_in_the_gate_and_keeps_out_others(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], level: str
 ) -> None:
     """C100: it enters after the old writer's commit; the old one's next transaction is refused, committed or not yet."""
@@ -126,7 +126,7 @@ def test_a_new_holder_waits_for_those_inside_and_shuts_out_the_others(
         assert entering.result(5)[0] == "PF001"
 
 
-def test_two_that_wait_together_and_are_too_late_are_both_refused(
+def test_two_that_wait_together_and_are_too_late_are_both_rejected(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
     """C077: the gate was raised above both while they waited with one token: no deadlock between the two."""
@@ -139,9 +139,7 @@ def test_two_that_wait_together_and_are_too_late_are_both_refused(
         assert [entering.result(5)[0] for entering in late] == ["PF001", "PF001"]
 
 
-def test_whoever_waited_at_the_gate_sees_what_became_of_the_lease(
-    one: Caller, other: Caller, admin: psycopg.Connection[Any]
-) -> None:
+def test_a_waiter_at_the_gate_sees_a_newer_lease(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
     """C077: while it waited a newer holder got the lease: refused, though that one has not entered."""
     one.enter(1)
     one.acquire()
@@ -155,7 +153,7 @@ def test_whoever_waited_at_the_gate_sees_what_became_of_the_lease(
         assert entering.result(5)[0] == "PF001"
 
 
-def test_a_writer_that_is_inside_stays_inside_when_the_lease_goes_on(one: Caller, other: Caller) -> None:
+def test_a_writer_in_the_gate_may_finish_after_the_lease_moved_on(one: Caller, other: Caller) -> None:
     """The next holder has a token and waits at the gate; what was entered before may be finished."""
     one.acquire()
     with one.connection.transaction():
@@ -168,7 +166,7 @@ def test_a_writer_that_is_inside_stays_inside_when_the_lease_goes_on(one: Caller
     assert refusal(one, 1)[0] == "PF001"
 
 
-def test_a_table_is_guarded_against_whoever_brought_no_token(one: Caller) -> None:
+def test_a_fenced_table_rejects_a_write_without_a_token(one: Caller) -> None:
     """PF002 outside of a transaction that entered, after it, and after a savepoint that took the entry with it."""
     assert check(one) == "PF002"
     with one.connection.transaction():
@@ -207,7 +205,7 @@ def test_a_session_remembers_no_more_settings_the_more_gates_it_has_entered(one:
     assert one.one(values) == (True, "")
 
 
-def test_claims_that_share_a_setting_are_told_apart(one: Caller, other: Caller) -> None:
+def test_claims_that_share_a_setting_are_distinguished(one: Caller, other: Caller) -> None:
     """Of three gates with one setting each is checked by its own token, again after a savepoint has taken the last one back."""
     gate = one.one("SELECT 'pgfence_gate'::regclass::oid AS oid").oid
     alike = [one.name, *(f"{one.name}:{n}" for n in range(2_000))]
@@ -275,7 +273,7 @@ def test_the_token_of_a_waiter_is_drawn_after_the_wait(
     other.one("SELECT pg_advisory_unlock(%s)", KEY)
 
 
-def test_a_lock_does_not_take_the_token_of_whoever_holds_a_lease(one: Caller, other: Caller) -> None:
+def test_a_lock_with_a_token_is_busy_while_a_lease_is_held(one: Caller, other: Caller) -> None:
     """Busy while a lease of that name is held, and no lock is kept; afterwards above its token, and the lease is busy."""
     one.acquire()
     assert other.lock(KEY) is None

@@ -60,7 +60,7 @@ class Declined(Exception):
 
 
 @pytest.mark.every_driver
-async def test_the_work_is_done_once_and_everybody_gets_its_result(desk: Desk) -> None:
+async def test_the_work_runs_once_and_every_caller_gets_its_result(desk: Desk) -> None:
     """C105: a second call does nothing and returns a result that is equal and of the same type."""
     first = await desk.pay("k")
     again = await desk.pay("k")
@@ -213,7 +213,7 @@ async def test_a_prepared_transaction_has_the_key_until_it_is_decided(world: Wor
 # ---------------------------------------------------------------- while another one has the key
 
 
-async def test_a_loser_waits_for_the_winner_and_gets_its_result(desk: Desk, eventually: Callable[..., Any]) -> None:
+async def test_a_waiter_gets_the_result_of_the_first_caller(desk: Desk, eventually: Callable[..., Any]) -> None:
     """C097: the answer after a wait is what the winner has committed, never nothing."""
     loser = desk.world.other()
     async with desk.at_work("k", payload=1):
@@ -224,7 +224,9 @@ async def test_a_loser_waits_for_the_winner_and_gets_its_result(desk: Desk, even
     assert desk.effects() == 1
 
 
-async def test_a_loser_does_the_work_when_the_winner_rolls_back(desk: Desk, eventually: Callable[..., Any]) -> None:
+async def test_a_waiter_does_the_work_when_the_first_caller_rolls_back(
+    desk: Desk, eventually: Callable[..., Any]
+) -> None:
     """C097, C101: an exception frees the key together with its effect."""
     loser = desk.world.other()
     task = None
@@ -239,7 +241,7 @@ async def test_a_loser_does_the_work_when_the_winner_rolls_back(desk: Desk, even
 
 
 @pytest.mark.every_driver
-async def test_a_loser_goes_on_when_the_winner_dies(desk: Desk, eventually: Callable[..., Any]) -> None:
+async def test_a_waiter_continues_when_the_first_caller_dies(desk: Desk, eventually: Callable[..., Any]) -> None:
     """C099: a key in progress ends with the connection of whoever works under it, not with the time it is kept for."""
     loser = desk.world.other()
     task = None
@@ -273,7 +275,7 @@ async def test_a_wait_has_an_end_and_leaves_the_transaction_usable(desk: Desk, t
 
 
 @pytest.mark.every_driver
-async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk) -> None:
+async def test_another_payload_is_rejected_at_once_done_or_in_progress(desk: Desk) -> None:
     """C102, C104: a mismatch wins over "in progress", is never answered with the stored result, and aborts nothing."""
     other = desk.world.other()
 
@@ -298,7 +300,7 @@ async def test_another_payload_is_refused_at_once_done_or_in_progress(desk: Desk
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-async def test_an_old_snapshot_is_told_apart_and_leaves_the_transaction_usable(desk: Desk, level: str) -> None:
+async def test_a_result_after_the_snapshot_raises_40001_and_aborts_nothing(desk: Desk, level: str) -> None:
     """C097: who cannot see the result is not told "fresh", and gets 40001 without an aborted transaction."""
     async with desk.world.enter(desk.session()) as session:
         options = {"execution_options": {"isolation_level": level}}
@@ -414,7 +416,7 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
 
 
 @pytest.mark.every_driver
-async def test_constraints_that_are_asked_for_early_are_told_of(desk: Desk) -> None:
+async def test_set_constraints_immediate_before_the_result_is_rejected(desk: Desk) -> None:
     """SET CONSTRAINTS ALL IMMEDIATE finds the key without a result: the message says which part of it is meant."""
     async with desk.world.enter(desk.session()) as session:
         early = desk.body(session, lambda one: one.execute(text("SET CONSTRAINTS ALL IMMEDIATE")))
@@ -516,7 +518,7 @@ async def test_with_record_the_work_is_kept_when_it_does_not_fail(desk: Desk) ->
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("forgets", ["to complete", "to look"])
-async def test_a_block_that_forgets_what_it_owes_is_refused(desk: Desk, forgets: str) -> None:
+async def test_a_block_without_its_complete_or_result_is_rejected(desk: Desk, forgets: str) -> None:
     """Fresh without `complete()`, or replayed without a look at it: the error comes at the block's end, nothing stays."""
     if forgets == "to look":
         await desk.pay("k", work=lambda _: Receipt("k"))
@@ -528,7 +530,7 @@ async def test_a_block_that_forgets_what_it_owes_is_refused(desk: Desk, forgets:
     assert desk.effects() == 0
 
 
-async def test_a_block_says_what_it_knows(desk: Desk) -> None:
+async def test_a_block_says_whether_it_is_a_replay(desk: Desk) -> None:
     """`replayed`, `result` and `complete` of a fresh and of a replayed block, each asked at the wrong time too."""
     for replayed in (False, True):
         async with desk.world.enter(desk.session()) as session:
@@ -548,7 +550,7 @@ async def test_a_block_says_what_it_knows(desk: Desk) -> None:
             await desk.world.call(session.commit)
 
 
-async def test_a_commit_inside_the_block_is_refused(desk: Desk) -> None:
+async def test_a_commit_inside_the_block_is_rejected(desk: Desk) -> None:
     """What was claimed and not finished does not commit, whoever says commit."""
     with pytest.raises(IdempotencyMisuseError, match="must be rolled back"):
         await desk.pay("k", work=lambda session: (desk.charge("k")(session), session.commit()))
@@ -570,7 +572,7 @@ async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Des
 
 
 @pytest.mark.every_driver
-async def test_autocommit_and_missing_tables_are_refused(desk: Desk, admin: psycopg.Connection[Any]) -> None:
+async def test_autocommit_and_missing_tables_are_rejected(desk: Desk, admin: psycopg.Connection[Any]) -> None:
     """No transaction, no tables, tables of version 1: each is said before anything is done, with the way out."""
     from pgfence._sql import tables
     from pgfence._sql.storage import TableNames
@@ -600,7 +602,7 @@ async def test_a_session_with_an_engine_per_class_says_what_it_needs(desk: Desk)
         assert "bind=" in caught.value.__notes__[0]
 
 
-async def test_an_effect_that_is_at_work_is_told_of_as_such(desk: Desk) -> None:
+async def test_a_key_of_a_running_effect_is_reported_as_one(desk: Desk) -> None:
     """C099: no transaction waits for it, and none is spoken of as if it had waited."""
     other = desk.plain()
     asked: list[BaseException] = []
@@ -619,7 +621,7 @@ async def test_an_effect_that_is_at_work_is_told_of_as_such(desk: Desk) -> None:
     other.dispose()
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+def test_wrong_arguments_are_rejected_before_anything_is_sent() -> None:
     """A coroutine function for a sync session, an engine, a class that cannot be stored, a payload without a form."""
 
     async def work() -> int:

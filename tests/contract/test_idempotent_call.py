@@ -109,7 +109,7 @@ def test_the_session_is_found_by_its_annotation() -> None:
             decorate(fn)
 
 
-def test_what_cannot_work_is_refused_at_the_decoration() -> None:
+def test_unusable_functions_are_rejected_at_decoration() -> None:
     """A field or a payload that is no argument, a generator, a result that cannot be stored."""
 
     def plain(session: Session, a: int) -> int: ...  # type: ignore[empty-body]
@@ -133,7 +133,7 @@ def test_what_cannot_work_is_refused_at_the_decoration() -> None:
 
 @pytest.mark.parametrize("world", ["psycopg", "asyncpg"], indirect=True)
 @pytest.mark.parametrize("form", ["run", "block", "decorator"])
-async def test_a_result_of_another_type_is_refused_before_anything_is_stored(desk: Desk, form: str) -> None:
+async def test_a_result_of_another_type_is_rejected_before_anything_is_stored(desk: Desk, form: str) -> None:
     """In each form, sync and async: the error names both types, the transaction is rolled back, and the key is free."""
     sync: bool = not desk.world.is_async
 

@@ -75,7 +75,7 @@ async def test_what_the_last_flush_raises_is_an_answer_like_what_the_work_raises
 
 
 @pytest.mark.parametrize("end", ["rollback", "commit", "close"])
-async def test_work_that_ends_the_transaction_is_told_so(desk: Desk, end: str) -> None:
+async def test_work_that_ends_the_transaction_is_rejected(desk: Desk, end: str) -> None:
     """C101: with `record` as without it, and nothing is stored."""
     with pytest.raises(
         IdempotencyMisuseError, match="must be rolled back" if end == "commit" else "not claimed any more"

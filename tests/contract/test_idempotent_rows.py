@@ -55,9 +55,7 @@ def rows(desk: Desk) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.every_driver
-async def test_a_row_that_is_gone_after_the_wait_is_claimed_and_not_imagined(
-    desk: Desk, eventually: Callable[..., Any]
-) -> None:
+async def test_a_row_removed_during_the_wait_is_claimed_again(desk: Desk, eventually: Callable[..., Any]) -> None:
     """C098: the winner's row is removed before the loser reads it: one is fresh, with a row; another one is refused."""
     values = {"scope": desk.scope}
     claimed, go = asyncio.Event(), asyncio.Event()
@@ -86,7 +84,7 @@ async def test_a_row_that_is_gone_after_the_wait_is_claimed_and_not_imagined(
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["removed", "rolled back", "expired", "committed"])
-async def test_a_row_that_was_being_written_is_met_in_whatever_state_it_ends(
+async def test_a_claim_waits_for_a_row_that_is_being_written(
     desk: Desk, dsn: str, eventually: Callable[..., Any], end: str
 ) -> None:
     """C098: the claim stands at the unique index; then it is fresh, with one row, or gets what is stored."""
@@ -102,7 +100,7 @@ async def test_a_row_that_was_being_written_is_met_in_whatever_state_it_ends(
     assert (desk.effects(), rows(desk)) == (int(end != "committed"), [("k", "done")])
 
 
-async def test_whoever_cleans_up_meanwhile_one_at_a_time_is_at_work(desk: Desk, dsn: str) -> None:
+async def test_one_caller_works_at_a_time_while_keys_are_purged(desk: Desk, dsn: str) -> None:
     """C098, C109: keys expire and are purged under six callers: nobody is fresh without a row, no two at once, none fails."""
     callers = [desk.world.contender() for _ in range(6)]
     inside, done, removed = 0, 0, 0
@@ -159,7 +157,7 @@ def unusable() -> list[tuple[str, str]]:
 
 
 @pytest.mark.every_driver
-async def test_a_key_or_scope_that_cannot_be_is_refused_and_the_transaction_goes_on(desk: Desk) -> None:
+async def test_an_impossible_key_or_scope_leaves_the_transaction_usable(desk: Desk) -> None:
     """C108: nothing is sent, no driver's error; what else the transaction did is committed. Neither reaches the message whole."""
     async with desk.world.enter(desk.session()) as session:
         await desk.on(session, desk.charge("mine"))
@@ -174,7 +172,7 @@ async def test_a_key_or_scope_that_cannot_be_is_refused_and_the_transaction_goes
     assert (desk.effects("mine"), rows(desk)) == (1, [])
 
 
-async def test_a_scope_that_is_too_long_with_its_namespace_is_refused(desk: Desk, admin: Any) -> None:
+async def test_a_scope_that_is_too_long_with_its_namespace_is_rejected(desk: Desk, admin: Any) -> None:
     """C108: together they have 255 characters at most; the transaction goes on."""
     other = Desk(desk.world, admin)
     configure(other.engine, namespace="n" * 100)
@@ -215,7 +213,7 @@ async def test_a_result_outlives_what_it_refers_to(desk: Desk) -> None:
 # ---------------------------------------------------------------- what is told
 
 
-async def test_events_tell_of_claims_and_of_waits_in_vain(desk: Desk, admin: Any) -> None:
+async def test_events_for_claims_and_failed_waits(desk: Desk, admin: Any) -> None:
     """on_event hears "acquired" when work begins and "timeout" when a wait has ended; nothing of a replay."""
     told: list[Event] = []
     heard = Desk(desk.world, admin)
@@ -271,7 +269,7 @@ async def test_a_long_wait_is_a_warning(
 
 
 @pytest.mark.every_driver
-async def test_errors_of_a_commit_come_from_whoever_commits(desk: Desk) -> None:
+async def test_an_unfinished_key_is_reported_on_every_connection(desk: Desk) -> None:
     """The refusal of an unfinished key is told as such on every connection of the engine, also where it is asked for early."""
     async with desk.world.enter(desk.session()) as session:
         with pytest.raises(ConnectionError):

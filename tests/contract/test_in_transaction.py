@@ -116,7 +116,7 @@ def by_name(*, session: Session) -> None:
         "no positional argument",
     ),
 )
-def test_what_cannot_work_is_refused_at_once(source: Any, fn: Any, match: str) -> None:
+def test_unusable_arguments_are_rejected_at_once(source: Any, fn: Any, match: str) -> None:
     """No factory, no function, the other world, a generator, no place for the session: TypeError, before anything runs."""
     with pytest.raises(TypeError, match=match):
         run_transaction(source, fn)
@@ -124,7 +124,7 @@ def test_what_cannot_work_is_refused_at_once(source: Any, fn: Any, match: str) -
         in_transaction(source)(fn)
 
 
-def test_a_function_that_asks_to_be_told_is_told_where_to_look() -> None:
+def test_a_function_with_an_attempt_argument_is_told_where_the_number_is() -> None:
     """Who wants the number of the attempt as an argument hears that the session has it."""
     with pytest.raises(TypeError, match=r"asks for attempt too.*session\.info\['pgfence_attempt'\]"):
         run_transaction(UNUSED, asks)
@@ -141,7 +141,7 @@ def test_a_function_that_asks_to_be_told_is_told_where_to_look() -> None:
     ],
     ids=str,
 )
-def test_wrong_bounds_are_refused_at_once(options: dict[str, Any], error: type[Exception]) -> None:
+def test_wrong_bounds_are_rejected_at_once(options: dict[str, Any], error: type[Exception]) -> None:
     """Attempts are a whole number from 1, a timeout is seconds."""
     with pytest.raises(error, match=next(iter(options))):
         run_transaction(UNUSED, works, **options)

@@ -125,7 +125,7 @@ async def count(desk: Desk) -> int:
 
 
 @pytest.mark.every_driver
-async def test_who_is_first_inserts_and_the_others_get_that_row(desk: Desk) -> None:
+async def test_the_first_caller_inserts_and_the_others_get_its_row(desk: Desk) -> None:
     """C095, C096: ten at once: one row, one winner, no IntegrityError, and every transaction commits."""
 
     async def call(number: int) -> tuple[bool, int]:
@@ -142,7 +142,7 @@ async def test_who_is_first_inserts_and_the_others_get_that_row(desk: Desk) -> N
     assert await count(desk) == 1
 
 
-async def test_the_loser_waits_for_the_winner(desk: Desk, eventually: Any) -> None:
+async def test_a_second_insert_waits_for_the_first(desk: Desk, eventually: Any) -> None:
     """An insert that is not committed yet is waited for; rolled back, the next one wins."""
     other = desk.world.other()
 
@@ -165,7 +165,7 @@ async def test_the_loser_waits_for_the_winner(desk: Desk, eventually: Any) -> No
     assert await count(desk) == 1
 
 
-async def test_the_transaction_of_a_loser_keeps_what_else_it_has(desk: Desk) -> None:
+async def test_the_second_transaction_keeps_its_other_changes(desk: Desk) -> None:
     """C096: what was pending is stored, the instance that lost is not, and it belongs to no session."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(insert_once, session, row(), ["order_id"])
@@ -194,7 +194,7 @@ async def test_another_constraint_stays_an_error_of_its_own(desk: Desk) -> None:
 
 
 @pytest.mark.every_driver
-async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
+async def test_a_row_outside_the_snapshot_is_reported(desk: Desk) -> None:
     """In REPEATABLE READ a row that was committed since is neither inserted again nor an IntegrityError."""
     async with desk.world.enter(desk.session()) as session:
         await desk.world.call(session.connection, execution_options={"isolation_level": "REPEATABLE READ"})
@@ -214,7 +214,7 @@ async def test_who_cannot_see_the_row_is_told(desk: Desk) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-async def test_who_has_waited_for_a_row_that_it_cannot_see_is_told(desk: Desk, eventually: Any, level: str) -> None:
+async def test_a_row_outside_the_snapshot_is_reported_after_a_wait(desk: Desk, eventually: Any, level: str) -> None:
     """C096: of two SERIALIZABLE transactions, too, where the server has an error of its own; the transaction is usable."""
     other = desk.world.other()
 
@@ -263,7 +263,7 @@ async def test_a_row_of_another_class_that_has_the_key_is_an_error_of_integrity(
 
 
 @pytest.mark.every_driver
-async def test_under_row_level_security_the_row_is_looked_for_and_none_is_made_up(
+async def test_a_row_hidden_by_row_level_security_is_not_invented(
     desk: Desk, role: Callable[..., str], eventually: Any
 ) -> None:
     """C096: the server does not say which key it was: a row that can be seen is returned, for another the error stays."""
@@ -306,7 +306,7 @@ async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
         assert again.value == "1"
 
 
-def test_what_cannot_be_unique_is_refused() -> None:
+def test_a_key_that_is_not_unique_is_rejected() -> None:
     """No such key, one of some rows only, over a function, or deferred; a None, a name, an instance that is no row, or one already."""
     session = Session()
     for key in (["amount"], [], ["tenant"], ["note"], ["tenant", "number", "id"], ["nothing"]):

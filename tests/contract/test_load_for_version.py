@@ -151,7 +151,7 @@ def desk(world: World) -> Desk:
 
 
 @pytest.mark.twins
-async def test_the_first_of_two_clients_saves_and_the_second_is_told(desk: Desk) -> None:
+async def test_of_two_clients_the_second_gets_a_conflict(desk: Desk) -> None:
     """C072: both have read version 1; the second to save gets row, expected and found version, and its change is not made."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
@@ -168,7 +168,7 @@ async def test_the_first_of_two_clients_saves_and_the_second_is_told(desk: Desk)
     assert await desk.title(cls) == "first"
 
 
-async def test_nothing_but_one_select_is_sent_before_the_refusal(desk: Desk) -> None:
+async def test_a_rejected_load_sends_one_select_only(desk: Desk) -> None:
     """C072: the version is compared before any UPDATE, and what else the session has to write waits as well."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
@@ -244,7 +244,7 @@ async def test_a_lock_keeps_the_row_until_the_transaction_ends(desk: Desk, admin
             admin.execute(theirs, [1])
 
 
-async def test_the_session_goes_on_after_a_refusal(desk: Desk) -> None:
+async def test_the_session_is_usable_after_a_conflict(desk: Desk) -> None:
     """A conflict sends nothing and breaks nothing: the same transaction can load the row at the version it has."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
@@ -260,7 +260,7 @@ async def test_the_session_goes_on_after_a_refusal(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("expected", [None, "1", 1.0, True, b"1", A_UUID, '"page-1"'], ids=repr)
-async def test_an_expected_version_of_the_wrong_type_is_refused_before_anything_is_sent(
+async def test_an_expected_version_of_the_wrong_type_is_rejected_before_anything_is_sent(
     desk: Desk, expected: Any
 ) -> None:
     """C072: None and "1" are no versions, and neither is silently no check; the message says which type it is."""
@@ -278,7 +278,7 @@ def test_a_uuid_version_takes_a_uuid(expected: Any) -> None:
         load_for_version(Session(), page(VersionedUUID), 1, expected)
 
 
-def test_what_is_no_versioned_class_and_no_session_is_refused() -> None:
+def test_other_classes_and_sessions_are_rejected() -> None:
     """A class without the mixin has no version to compare, and only a Session has a unit of work."""
 
     class Base(DeclarativeBase):
@@ -366,7 +366,7 @@ async def test_a_version_that_the_server_counts_sees_every_writer(desk: Desk, ad
 
 
 @pytest.mark.every_driver
-async def test_xmin_is_compared_and_is_no_tag(desk: Desk) -> None:
+async def test_xmin_is_compared_but_is_not_an_etag(desk: Desk) -> None:
     """C071: within a unit of work xmin is a version like any other; a tag that may outlive a dump of the database is refused."""
     cls = page(__version_mode__="xmin")
     await desk.make(cls, cls(id=1, title="old"))

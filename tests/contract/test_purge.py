@@ -71,7 +71,7 @@ def keys(admin: psycopg.Connection[Any], name: str) -> Iterator[Keys]:
 
 
 @pytest.mark.every_driver
-async def test_expired_keys_go_and_the_others_stay(world: World, keys: Keys) -> None:
+async def test_only_expired_keys_are_deleted(world: World, keys: Keys) -> None:
     """C109: done, failed or freed, of whatever namespace; a key in time stays, and one at work, whatever its time."""
     for what, status in (("done", "done"), ("failed", "failed"), ("freed", "free")):
         keys.fill(what, 7, life=-10, status=status)
@@ -113,7 +113,7 @@ async def test_each_batch_is_a_transaction_of_its_own(world: World, keys: Keys, 
     assert keys.left() == {"old": 1, "again": 15}
 
 
-async def test_a_key_that_is_claimed_anew_is_left_alone(world: World, keys: Keys) -> None:
+async def test_a_key_that_is_claimed_again_is_not_purged(world: World, keys: Keys) -> None:
     """An expired key under which a transaction is at work is not waited for, and not taken away afterwards."""
     desk = Desk(world, keys.admin)
     desk.scope = keys.scope
@@ -128,7 +128,7 @@ async def test_a_key_that_is_claimed_anew_is_left_alone(world: World, keys: Keys
         desk.close()
 
 
-async def test_an_attempt_at_work_keeps_its_key_and_one_that_is_over_has_none(world: World, keys: Keys) -> None:
+async def test_an_attempt_running_keeps_its_key_and_one_that_is_over_has_none(world: World, keys: Keys) -> None:
     """C109, C110: the record's time is over and the claim is not: it stays. Claim over too: it goes, and a late end is refused."""
     engine = world.engine()
     expire = "UPDATE pgfence_idempotency_key SET expires_at = clock_timestamp() - interval '1 s' WHERE scope = %s"
@@ -288,7 +288,7 @@ async def test_a_server_that_takes_no_writes_and_one_that_is_not_there(world: Wo
 @pytest.mark.parametrize(
     ("batch", "error"), [(0, ValueError), (100_001, ValueError), (True, TypeError), ("9", TypeError)]
 )
-def test_a_batch_that_is_no_number_of_keys_is_refused(batch: Any, error: type[Exception]) -> None:
+def test_a_batch_that_is_not_a_number_of_keys_is_rejected(batch: Any, error: type[Exception]) -> None:
     """Before anything is sent, in both halves."""
     with pytest.raises(error, match="batch"):
         monitoring.purge(create_engine("postgresql+psycopg://"), batch=batch)

@@ -84,7 +84,7 @@ async def test_eight_workers_add_up_exactly(
     row.drop()
 
 
-async def test_a_conflict_of_a_versioned_class_is_tried_again(world: World, admin: psycopg.Connection[Any]) -> None:
+async def test_a_version_conflict_is_retried(world: World, admin: psycopg.Connection[Any]) -> None:
     """The conflict that a flush tells of by row and version is one that another attempt cures; a last one goes on."""
     row = Row(admin, versioned=True)
     engine = world.engine()
@@ -112,7 +112,7 @@ async def test_a_conflict_of_a_versioned_class_is_tried_again(world: World, admi
 
 
 @pytest.mark.every_driver
-async def test_a_snapshot_that_is_too_old_is_taken_anew(world: World, row: Row) -> None:
+async def test_a_serialization_failure_at_an_update_is_retried(world: World, row: Row) -> None:
     """C069: under REPEATABLE READ the conflict is SQLSTATE 40001 at the UPDATE, and a new transaction cures it."""
     calls = 0
 
@@ -129,7 +129,7 @@ async def test_a_snapshot_that_is_too_old_is_taken_anew(world: World, row: Row) 
 
 
 @pytest.mark.every_driver
-async def test_a_serialization_failure_at_commit_is_tried_again(world: World, row: Row) -> None:
+async def test_a_serialization_failure_at_commit_is_retried(world: World, row: Row) -> None:
     """Two SERIALIZABLE transactions that read each other's row: one is refused at COMMIT, and its work runs again."""
     engine = world.engine(isolation_level="SERIALIZABLE")
     other = create_engine(world.dsn.replace("postgresql:", "postgresql+psycopg:"), isolation_level="SERIALIZABLE")
@@ -154,7 +154,7 @@ async def test_a_serialization_failure_at_commit_is_tried_again(world: World, ro
 
 
 @pytest.mark.every_driver
-async def test_a_deadlock_is_tried_again(world: World, row: Row) -> None:
+async def test_a_deadlock_is_retried(world: World, row: Row) -> None:
     """Two transactions that lock two rows crosswise: PostgreSQL ends one with 40P01, and its work runs again."""
     locked: set[int] = set()
     calls = 0
@@ -196,7 +196,7 @@ async def test_a_deadlock_is_tried_again(world: World, row: Row) -> None:
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("error", [conflict(precondition=False), StaleDataError("x"), DeadlockError("x")], ids=repr)
-async def test_errors_that_another_attempt_cures_are_tried_again(world: World, error: Exception) -> None:
+async def test_curable_errors_are_retried(world: World, error: Exception) -> None:
     """A version conflict, SQLAlchemy's own, and a deadlock that was waiting for a lock of ours."""
     calls: list[int] = []
 
@@ -261,7 +261,9 @@ async def test_an_error_raised_from_a_conflict_is_the_callers_own(world: World) 
 
 
 @pytest.mark.every_driver
-async def test_a_refusal_at_commit_is_no_doubt(world: World, row: Row, admin: psycopg.Connection[Any]) -> None:
+async def test_a_constraint_that_fails_at_commit_is_raised_once(
+    world: World, row: Row, admin: psycopg.Connection[Any]
+) -> None:
     """A deferred constraint that fails at COMMIT is an answer: its error goes to the caller, once, nothing is written."""
     admin.execute(f"UPDATE {row.table} SET n = 1 WHERE id = 2")
     admin.execute(f"ALTER TABLE {row.table} ADD CONSTRAINT {row.table}_u UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
@@ -323,7 +325,7 @@ async def test_no_attempt_begins_after_the_timeout(world: World, timeout: Any) -
         assert 0.2 < began[-1] - began[0] < 0.45
 
 
-async def test_each_attempt_is_told_of_with_its_pause(world: World, row: Row) -> None:
+async def test_each_attempt_is_an_event_with_its_pause(world: World, row: Row) -> None:
     """`configure(on_event=...)` hears of every attempt: what ended it, and a pause within the bound of that attempt."""
     engine = world.engine()
     told: list[TransactionAttempt] = []
@@ -359,7 +361,7 @@ async def test_each_attempt_is_told_of_with_its_pause(world: World, row: Row) ->
 
 
 @pytest.mark.every_driver
-async def test_the_sqlstate_is_told_where_the_server_spoke(world: World) -> None:
+async def test_the_event_of_an_attempt_has_the_sqlstate(world: World) -> None:
     """An attempt that PostgreSQL ended tells its SQLSTATE."""
     engine = world.engine()
     told: list[Any] = []

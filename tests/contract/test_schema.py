@@ -71,7 +71,7 @@ async def given(answer: Any) -> Any:
 
 
 @pytest.mark.every_driver
-async def test_everything_is_made_and_a_second_call_changes_nothing(
+async def test_create_all_creates_everything_and_may_be_repeated(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Schema, tables and functions are there, work, and keep their rows when it is asked for again."""
@@ -83,7 +83,7 @@ async def test_everything_is_made_and_a_second_call_changes_nothing(
     assert take(admin, place, "a") == (False, 1)
 
 
-async def test_everything_is_dropped_and_dropping_nothing_is_no_error(
+async def test_drop_all_leaves_nothing_and_may_be_repeated(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """After `drop_all` neither a table nor a function is left, and the schema stays."""
@@ -105,7 +105,7 @@ async def test_on_a_connection_it_is_part_of_the_callers_transaction(
 
 
 @pytest.mark.every_driver
-async def test_autocommit_is_refused_on_a_connection_and_overridden_on_an_engine(
+async def test_autocommit_is_rejected_on_a_connection_and_overridden_on_an_engine(
     world: World, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """All or nothing needs a transaction: the caller's Connection has none, a Connection of our own gets one."""
@@ -296,7 +296,7 @@ async def test_tables_that_differ_are_not_altered(
 @pytest.mark.parametrize(
     "missing", ["DROP FUNCTION {release_lease_v1}", "DROP TABLE {audit}; DELETE FROM {schema_version}"]
 )
-async def test_what_is_missing_is_made_again(
+async def test_what_is_missing_is_created_again(
     world: World, place: TableNames, admin: psycopg.Connection[Any], missing: str
 ) -> None:
     """A function or a table that is gone comes back, and the rest keeps its rows."""
@@ -353,7 +353,7 @@ async def test_a_server_that_takes_no_writes_is_a_standby_error(world: World, ro
         await given(schema.create_all(engine))
 
 
-def test_other_servers_and_drivers_are_refused_by_name(dsn: str) -> None:
+def test_other_servers_and_drivers_are_rejected_by_name(dsn: str) -> None:
     """No PostgreSQL; an old one; and something that is no engine at all."""
     with pytest.raises(UnsupportedServerError, match="sqlite"):
         schema.create_all(create_engine("sqlite://"))
@@ -371,7 +371,7 @@ def test_other_servers_and_drivers_are_refused_by_name(dsn: str) -> None:
 
 
 @pytest.mark.every_driver
-async def test_a_role_without_the_right_to_make_tables_is_told_who_may(
+async def test_a_role_that_may_not_create_tables_gets_the_command(
     world: World, place: TableNames, role: Callable[..., str]
 ) -> None:
     """The error carries the server's reason and the command for somebody else."""
@@ -451,7 +451,7 @@ def test_the_tables_live_in_the_users_metadata_once() -> None:
 
 
 @pytest.mark.parametrize(("schema_name", "prefix"), [("", "p_"), (None, "p" * 41), (None, "é" * 21), ("a\0", "p_")])
-def test_a_place_that_has_no_usable_names_is_refused(schema_name: str | None, prefix: str) -> None:
+def test_a_place_that_has_no_usable_names_is_rejected(schema_name: str | None, prefix: str) -> None:
     """By `configure`, and by what is given them directly."""
     for call in (
         lambda: configure(create_engine("postgresql+psycopg://"), schema=schema_name, prefix=prefix),
@@ -533,7 +533,7 @@ def test_the_script_makes_the_same_and_may_run_twice(
     assert take(admin, place, "a") == (True, 1)
 
 
-def test_the_script_waits_for_nobody_where_all_is_there_and_keeps_nobody_waiting(
+def test_a_repeated_script_neither_waits_nor_blocks(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Run again beside an open transaction with a key, and itself not yet committed, it lets others claim keys and take leases."""

@@ -113,7 +113,7 @@ EVERY = {
 
 
 @pytest.mark.every_driver
-async def test_a_fenced_table_refuses_who_brings_no_token_and_lets_the_holder_write(
+async def test_a_fenced_table_rejects_writes_outside_the_gate(
     world: World, books: str, resource: str, write: Callable[..., str | None]
 ) -> None:
     """Every kind of statement without a gate is PF002, TRUNCATE too; behind the gate all of them pass."""
@@ -146,7 +146,7 @@ async def test_a_fence_by_row_asks_for_the_gate_of_each_row(
 
 
 @pytest.mark.parametrize("statement", [name for name in EVERY if name != "nothing"])
-async def test_by_row_each_kind_of_statement_is_refused_without_its_gate(
+async def test_by_row_each_kind_of_statement_is_rejected_without_its_gate(
     engine: Any, books: str, resource: str, write: Callable[..., str | None], statement: str
 ) -> None:
     """The gate of another row does not help."""
@@ -210,7 +210,7 @@ def test_what_a_trigger_or_a_generated_column_makes_of_a_row_is_what_counts(
     admin.execute(f'DROP FUNCTION "{books}" CASCADE')
 
 
-def test_copy_is_refused_like_the_rest(engine: Any, dsn: str, books: str, resource: str) -> None:
+def test_copy_is_rejected_like_the_rest(engine: Any, dsn: str, books: str, resource: str) -> None:
     """COPY fires both kinds of fence."""
     for one in (resource, resource + ":{book}"):
         schema.add_fence(engine, books, resource=one)
@@ -323,7 +323,7 @@ def test_another_resource_keeps_no_reader_out(
     assert write(f'TRUNCATE "{books}"', gates={resource: 1}) is None
 
 
-async def test_a_dropped_fence_is_gone_and_dropping_none_is_no_error(
+async def test_dropping_a_fence_removes_its_triggers_and_may_be_repeated(
     world: World, books: str, partitioned: str, resource: str, admin: psycopg.Connection[Any]
 ) -> None:
     """No trigger is left, on partitions neither."""
@@ -399,7 +399,7 @@ async def test_a_namespace_is_part_of_the_resource(
 
 
 @pytest.mark.parametrize("wrong", [None, 5, object(), int, Column("a", Integer)])
-def test_what_is_no_table_is_refused(engine: Any, wrong: Any) -> None:
+def test_an_argument_that_is_not_a_table_is_rejected(engine: Any, wrong: Any) -> None:
     """The message says what a table is."""
     with pytest.raises(TypeError, match="a Table or a mapped class"):
         schema.add_fence(engine, wrong, resource="r")
@@ -430,7 +430,7 @@ async def test_a_table_that_is_not_there_is_named(world: World, books: str, admi
         ("close:{padded}", "character, whose values"),
     ],
 )
-async def test_a_column_that_cannot_name_a_resource_is_refused(
+async def test_a_column_that_cannot_name_a_resource_is_rejected(
     world: World, books: str, admin: psycopg.Connection[Any], resource: str, message: str
 ) -> None:
     """Unknown, of the system, or of a type whose values are written in more than one way."""
@@ -479,7 +479,7 @@ def test_a_resource_is_text_and_columns_in_turn(resource: str, parts: tuple[str,
 @pytest.mark.parametrize(
     "wrong", ["", "a" * 256, "{", "a{}", "{0}", "{a.b}", "{a!r}", "{a:>5}", "{a b}", "a\x00", "a\x1f"]
 )
-def test_a_resource_that_cannot_be_used_is_refused(wrong: str) -> None:
+def test_a_resource_that_cannot_be_used_is_rejected(wrong: str) -> None:
     """Empty, too long, half a brace, or more than the name of a column in braces."""
     with pytest.raises(ValueError, match=r"resource"):
         parts_of(wrong, "")
@@ -513,9 +513,7 @@ async def test_without_pgfences_functions_the_command_is_named(world: World, boo
 
 
 @pytest.mark.every_driver
-async def test_somebody_elses_table_cannot_be_fenced(
-    world: World, books: str, name: str, role: Callable[..., str]
-) -> None:
+async def test_only_its_owner_can_fence_a_table(world: World, books: str, name: str, role: Callable[..., str]) -> None:
     """The error is typed and carries the server's reason."""
     engine = world.engine(dsn=role())
     with pytest.raises(SchemaError, match=f"{books}. Do it as its owner") as caught:
@@ -537,9 +535,7 @@ async def test_a_fence_is_part_of_the_callers_transaction(
             await given(schema.add_fence(open_connection, books, resource=name))
 
 
-def test_a_writer_with_another_search_path_meets_the_same_gate(
-    engine: Any, dsn: str, books: str, resource: str
-) -> None:
+def test_the_search_path_of_a_writer_does_not_change_the_gate(engine: Any, dsn: str, books: str, resource: str) -> None:
     """The triggers find pgfence's tables by schema, and a temporary table of their name deceives nobody."""
     schema.add_fence(engine, books, resource=resource)
     with psycopg.connect(dsn) as raw:

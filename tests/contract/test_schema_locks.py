@@ -52,7 +52,7 @@ def held(connection: Connection, table: str) -> str | None:
     return next((mode for mode in (ALL_WAIT, WRITERS_WAIT) if mode in modes), None)
 
 
-def test_the_locks_that_triggers_take_are_those_that_are_named(engine: Engine, parent: str) -> None:
+def test_adding_triggers_takes_the_documented_locks(engine: Engine, parent: str) -> None:
     """On the table and its partition alike; asked for again, none; none that keeps readers out but where that is said."""
 
     def fence(resource: str) -> Callable[[Any], None]:
@@ -81,7 +81,7 @@ def test_the_locks_that_triggers_take_are_those_that_are_named(engine: Engine, p
             assert "`lock_timeout` lets it" in words
 
 
-def test_a_trigger_that_takes_the_place_of_another_locks_as_is_said(
+def test_replacing_a_trigger_takes_the_documented_locks(
     engine: Engine, parent: str, admin: psycopg.Connection[Any]
 ) -> None:
     """Readers wait where one resource follows one for each row, and where a version trigger counts elsewhere or is off."""

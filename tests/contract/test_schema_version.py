@@ -101,7 +101,7 @@ def test_a_lease_of_an_older_release_is_respected(
 
 
 @pytest.mark.parametrize("version", range(1, VERSION + 1))
-def test_a_version_is_made_twice_without_harm_and_lowered_again(
+def test_each_version_can_be_created_twice_upgraded_and_downgraded(
     place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """Every version can be made, made again, brought to the newest, and brought back, and knows what it is."""

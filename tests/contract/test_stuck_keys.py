@@ -168,7 +168,7 @@ async def test_age_scope_and_namespace_choose(world: World, attempts: Attempts, 
     assert found.scope == attempts.scope
 
 
-def test_looking_waits_for_nobody_and_writes_nothing(engine: Engine, attempts: Attempts, dsn: str) -> None:
+def test_stuck_keys_waits_for_no_lock_and_writes_nothing(engine: Engine, attempts: Attempts, dsn: str) -> None:
     """Row locks and an unfinished claim of others do not matter, nor that the session may only read."""
     attempts.claim("held")
     with psycopg.connect(dsn) as other:
@@ -181,7 +181,7 @@ def test_looking_waits_for_nobody_and_writes_nothing(engine: Engine, attempts: A
 
 
 @pytest.mark.every_driver
-async def test_a_freed_key_is_taken_at_once_and_a_late_attempt_is_refused(world: World, attempts: Attempts) -> None:
+async def test_a_freed_key_is_taken_at_once_and_a_late_attempt_is_rejected(world: World, attempts: Attempts) -> None:
     """C101: the next attempt begins with the steps that are done; the one that was at work can neither renew nor store."""
     number = attempts.claim("k", ttl=3600)
     attempts.step("k", "charge")
@@ -365,7 +365,7 @@ BAD = [
 ]
 
 
-async def test_bad_input_is_refused_before_any_statement(world: World) -> None:
+async def test_bad_input_is_rejected_before_any_statement(world: World) -> None:
     """Scopes, keys, reasons, actors, ages and prefixes that cannot be used are refused without asking the server."""
     engine = world.engine(dsn="postgresql://nobody@127.0.0.1:1/nothing")
     for wrong, error in BAD:

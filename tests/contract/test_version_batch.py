@@ -326,7 +326,7 @@ async def test_a_class_in_two_tables_is_compared_in_the_first(world: World) -> N
         await beside(world, engine, stale, **BATCH)
 
 
-async def test_a_table_without_its_trigger_is_told(world: World) -> None:
+async def test_a_missing_version_trigger_is_reported(world: World) -> None:
     """Mode "server" where no trigger counts: the error says so and how to add it, and nothing is kept."""
     engine = world.engine()
     cls = await page(world, engine, "server")
@@ -342,7 +342,7 @@ async def test_a_table_without_its_trigger_is_told(world: World) -> None:
 
 
 @pytest.mark.every_driver
-async def test_autocommit_is_refused_where_a_row_lock_has_to_last(world: World) -> None:
+async def test_autocommit_is_rejected_where_a_row_lock_has_to_last(world: World) -> None:
     """In autocommit the lock ends with its statement: the rows of a batch, or of a pending change, would be compared in vain."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -481,7 +481,7 @@ async def test_tasks_beside_a_batch_keep_their_own_check(world: World) -> None:
     assert (await read(world, engine, cls))[1] == 11
 
 
-async def test_another_session_in_a_hook_of_the_flush_is_compared_or_refused(world: World) -> None:
+async def test_another_session_in_a_hook_of_the_flush_is_compared_or_rejected(world: World) -> None:
     """A second VersionedSession compares inside a batch flush; a plain Session would go unchecked, so it is an error."""
     engine = world.engine()
     cls = await page(world, engine)

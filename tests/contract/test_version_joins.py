@@ -146,7 +146,7 @@ async def test_every_change_of_a_line_counts_once_for_its_owners(
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", PAIRS)
-async def test_two_people_who_change_two_lines_of_one_owner_conflict(world: World, name: str) -> None:
+async def test_changes_of_two_lines_of_one_owner_conflict(world: World, name: str) -> None:
     """C065: both have read the owner and its lines; the second commit raises the conflict over the owner."""
     engine = world.engine()
     pair = await pair_of(world, engine, name)
@@ -185,7 +185,7 @@ async def test_a_line_that_the_condition_leaves_out_does_not_count(world: World)
 
 
 @pytest.mark.parametrize("name", ["joined_subclass", "alternate_key", "composite_key"])
-async def test_many_lines_are_no_more_queries_than_one(world: World, name: str) -> None:
+async def test_many_lines_cost_as_many_queries_as_one(world: World, name: str) -> None:
     """The owners of all changed lines are read together."""
     engine = world.engine()
     pair = await pair_of(world, engine, name)

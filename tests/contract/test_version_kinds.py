@@ -325,7 +325,7 @@ def test_a_class_switch_under_one_key_names_its_cause(engine: Any, models: Any, 
             session.commit()
 
 
-def test_deletes_on_a_shared_connection_are_told_apart(engine: Any, models: Any) -> None:
+def test_deletes_on_a_shared_connection_are_distinguished(engine: Any, models: Any) -> None:
     """Of two rows that a session deletes, the one that another session on its connection has deleted is in the conflict."""
     m = models("client")
     start = fill(engine, m, KINDS["delete"])

@@ -60,7 +60,7 @@ def acting(cls: Any, act: str) -> Callable[[Session], None]:
 @pytest.mark.twins
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("act", ACTS)
-async def test_a_row_that_a_trigger_keeps_is_no_conflict(world: World, act: str, check: str) -> None:
+async def test_a_row_kept_by_a_trigger_is_not_a_conflict(world: World, act: str, check: str) -> None:
     """C068: where a BEFORE trigger returns NULL the error says so, and nothing of the flush is kept."""
     engine = world.engine()
     # In a batch, a driver that cannot count several rows takes one that is kept for a missing trigger of the mode "server".
@@ -78,7 +78,7 @@ async def test_a_row_that_a_trigger_keeps_is_no_conflict(world: World, act: str,
 @pytest.mark.one_driver
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("act", ACTS)
-async def test_a_row_that_a_policy_keeps_is_no_conflict(
+async def test_a_row_kept_by_a_policy_is_not_a_conflict(
     world: World, act: str, check: str, role: Callable[..., str]
 ) -> None:
     """C068: where row-level security lets a role read a row and not write it the error says so."""
@@ -108,9 +108,7 @@ async def test_a_row_that_a_policy_keeps_is_no_conflict(
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("act", [act for act in ACTS if act != "by primary key"])
-async def test_a_row_that_somebody_else_has_written_is_found_by_every_driver(
-    world: World, act: str, check: str
-) -> None:
+async def test_a_stale_row_is_a_conflict_on_every_driver(world: World, act: str, check: str) -> None:
     """A stale UPDATE or DELETE is a conflict, alone and among others, also where a driver cannot count many rows at once."""
     engine = world.engine()
     cls = await page(world, engine)

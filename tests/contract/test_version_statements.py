@@ -156,7 +156,7 @@ async def test_an_instance_can_be_flushed_after_a_statement(world: World, kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("synchronize", SYNCHRONIZE)
-async def test_an_instance_out_of_date_does_not_pass_for_a_new_one(world: World, kind: str, synchronize: Any) -> None:
+async def test_a_statement_never_makes_a_stale_instance_look_new(world: World, kind: str, synchronize: Any) -> None:
     """A statement never gives a new version to an instance with columns of an old one: it is a conflict, or it is read again."""
     engine = world.engine()
     cls = await page(world, engine, kind)
@@ -362,7 +362,7 @@ async def test_a_pending_change_is_saved_beside_the_sessions_own_statements(
 
 @pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("check", CHECKS)
-async def test_a_stale_change_stays_refused_beside_the_sessions_own_statements(
+async def test_a_stale_change_stays_rejected_beside_the_sessions_own_statements(
     world: World, kind: str, check: Any
 ) -> None:
     """If another session has written the row before the statement, a pending change or delete of it is a conflict."""
@@ -505,7 +505,7 @@ async def test_only_rows_of_others_are_conflicts_beside_the_sessions_own(world: 
     await beside(world, engine, work, conflict_check=check, autoflush=False)
 
 
-async def test_an_update_by_primary_key_tells_the_sessions_own_statement_from_a_conflict(world: World) -> None:
+async def test_an_update_by_key_after_an_own_statement_is_not_a_conflict(world: World) -> None:
     """The versions of the parameters were read before the session's own update(), or before it deleted the row."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -638,7 +638,7 @@ async def test_an_update_by_primary_key_compares_the_versions_it_is_given(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", [{}, {"version": None}])
-async def test_an_update_by_primary_key_without_a_version_is_refused(
+async def test_an_update_by_primary_key_without_a_version_is_rejected(
     world: World, kind: str, version: dict[str, Any]
 ) -> None:
     """A row without its version, or with None for it, is refused by name before anything is sent."""
@@ -651,7 +651,7 @@ async def test_an_update_by_primary_key_without_a_version_is_refused(
     assert await read(world, engine, cls) == before
 
 
-async def test_an_update_by_primary_key_with_criteria_of_its_own_is_refused(world: World) -> None:
+async def test_an_update_by_primary_key_with_criteria_of_its_own_is_rejected(world: World) -> None:
     """With a WHERE beside the keys SQLAlchemy does not count rows, so a conflict would pass without a word."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -665,7 +665,7 @@ async def test_an_update_by_primary_key_with_criteria_of_its_own_is_refused(worl
 
 
 @pytest.mark.every_driver
-async def test_a_row_given_twice_is_told_from_a_conflict(world: World) -> None:
+async def test_a_row_given_twice_is_a_value_error(world: World) -> None:
     """C068: the same primary key twice in one batch is an error of its own."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -688,7 +688,7 @@ async def test_an_update_by_primary_key_raises_the_version_in_the_other_table(wo
 # ------------------------------------------------------------ what is refused
 
 
-async def test_a_statement_on_the_second_table_of_a_class_is_refused(world: World) -> None:
+async def test_a_statement_on_the_second_table_of_a_class_is_rejected(world: World) -> None:
     """Joined inheritance: neither the guard nor a trigger sees an UPDATE of the child's table alone from its parent's."""
     engine = world.engine()
     for cls in (await joined(world, engine), await joined(world, engine, "server")):
@@ -714,7 +714,7 @@ async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any
     assert (await read(world, engine, cls))[1] == 1
 
 
-async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) -> None:
+async def test_a_session_that_rejects_looks_inside_of_a_statement(world: World) -> None:
     """With bulk="refuse" an UPDATE is found as a part of a SELECT too."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -725,7 +725,7 @@ async def test_a_session_that_refuses_looks_inside_of_a_statement(world: World) 
 
 
 @pytest.mark.parametrize("bulk", ["bump", "refuse"])
-async def test_a_statement_inside_of_another_is_refused_unless_it_raises_the_version(world: World, bulk: str) -> None:
+async def test_a_statement_inside_of_another_is_rejected_unless_it_raises_the_version(world: World, bulk: str) -> None:
     """C064: an UPDATE that is read from, rides along or comes as from_statement() changes no row past its version."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -766,7 +766,7 @@ async def test_what_has_no_parts_can_be_executed_under_every_policy(world: World
     await on_session(world, engine, work, bulk="refuse")
 
 
-async def test_a_session_that_refuses_lets_through_what_is_guarded(world: World) -> None:
+async def test_a_session_that_rejects_lets_through_what_is_guarded(world: World) -> None:
     """bulk="refuse" is about versions: deletes, inserts, versions compared by key, and a trigger's table are let through."""
     engine = world.engine()
     cls, other = await page(world, engine), await page(world, engine, "server")
@@ -794,7 +794,7 @@ async def test_a_session_can_leave_statements_alone(world: World, form: Callable
     assert (await read(world, engine, cls))[1] == expected
 
 
-async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
+async def test_a_version_that_is_assigned_is_rejected(world: World) -> None:
     """A value for the version in an UPDATE is an error; an expression that raises it is left as it is."""
     engine = world.engine()
     cls = await page(world, engine)
@@ -813,7 +813,7 @@ async def test_a_version_that_is_assigned_is_refused(world: World) -> None:
     assert set((await read(world, engine, cls)).values()) == {11}
 
 
-async def test_values_in_an_order_of_their_own_are_refused(world: World) -> None:
+async def test_values_in_an_order_of_their_own_are_rejected(world: World) -> None:
     """ordered_values() leaves no place for the version."""
     engine = world.engine()
     cls = await page(world, engine)

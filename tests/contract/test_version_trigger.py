@@ -111,7 +111,7 @@ def test_partitions_count_too(engine: Any, admin: psycopg.Connection[Any]) -> No
     assert version(admin, name) == 3
 
 
-def test_a_nullable_column_is_refused_with_the_way_to_fill_it(engine: Any, admin: psycopg.Connection[Any]) -> None:
+def test_a_nullable_column_is_rejected_with_the_way_to_fill_it(engine: Any, admin: psycopg.Connection[Any]) -> None:
     """The error's command makes the column fit; after it the trigger is made."""
     name = f"old_{secrets.token_hex(6)}"
     admin.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, version bigint)".encode())
@@ -124,7 +124,7 @@ def test_a_nullable_column_is_refused_with_the_way_to_fill_it(engine: Any, admin
     assert version(admin, name) == 2
 
 
-def test_what_cannot_count_is_refused(engine: Any, admin: psycopg.Connection[Any], table: str) -> None:
+def test_a_table_that_cannot_count_is_rejected(engine: Any, admin: psycopg.Connection[Any], table: str) -> None:
     """No such table or column, a column of another type, a foreign trigger of the same name, autocommit, a wrong type."""
     for add in (schema.add_version_trigger, schema.drop_version_trigger):
         with pytest.raises(ValueError, match="there is no table"):

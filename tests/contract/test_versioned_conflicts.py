@@ -203,7 +203,7 @@ async def test_rows_written_before_in_the_same_transaction_are_not_listed(
     assert refused.value.items == ((cls, (2,), before[2], versions(admin, cls)[2]),)
 
 
-async def test_a_row_that_was_deleted_and_made_again_is_a_conflict_by_uuid(
+async def test_a_row_that_was_deleted_and_created_again_is_a_conflict_by_uuid(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
     """A number starts again at 1 and would match; a random version does not."""
@@ -343,7 +343,9 @@ async def test_the_look_at_the_rows_holds_nothing(world: World, admin: psycopg.C
 
 
 @pytest.mark.every_driver
-async def test_in_repeatable_read_postgresql_refuses_by_itself(world: World, admin: psycopg.Connection[Any]) -> None:
+async def test_a_conflict_in_repeatable_read_is_a_serialization_failure(
+    world: World, admin: psycopg.Connection[Any]
+) -> None:
     """There a conflict is SQLSTATE 40001, which `run_transaction` knows as well."""
     engine = world.engine(isolation_level="REPEATABLE READ")
     cls = await pages(world, engine)
@@ -512,7 +514,7 @@ async def test_merge_looks_at_what_it_takes_along(world: World) -> None:
     await on_session(world, engine, work)
 
 
-async def test_merge_refuses_an_xmin_from_elsewhere(world: World) -> None:
+async def test_merge_rejects_an_xmin_from_elsewhere(world: World) -> None:
     """C071: the version of an instance that has left its session would miss what the same transaction wrote after it."""
     engine = world.engine()
     cls = await pages(world, engine, mode="xmin")
@@ -554,7 +556,7 @@ def test_merge_of_what_is_not_mapped_raises_as_in_a_session(given: Any) -> None:
             session.merge_all([given])
 
 
-def test_unknown_options_are_refused(engine: Any) -> None:
+def test_unknown_options_are_rejected(engine: Any) -> None:
     """A misspelled policy is an error where the session is made."""
     with pytest.raises(ValueError, match="bulk must be one of"):
         VersionedSession(engine, bulk="bumps")  # type: ignore[arg-type]

@@ -79,7 +79,7 @@ async def test_each_flush_gives_the_row_another_version(
 @pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "mode"), EVERY)
 @pytest.mark.parametrize("act", ["change", "delete"])
-async def test_a_row_that_somebody_else_has_written_is_not_overwritten(
+async def test_a_stale_row_is_not_overwritten(
     world: World, admin: psycopg.Connection[Any], kind: str, mode: str, act: str
 ) -> None:
     """UPDATE and DELETE of a row that has changed since it was read end in a conflict, and the other's change stays."""
@@ -173,7 +173,7 @@ async def test_assigning_the_version_raises_at_once(world: World, admin: psycopg
     assert stored(admin, cls)[0] == (1, "ours", 2)
 
 
-def test_concrete_inheritance_from_a_versioned_class_is_refused() -> None:
+def test_concrete_inheritance_from_a_versioned_class_is_rejected() -> None:
     """The version of the base is in another table than the rows of the subclass."""
     base = page_class()
     with pytest.raises(TypeError, match="put the mixin on each of the classes"):
@@ -522,13 +522,13 @@ async def test_a_rewrite_of_the_table_changes_xmin_and_no_real_version(
     assert stored(admin, cls)[0] == (1, "ours", 2)
 
 
-def test_xmin_is_refused_for_joined_inheritance() -> None:
+def test_xmin_is_rejected_for_joined_inheritance() -> None:
     """A change of the child's table alone leaves the xmin of the parent's as it was."""
     with pytest.raises(ValueError, match="with joined inheritance take the mode"):
         family("xmin")
 
 
-def test_xmin_is_refused_for_a_partitioned_table() -> None:
+def test_xmin_is_rejected_for_a_partitioned_table() -> None:
     """PostgreSQL does not return the xmin of a row that it inserts there."""
     with pytest.raises(ValueError, match="partitioned table"):
         page_class(mode="xmin", __table_args__={"postgresql_partition_by": "LIST (id)"})
@@ -537,7 +537,7 @@ def test_xmin_is_refused_for_a_partitioned_table() -> None:
 # ------------------------------------------------------------ what cannot be guarded
 
 
-def test_unusable_options_are_refused_on_mapping() -> None:
+def test_unusable_options_are_rejected_on_mapping() -> None:
     """An unknown mode, a column without a name, relationships as one text, a mode that VersionedUUID does not know."""
     with pytest.raises(ValueError, match="must be one of client, server, xmin, not 'both'"):
         page_class(mode="both")
@@ -549,7 +549,7 @@ def test_unusable_options_are_refused_on_mapping() -> None:
         page_class(mode="uuid", __version_mode__="server")
 
 
-def test_two_version_columns_are_refused() -> None:
+def test_two_version_columns_are_rejected() -> None:
     """SQLAlchemy's own version beside the mixin's, a column in its place, both mixins at once."""
 
     class Base(DeclarativeBase):
@@ -584,7 +584,7 @@ def test_the_mixin_belongs_on_the_class_at_the_base() -> None:
             id: Mapped[int] = mapped_column(ForeignKey("item.id"), primary_key=True)
 
 
-async def test_a_row_without_a_version_is_refused_with_the_way_to_fill_it(
+async def test_a_row_without_a_version_is_rejected_with_the_way_to_fill_it(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
     """NULL in a table that was there before: SQLAlchemy would compare nothing; the error's command fills the column."""

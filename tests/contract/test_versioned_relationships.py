@@ -215,7 +215,7 @@ async def test_without_the_option_only_its_own_columns_count(world: World) -> No
 
 
 @pytest.mark.twins
-async def test_two_who_change_different_lines_meet(world: World) -> None:
+async def test_changes_of_different_lines_conflict_over_their_owner(world: World) -> None:
     """C065: one appends a line, the other edits another one; the second to commit is in conflict over the order."""
     engine = world.engine()
     one = await shop(world, engine)
@@ -256,7 +256,7 @@ async def test_a_line_that_moves_counts_for_both_orders(world: World) -> None:
     assert await on_session(world, engine, work) == [[2, 2], [3, 3]]
 
 
-async def test_an_order_that_comes_or_goes_with_its_lines_counts_by_itself(world: World) -> None:
+async def test_a_new_or_deleted_owner_counts_once(world: World) -> None:
     """A new order starts at 1 with its lines, and a deleted one is deleted with them."""
     engine = world.engine()
     one = await shop(world, engine)
@@ -346,7 +346,7 @@ async def test_a_trigger_needs_a_column_to_write(world: World) -> None:
         await on_session(world, engine, work)
 
 
-async def test_a_row_can_be_counted_by_hand(world: World) -> None:
+async def test_a_row_can_be_counted_manually(world: World) -> None:
     """Where no relationship tells, `flag_modified` on any other column makes the flush write and count the row."""
     engine = world.engine()
     one = await shop(world, engine, counted=())
@@ -360,7 +360,7 @@ async def test_a_row_can_be_counted_by_hand(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["nothing", "owner", "alias", "unmapped"])
-def test_names_that_cannot_count_are_refused(name: str) -> None:
+def test_names_that_cannot_count_are_rejected(name: str) -> None:
     """No relationship of that name, one that leads to a row that others share, or one whose rows do not tell their owner."""
 
     class Base(DeclarativeBase):

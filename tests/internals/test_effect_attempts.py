@@ -89,7 +89,7 @@ async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:
     await eventually(lambda: shop.row("k").claim_left < 0)
 
 
-async def test_events_tell_of_each_attempt(shop: Shop) -> None:
+async def test_events_for_each_attempt(shop: Shop) -> None:
     """`on_event` hears of a claim, of its end and of its loss, with the attempt as the token."""
     events: list[Any] = []
     configure(shop.engine, on_event=events.append)
@@ -128,7 +128,7 @@ async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
     await shop.world.call(running.free)
 
 
-async def test_a_step_whose_save_had_no_answer_is_saved_and_not_done_when_it_is_asked_for_again(
+async def test_a_step_whose_save_was_unanswered_is_saved_without_running_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C100: within the attempt its value is known."""

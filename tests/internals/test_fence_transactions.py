@@ -79,7 +79,7 @@ async def test_begin_takes_a_factory_and_nothing_else(world: World) -> None:
         begin(world.engine(), {"r": 1})(len)
 
 
-async def test_settings_sent_by_an_engines_hook_at_the_begin_do_not_trip_begin(
+async def test_begin_allows_settings_sent_by_a_begin_hook(
     world: World, admin: psycopg.Connection[Any], name: str, ledger: str
 ) -> None:
     """`begin` opened the transaction itself: what a hook of the application sends there is no read."""
@@ -92,9 +92,7 @@ async def test_settings_sent_by_an_engines_hook_at_the_begin_do_not_trip_begin(
     assert amount(admin, ledger) == 102
 
 
-async def test_a_refusal_found_elsewhere_keeps_the_transaction_from_committing(
-    world: World, name: str, ledger: str
-) -> None:
+async def test_a_rejection_by_a_rows_token_blocks_the_commit(world: World, name: str, ledger: str) -> None:
     """A refusal that was found without the gate, by a row's own token, has the same effect."""
     error = StaleFencingTokenError("found by a row", resource=name, token=1, newest=2)
     async with session(world, world.engine()) as work:
@@ -122,7 +120,7 @@ async def test_a_checkpoint_is_written_behind_the_gate(world: World, name: str, 
     ]
 
 
-async def test_a_block_whose_entry_is_refused_rolls_back(world: World, name: str) -> None:
+async def test_a_block_whose_entry_is_rejected_rolls_back(world: World, name: str) -> None:
     """The transaction that a block opened is over when it could not enter: the connection is back in the pool."""
     engine = world.engine(pool_size=1, max_overflow=0)
     begin = world.pick(begin_fenced, begin_fenced_async)

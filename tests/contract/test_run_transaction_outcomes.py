@@ -52,7 +52,7 @@ async def test_an_error_that_was_swallowed_is_not_taken_for_a_commit(world: Worl
 
 
 @pytest.mark.every_driver
-async def test_a_conflict_that_was_swallowed_is_tried_again(world: World, row: Row) -> None:
+async def test_a_swallowed_serialization_failure_is_retried(world: World, row: Row) -> None:
     """A serialization failure that the function caught has still undone its transaction: it runs again."""
     calls: list[int] = []
 
@@ -150,7 +150,7 @@ async def test_a_stale_token_that_was_swallowed_is_raised(world: World, name: st
     assert calls == [1]
 
 
-async def test_an_error_inside_a_savepoint_is_the_functions_own_affair(world: World, row: Row) -> None:
+async def test_an_error_undone_by_a_savepoint_does_not_stop_the_commit(world: World, row: Row) -> None:
     """What a savepoint has undone keeps nothing from being committed."""
 
     def work(session: Session) -> None:
@@ -165,7 +165,7 @@ async def test_an_error_inside_a_savepoint_is_the_functions_own_affair(world: Wo
     assert row.n() == 1
 
 
-async def test_work_after_a_commit_of_its_own_is_refused(world: World, row: Row) -> None:
+async def test_work_after_a_commit_of_its_own_is_rejected(world: World, row: Row) -> None:
     """A function that commits and goes on would be done twice in part: it is stopped, and not tried again."""
     calls: list[int] = []
 
@@ -237,7 +237,7 @@ async def test_a_cancelled_task_leaves_its_connection_whole(dsn: str, row: Row) 
 
 
 @pytest.mark.every_driver
-async def test_autocommit_is_refused_before_anything_is_sent(world: World, row: Row) -> None:
+async def test_autocommit_is_rejected_before_anything_is_sent(world: World, row: Row) -> None:
     """Where each statement commits by itself, another attempt would do it twice."""
 
     def work(session: Session) -> None:
@@ -248,7 +248,7 @@ async def test_autocommit_is_refused_before_anything_is_sent(world: World, row: 
     assert row.n() == 0
 
 
-def test_another_kind_of_server_is_refused() -> None:
+def test_another_kind_of_server_is_rejected() -> None:
     """The rules are PostgreSQL's: SQLite is told so when the session begins there."""
     engine = create_engine("sqlite://")
     with pytest.raises(UnsupportedServerError):

@@ -46,7 +46,7 @@ async def nested(world: World, outer: Any, inner: Callable[[], Any]) -> None:
     await world.call(run_transaction, outer, world.pick(work, work_async))
 
 
-async def test_inside_another_one_it_is_refused(world: World, row: Row) -> None:
+async def test_inside_another_one_it_is_rejected(world: World, row: Row) -> None:
     """C069: a transaction inside one on the same database would be committed apart and repeated: refused, nothing is run."""
     engine = world.engine()
     outer, same = factory(world, engine), factory(world, engine.execution_options(isolation_level="SERIALIZABLE"))
@@ -96,7 +96,7 @@ async def test_the_function_itself_joins_the_open_transaction(world: World, row:
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["session", "connection", "scoped"])
-async def test_a_session_or_connection_is_refused(world: World, row: Row, kind: str) -> None:
+async def test_a_session_or_connection_is_rejected(world: World, row: Row, kind: str) -> None:
     """There is nothing to make a fresh session with; an open transaction says so, with the reason and the way out."""
     engine = world.engine()
     add = on_session(world, row.add_one)
@@ -152,7 +152,7 @@ async def test_a_rolled_back_test_can_run_it(world: World, row: Row) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("swallow", [False, True])
-async def test_a_snapshot_is_not_tried_again_in_a_savepoint(world: World, row: Row, swallow: bool) -> None:
+async def test_a_snapshot_is_not_retried_in_a_savepoint(world: World, row: Row, swallow: bool) -> None:
     """A savepoint keeps the snapshot: 40001 would come back for ever. It is raised once, with the reason."""
     calls: list[int] = []
 

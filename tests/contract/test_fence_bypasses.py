@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError
 
 from pgfence import schema
@@ -57,7 +57,7 @@ async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("opened", [session, connection])
-async def test_the_commit_after_a_refused_one_commits_none_of_the_refused_writes(
+async def test_the_commit_after_a_rejected_one_commits_none_of_the_rejected_writes(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str, opened: Any
 ) -> None:
     """The refused commit ends the server's transaction too, so that the next one on that connection starts from nothing."""
@@ -89,7 +89,7 @@ async def test_after_a_rollback_the_same_session_works_on(
     assert rows(admin, table) == [(1, 1), (2, 1)]
 
 
-async def test_a_block_that_swallows_the_refusal_ends_with_it(
+async def test_a_block_that_swallows_the_rejection_raises_it_at_its_end(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str
 ) -> None:
     """`begin()` of a session factory commits at its end, and there the refusal comes again."""
@@ -149,7 +149,7 @@ async def copy(world: World, work: Any, table: str) -> None:
 
 
 @pytest.mark.every_driver
-async def test_copy_past_sqlalchemy_meets_the_fence(
+async def test_copy_past_sqlalchemy_is_fenced(
     world: World, admin: psycopg.Connection[Any], name: str, table: str
 ) -> None:
     """COPY by the driver's own means is refused without a gate, and passes in a transaction that has entered it."""
@@ -166,20 +166,28 @@ async def test_copy_past_sqlalchemy_meets_the_fence(
 
 
 @pytest.mark.every_driver
-async def test_a_commit_in_plain_text_leaves_the_gate(
-    world: World, admin: psycopg.Connection[Any], name: str, table: str
+async def test_a_commit_past_sqlalchemy_leaves_the_gate(
+    world: World, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """Whoever ends the transaction past SQLAlchemy has entered nothing in the next: asked again, not believed."""
+    """After COMMIT in plain text, or on the driver's own connection, the next transaction has entered no gate."""
     engine = world.engine()
-    async with connection(world, engine) as work:
-        await world.call(fence, work, name, 1)
-        await world.call(work.exec_driver_sql, "COMMIT")
-        overtake(admin, name, 2)
-        with pytest.raises(StaleFencingTokenError):
-            await world.call(fence, work, name, 1)
+
+    def in_plain_text(work: Connection) -> None:
+        work.exec_driver_sql("COMMIT")
+
+    def by_the_driver(work: Connection) -> None:
+        work.connection.dbapi_connection.commit()  # type: ignore[union-attr]
+
+    for token, end in enumerate((in_plain_text, by_the_driver), start=1):
+        async with connection(world, engine) as work:
+            await world.call(fence, work, name, token)
+            await (world.call(work.run_sync, end) if world.is_async else world.call(end, work))
+            overtake(admin, name, token + 1)
+            with pytest.raises(StaleFencingTokenError):
+                await world.call(fence, work, name, token)
 
 
-async def test_a_cascade_from_an_unguarded_parent_meets_the_fence(
+async def test_a_cascade_from_an_unfenced_parent_is_rejected(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, diary: str
 ) -> None:
     """Rows that a foreign key deletes are written too: refused without the gate, and none of the parent's go."""
@@ -223,7 +231,7 @@ async def test_known_ways_around_are_those_of_a_superuser(
 
 
 @pytest.mark.every_driver
-async def test_every_copy_of_the_engine_tells_refusals_as_ours(world: World, name: str, table: str) -> None:
+async def test_rejections_are_translated_on_every_copy_of_the_engine(world: World, name: str, table: str) -> None:
     """The first fence may be entered on a copy with options; statements of the engine itself are translated too."""
     engine = world.engine()
     async with connection(world, engine.execution_options(stream_results=True)) as work:
@@ -250,7 +258,7 @@ async def test_other_errors_stay_as_they_are(world: World, name: str, table: str
 
 
 @pytest.mark.every_driver
-async def test_a_role_without_rights_is_told_the_grant(world: World, role: Any, name: str) -> None:
+async def test_a_role_without_rights_gets_the_grant_in_the_error(world: World, role: Any, name: str) -> None:
     """No right to the gate: SchemaError with the GRANT that its owner has to run."""
     async with session(world, world.engine(dsn=role())) as work:
         with pytest.raises(SchemaError, match="GRANT SELECT, INSERT, UPDATE ON"):
@@ -314,7 +322,7 @@ def test_a_forged_setting_opens_no_table(
         assert refused.value.sqlstate == state
 
 
-def test_whoever_claims_the_newest_token_locks_its_gate(admin: psycopg.Connection[Any], dsn: str, name: str) -> None:
+def test_claiming_the_newest_token_locks_its_gate(admin: psycopg.Connection[Any], dsn: str, name: str) -> None:
     """A write that was let pass by the statement trigger keeps newer holders out until its transaction ends."""
     with guarded(admin, dsn, name) as table, psycopg.connect(dsn, autocommit=True) as newer:
         overtake(admin, name, 2)
