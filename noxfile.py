@@ -13,12 +13,20 @@ import shutil
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PYPROJECT)
 SQLALCHEMYS = ["2.0", "2.1"]
 POSTGRESQLS = ["14", "15", "16", "17", "18"]
+SQLALCHEMY_MAIN = "sqlalchemy @ git+https://github.com/sqlalchemy/sqlalchemy"
+# The tests of what uses private parts of SQLAlchemy; see `pgfence/versions/_mapper.py`.
+PRIVATE_PARTS = [
+    str(path.relative_to(ROOT))
+    for pattern in ("version*", "fence*", "flushes", "load_for_version")
+    for path in sorted(ROOT.glob(f"tests/contract/test_{pattern}.py"))
+]
 BINARIES_NEED_PYTHON = "3.12"
 
 os.environ.setdefault("UV_PYTHON_DOWNLOADS", "never")
@@ -103,6 +111,19 @@ def min_versions(session: nox.Session) -> None:
     session.install("--resolution", "lowest-direct", "-e", ".[asyncio,embedded]")
     session.install(*group("test"))
     session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("source", [nox.param("sqlalchemy", id="newest"), nox.param(SQLALCHEMY_MAIN, id="main")])
+def sqlalchemy_next(session: nox.Session, source: str) -> None:
+    """Versions and fences, which use private parts of SQLAlchemy, on its newest release or pre-release and on its main branch."""
+    session.install("-e", ".[asyncio,embedded]", *group("test"))
+    try:
+        session.install("--upgrade", "--pre", source)
+    except CommandFailed:
+        session.skip(f"SQLAlchemy cannot be installed from {source}: is there a network and git?")
+    session.run("python", "-c", "import sqlalchemy; print('SQLAlchemy', sqlalchemy.__version__)")
+    session.run("pytest", "-n", "auto", *(session.posargs or PRIVATE_PARTS), env={"PGFENCE_TEST_SERVER": "embedded"})
 
 
 @nox.session
