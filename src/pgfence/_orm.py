@@ -1,11 +1,8 @@
-"""Which rows a flush of the ORM writes, decided as SQLAlchemy decides it.
-
-`Session.is_modified` does not answer that: it is also True for a relationship whose foreign key is in the other table or is
-written by a later UPDATE (`post_update`), and for an assigned expression. No UPDATE of the row is sent for those.
-"""
+"""What `fence` and `versions` both ask SQLAlchemy's ORM: which rows a flush writes, and what a statement assigns."""
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -15,17 +12,27 @@ from sqlalchemy.orm.base import PassiveFlag
 from sqlalchemy.sql import ClauseElement
 
 if TYPE_CHECKING:
-    from sqlalchemy import ColumnElement
+    from collections.abc import Collection
+
+    from sqlalchemy import Column, ColumnElement, FromClause, Insert, Result, Row, Select
+    from sqlalchemy.dialects.postgresql.dml import OnConflictDoUpdate
     from sqlalchemy.orm import InstanceState, RelationshipProperty
 
-    State: TypeAlias = "InstanceState[Any]"
+    State: TypeAlias = InstanceState[object]
+    AnyResult: TypeAlias = Result[*tuple[Any, ...]]
+    AnyRow: TypeAlias = Row[*tuple[Any, ...]]
+    AnySelect: TypeAlias = Select[*tuple[Any, ...]]
 
-_WRITABLE: WeakKeyDictionary[Mapper[Any], frozenset[str]] = WeakKeyDictionary()
+Key: TypeAlias = tuple[object, ...]
+
+_WRITABLE: WeakKeyDictionary[Mapper[object], frozenset[str]] = WeakKeyDictionary()
 _MISSING = object()
 
 
 def sends_update(state: State) -> bool:
     """Return whether an UPDATE of a persistent row is sent when its turn in the flush comes, with the columns as they are now."""
+    # Not Session.is_modified(): that is also True for relationships whose foreign key is in another row, or is written by a
+    # later UPDATE (`post_update`), and for an assigned expression. SQLAlchemy sends no UPDATE of the row for those.
     values, attributes = state.dict, state.manager
     writable = _WRITABLE.get(state.mapper) or _writable(state.mapper)
     for key, old in state.committed_state.items():
@@ -50,7 +57,7 @@ def will_send_update(state: State) -> bool:
     return any(key in relationships and _moves(state, relationships[key]) for key in state.committed_state)
 
 
-def _writable(mapper: Mapper[Any]) -> frozenset[str]:
+def _writable(mapper: Mapper[object]) -> frozenset[str]:
     """Return the attributes of a class whose columns are in tables that a flush writes."""
     named = mapper._propkey_to_col
     found = frozenset(key for table in mapper._pks_by_table for key in named.get(table, ()))
@@ -58,7 +65,7 @@ def _writable(mapper: Mapper[Any]) -> frozenset[str]:
     return found
 
 
-def _moves(state: State, prop: RelationshipProperty[Any]) -> bool:
+def _moves(state: State, prop: RelationshipProperty[object]) -> bool:
     """Return whether an assigned many-to-one relationship changes a foreign key of its row."""
     if prop.direction is not RelationshipDirection.MANYTOONE or prop.viewonly or prop.post_update:
         return False
@@ -74,7 +81,50 @@ def _moves(state: State, prop: RelationshipProperty[Any]) -> bool:
     )
 
 
-def _value(state: State, column: ColumnElement[Any]) -> Any:
+def _value(state: State, column: ColumnElement[object]) -> object:
     key = state.mapper.get_property_by_column(column).key
     # What is not loaded differs from everything: a lock too many is better than one too late.
     return state.dict.get(key, object())
+
+
+def identity_of(state: State) -> Key:
+    """Return the primary key of a persistent row."""
+    assert state.key is not None
+    return tuple(state.key[1])
+
+
+def key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[object]]:
+    """Return the primary key of a mapper as columns of one of its tables."""
+    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
+    return [next(each for each in prop.columns if each.table is table) for prop in props]
+
+
+# ------------------------------------------------------------ what a statement assigns
+
+
+def upsert_of(statement: object) -> OnConflictDoUpdate | None:
+    """Return the ON CONFLICT DO UPDATE of a statement; None if it has none."""
+    clause = getattr(statement, "_post_values_clause", None)
+    return clause if hasattr(clause, "update_values_to_set") else None
+
+
+def set_on_conflict(
+    statement: Insert, upsert: OnConflictDoUpdate, names: Collection[str], column: str, value: ColumnElement[object]
+) -> Insert:
+    """Return an upsert that sets a column of the row it meets to a value, whatever it was told to set it to."""
+    changed, clause = statement._generate(), copy(upsert)
+    given = upsert.update_values_to_set
+    kept = {key: each for key, each in dict(given).items() if value_name(key) not in names} | {column: value}
+    # A list of pairs in SQLAlchemy 2.0, a dict later.
+    clause.update_values_to_set = type(given)(kept.items())
+    changed._post_values_clause = clause
+    return changed
+
+
+def value_name(key: object) -> str:
+    """Return the name of the attribute, or of the column, that a key of `values()` refers to."""
+    if isinstance(key, str):
+        return key
+    found = getattr(key, "_annotations", {}).get("proxy_key") or getattr(key, "key", None)
+    assert isinstance(found, str)
+    return found

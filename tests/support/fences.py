@@ -10,7 +10,7 @@ from psycopg import sql
 from sqlalchemy import Connection, create_engine
 
 from pgfence import schema
-from pgfence.fence._entering import entered
+from pgfence.fence._entering import entered_token as entered_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def overtake(admin: psycopg.Connection[Any], resource: str, token: int) -> None:
 
 def entered_token(work: Any, resource: str) -> int | None:
     """Return the token with which the transaction of a Session or Connection has entered a gate."""
-    return entered(work if isinstance(work, Connection) else work.connection(), resource)
+    return entered_in(work if isinstance(work, Connection) else work.connection(), resource)
 
 
 def rows(admin: psycopg.Connection[Any], table: str) -> list[Any]:

@@ -10,7 +10,7 @@ from sqlalchemy.types import TypeDecorator
 
 from pgfence._sql.columns import OWN
 from pgfence._sql.storage import TableNames
-from pgfence.fence._rows import MODEL, View, column_of, constant
+from pgfence.fence._rows import MODEL, View, column_of, has_single_resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +57,7 @@ def version_of(table: Table) -> str | None:
 
 
 def _resource(model: Any) -> str:
-    if constant(model):
+    if has_single_resource(model):
         return _literally(model.__fence_resource__)
     attributes = inspect(model).column_attrs
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import TypeIs
 
+    SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
+    AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
+
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
 AsyncEngineSource: TypeAlias = "AsyncEngine | Callable[[], AsyncEngine]"
 
@@ -79,11 +82,9 @@ def unwrap_session(work: Session | scoped_session[Any]) -> Session: ...
 @overload
 def unwrap_session(work: AsyncSession | async_scoped_session[Any]) -> AsyncSession: ...
 @overload
-def unwrap_session(work: Session | scoped_session[Any] | Connection) -> Session | Connection: ...
+def unwrap_session(work: SyncWork) -> Session | Connection: ...
 @overload
-def unwrap_session(
-    work: AsyncSession | async_scoped_session[Any] | AsyncConnection,
-) -> AsyncSession | AsyncConnection: ...
+def unwrap_session(work: AsyncWork) -> AsyncSession | AsyncConnection: ...
 def unwrap_session(work: Any) -> Any:
     """Return the session that a scoped one stands for at this moment, else what was given."""
     scoped = loaded_classes(ORM, "scoped_session") + loaded_classes(ASYNCIO, "async_scoped_session")

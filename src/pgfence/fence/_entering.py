@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, Engine, event, table, update
 from sqlalchemy.exc import DBAPIError
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
-    from sqlalchemy.orm import Session, scoped_session
+    from sqlalchemy.orm import Session
+    from typing_extensions import TypeIs
 
+    from pgfence._api.inputs import AsyncWork, SyncWork
     from pgfence._sql.gates import EnteredGates
     from pgfence._sql.storage import TableNames
 
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
 _WRITE = update(table("pgfence_gate"))
 
 
-def is_async(work: object) -> bool:
-    """Say whether a transaction belongs to the async half.
+def is_async(work: object) -> TypeIs[AsyncWork]:
+    """Return whether a transaction belongs to an AsyncSession or AsyncConnection.
 
     Raises:
         TypeError: it is nothing that could have a transaction.
@@ -64,29 +66,31 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
     if isinstance(resource, Mapping):
         if token is not None:
             raise TypeError("a mapping has its tokens already: fence(session, {resource: token})")
-        found: dict[Any, Any] = dict(resource)
+        found: list[tuple[object, object]] = list(resource.items())
     elif isinstance(resource, (tuple, list, set, frozenset)):
         raise TypeError("several resources are a mapping, each with its token: fence(session, {resource: token})")
     else:
-        found = {resource: token}
+        found = [(resource, token)]
     if not found:
         raise ValueError("there is no resource to enter")
-    for name, number in found.items():
-        qualified_name(name, "", "a resource")
+    tokens: dict[str, int] = {}
+    for name, number in found:
+        text = qualified_name(name, "", "a resource")
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"the token for {name!r} must be an int, not {type(number).__name__}")
         if not 0 < number < 2**63:
             raise ValueError(f"a fencing token is a bigint of 1 or more, not {number}: take the one of the lease")
-    return found
+        tokens[text] = number
+    return tokens
 
 
-def enter_named(work: Session | Connection, tokens: Mapping[str, int], *, after_reads: bool = False) -> None:
+def enter_named(work: SyncWork, tokens: Mapping[str, int], *, after_reads: bool = False) -> None:
     """As `enter`, by the names that callers use."""
     enter(work, tokens, after_reads=after_reads, named=True)
 
 
 def enter(
-    work: Session | scoped_session[Any] | Connection,
+    work: SyncWork,
     tokens: Mapping[str, int],
     *,
     after_reads: bool = False,
@@ -122,7 +126,7 @@ def enter_for_block(work: Session | Connection, tokens: Mapping[str, int], *, af
     return sql.Stay.of(work if isinstance(work, Connection) else work.connection(bind_arguments={"clause": _WRITE}))
 
 
-def expect_entered(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
+def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
     """Raise if the transaction of a block has ended inside it.
 
     Raises:
@@ -130,7 +134,7 @@ def expect_entered(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
     """
     if stay.ended():
         raise TransactionStateError(
-            f"the transaction that had entered the gate of {_told(tokens)} ended inside the block of fenced(): what the block"
+            f"the transaction that had entered the gate of {_quote_names(tokens)} ended inside the block of fenced(): what the block"
             " did after that was not fenced. Commit or roll back after the block, or use lease.begin(...), which commits at"
             " its end"
         )
@@ -158,14 +162,14 @@ def _enter(
     """
     place = table_names(connection)
     if issued is not None:
-        _expect_same(place, issued, tokens)
+        _check_same_tables(place, issued, tokens)
     record, first = _record(connection, tokens, fresh=fresh)
     missing = {name: token for name, token in tokens.items() if record.token(place, name) != token}
     if not missing:
         return
     if not (first or unseen or record.first):
         raise TransactionStateError(
-            f"the gate of {_told(missing)} must be entered by the first statement of the transaction: what was read before may"
+            f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction: what was read before may"
             " have been read before the last holder's commit. Enter all resources at once, right after the begin; or use"
             " lease.begin(...); or pass after_reads=True if nothing was read yet that a write will rest on"
         )
@@ -177,17 +181,17 @@ def _enter(
     record.first = record.first or first
 
 
-def _expect_same(place: TableNames, issued: TableNames, names: Iterable[str]) -> None:
+def _check_same_tables(place: TableNames, issued: TableNames, names: Iterable[str]) -> None:
     if place.contradicts(issued):
         raise ValueError(
-            f"the token for {_told(names)} was issued by {issued.name('lease')}, and this transaction enters gates in"
+            f"the token for {_quote_names(names)} was issued by {issued.name('lease')}, and this transaction enters gates in"
             f" {place.name('gate')}: another installation counts its own tokens. Use a sessionmaker or an engine with the same"
             " schema and prefix; or, if that gate is meant, fenced(session, resource, token)"
         )
 
 
 def save_checkpoint(
-    work: Session | scoped_session[Any] | Connection,
+    work: SyncWork,
     name: str,
     token: int,
     data: str | None,
@@ -210,7 +214,7 @@ def save_checkpoint(
     connection, fresh, _ = _transaction(work)
     place = table_names(connection)
     if issued is not None:
-        _expect_same(place, issued, (name,))
+        _check_same_tables(place, issued, (name,))
     record, _ = _record(connection, {name: token}, fresh=fresh)
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
@@ -219,7 +223,7 @@ def save_checkpoint(
         raise
 
 
-def entered(connection: Connection, resource: str) -> int | None:
+def entered_token(connection: Connection, resource: str) -> int | None:
     """Return the token with which the present transaction has entered the gate of a resource; None: it has not.
 
     A ROLLBACK TO SAVEPOINT takes back what was entered since.
@@ -231,20 +235,19 @@ def entered(connection: Connection, resource: str) -> int | None:
     return gates.EnteredGates.of(connection).token(table_names(connection), resource)
 
 
-def block_commit(work: Session | scoped_session[Any] | Connection, error: StaleFencingTokenError) -> None:
+def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:
     """Keep the present transaction from committing: it is refused until its outermost rollback."""
-    connection = (
-        work if isinstance(work, Connection) else unwrap_session(work).connection(bind_arguments={"clause": _WRITE})
-    )
+    session = unwrap_session(work)
+    connection = session if isinstance(session, Connection) else session.connection(bind_arguments={"clause": _WRITE})
     gates.block_commit(connection, error)
 
 
-def _transaction(work: Session | scoped_session[Any] | Connection) -> tuple[Connection, bool, bool]:
+def _transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     """Return the connection, whether it begins just now, and whether it can be known what ran in it before."""
-    if isinstance(work, Connection):
-        # A savepoint may be all that the one who gave us the connection lets us have.
-        return work, False, not work.in_nested_transaction()
     session = unwrap_session(work)
+    if isinstance(session, Connection):
+        # The caller of a Connection in a savepoint may own nothing but this savepoint.
+        return session, False, not session.in_nested_transaction()
     known = not isinstance(session.get_bind(clause=_WRITE), Connection)
     begun: list[object] = []
 
@@ -266,7 +269,7 @@ def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -
     state = sql.driver_state(connection)
     if state.autocommit:
         raise TransactionStateError(
-            f"the connection is in autocommit: the gate of {_told(tokens)} would be left with the statement that entered it."
+            f"the connection is in autocommit: the gate of {_quote_names(tokens)} would be left with the statement that entered it."
             " Use a connection without AUTOCOMMIT"
         )
     if state.pipeline:
@@ -283,13 +286,13 @@ def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -
     return record, fresh or state.idle
 
 
-def _told(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(repr(display_name(name)) for name in names)
 
 
 def begin_fenced(
-    factory: Any, tokens: Mapping[str, int], issued: TableNames | None = None
-) -> AbstractContextManager[Any, None]:
+    factory: object, tokens: Mapping[str, int], issued: TableNames | None = None
+) -> AbstractContextManager[object, None]:
     """Open a transaction, enter the gates, yield the Session or Connection, and commit.
 
     Args:
@@ -303,24 +306,26 @@ def begin_fenced(
         StaleFencingTokenError: a token is not the newest; from the block, or at its end.
     """
     if not isinstance(factory, Engine) and not is_sessionmaker(factory):
-        raise _misfit(factory, "a sessionmaker or an Engine")
+        raise _factory_error(factory, "a sessionmaker or an Engine")
 
-    return Begun(factory, lambda work: _enter_new(work, tokens, issued), f"the transaction under {_told(tokens)}")
-
-
-def begin_fenced_async(
-    factory: Any, tokens: Mapping[str, int], issued: TableNames | None = None
-) -> AbstractAsyncContextManager[Any, None]:
-    """Open a transaction, enter the gates, yield the AsyncSession or AsyncConnection, and commit; see `begin_fenced`."""
-    if not is_async_sessionmaker(factory) and not is_async_engine(factory):
-        raise _misfit(factory, "an async_sessionmaker or an AsyncEngine")
-
-    return AsyncBegun(
-        factory, lambda work: work.run_sync(_enter_new, tokens, issued), f"the transaction under {_told(tokens)}"
+    return Begun(
+        factory, lambda work: _enter_new(work, tokens, issued), f"the transaction under {_quote_names(tokens)}"
     )
 
 
-def _misfit(factory: object, wanted: str) -> TypeError:
+def begin_fenced_async(
+    factory: object, tokens: Mapping[str, int], issued: TableNames | None = None
+) -> AbstractAsyncContextManager[object, None]:
+    """Open a transaction, enter the gates, yield the AsyncSession or AsyncConnection, and commit; see `begin_fenced`."""
+    if not is_async_sessionmaker(factory) and not is_async_engine(factory):
+        raise _factory_error(factory, "an async_sessionmaker or an AsyncEngine")
+
+    return AsyncBegun(
+        factory, lambda work: work.run_sync(_enter_new, tokens, issued), f"the transaction under {_quote_names(tokens)}"
+    )
+
+
+def _factory_error(factory: object, wanted: str) -> TypeError:
     has = (
         isinstance(factory, Connection)
         or is_session(factory)

@@ -6,20 +6,20 @@ The hooks of a mapper see most rows. An UPDATE that a flush sends without a hook
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import inspect, select, tuple_
 from sqlalchemy.orm.attributes import flag_modified, instance_state, set_attribute, set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 
-from pgfence._orm import sends_update, will_send_update
+from pgfence._orm import identity_of, key_columns, sends_update, will_send_update
 from pgfence.fence._rows import (
     ATTRIBUTE,
     Guarded,
     View,
     column_of,
-    constant,
-    refuse_stale,
+    has_single_resource,
+    reject_stale,
     resource_in_flush,
     resource_of,
     token_for,
@@ -28,10 +28,10 @@ from pgfence.fence._rows import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from sqlalchemy import Column, Connection
-    from sqlalchemy.orm import InstanceState, Mapper, Session, UOWTransaction
+    from sqlalchemy import Connection
+    from sqlalchemy.orm import Mapper, Session, UOWTransaction
 
-Key = tuple[Any, ...]
+    from pgfence._orm import AnySelect, Key
 
 CHUNK = 1000
 
@@ -41,10 +41,10 @@ class _Flush:
 
     def __init__(self, context: UOWTransaction) -> None:
         self._context = weakref.ref(context)
-        self.locked: dict[tuple[Any, Key], int] = {}
+        self.locked: dict[tuple[object, Key], int] = {}
         """The tokens of rows that were locked in this flush."""
-        self._tokens: dict[tuple[Any, str, Connection], int] = {}
-        self._deleting: set[Mapper[Any]] | None = None
+        self._tokens: dict[tuple[object, str, Connection], int] = {}
+        self._deleting: set[Mapper[object]] | None = None
 
     def token_for(self, cls: type[Guarded], resource: str, connection: Connection) -> int:
         """Return the token that this transaction brought for a resource; it stays the same during a flush."""
@@ -54,7 +54,7 @@ class _Flush:
             token = self._tokens[key] = token_for(cls, resource, connection)
         return token
 
-    def row_that_becomes(self, mapper: Mapper[Any], target: Any) -> Any:
+    def replaced_by(self, mapper: Mapper[object], target: Guarded) -> object:
         """Return the deleted object whose row a new object takes over, or None.
 
         SQLAlchemy sends one UPDATE for a DELETE and an INSERT of the same key, and calls no hook for the deleted object.
@@ -79,52 +79,52 @@ class _Flush:
 _FLUSHES: weakref.WeakKeyDictionary[Session, _Flush] = weakref.WeakKeyDictionary()
 
 
-def before_insert(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
+def before_insert(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
     """Check the token for a new row, and for the row it replaces, and write it into the row."""
     cls, flush = type(target), _flush_of(target)
     token = flush.token_for(cls, resource_in_flush(cls, target), connection)
-    replaced = flush.row_that_becomes(mapper, target)
+    replaced = flush.replaced_by(mapper, target)
     if isinstance(replaced, Guarded):
-        _pass_old(flush, inspect(type(replaced)), connection, replaced)
+        check_old_row(flush, inspect(type(replaced)), connection, replaced)
     set_attribute(target, ATTRIBUTE, token)
 
 
-def before_update(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
+def before_update(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
     """Check the tokens for a changed row: of its resource, and of the one it had before."""
     if not sends_update(instance_state(target)):
         return
     cls, flush = type(target), _flush_of(target)
     token = flush.token_for(cls, resource_in_flush(cls, target), connection)
-    _pass_old(flush, mapper, connection, target)
+    check_old_row(flush, mapper, connection, target)
     set_attribute(target, ATTRIBUTE, token)
     flag_modified(target, ATTRIBUTE)  # a column that goes out unchanged is asked for a value of its own
 
 
-def before_delete(mapper: Mapper[Any], connection: Connection, target: Any) -> None:
+def before_delete(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
     """Check the token for a row that is deleted."""
-    _pass_old(_flush_of(target), mapper, connection, target)
+    check_old_row(_flush_of(target), mapper, connection, target)
 
 
-def forget_token(_mapper: Mapper[Any], _connection: Connection, target: Any) -> None:
+def forget_token(_mapper: Mapper[object], _connection: Connection, target: object) -> None:
     """Have a later UPDATE of the row in the same flush ask for its token again: its resource may be another one by then."""
     written = instance_state(target).dict
     if ATTRIBUTE in written:
         set_committed_value(target, ATTRIBUTE, written[ATTRIBUTE])
 
 
-def _pass_old(flush: _Flush, mapper: Mapper[Any], connection: Connection, target: Any) -> None:
+def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
     """Raise unless this transaction may write the row as it stands in the table."""
     cls = type(target)
-    row = None if constant(cls) else View(cls, lambda name: _loaded(mapper, connection, target, name))
+    row = None if has_single_resource(cls) else View(cls, lambda name: _loaded(mapper, connection, target, name))
     resource = resource_of(cls, row)
     token = flush.token_for(cls, resource, connection)
     if cls.__fence__ == "row":
         newest = _newest(flush, mapper, connection, target)
         if newest > token:
-            refuse_stale(connection, resource, token, newest)
+            reject_stale(connection, resource, token, newest)
 
 
-def _loaded(mapper: Mapper[Any], connection: Connection, target: Any, name: str) -> Any:
+def _loaded(mapper: Mapper[object], connection: Connection, target: object, name: str) -> object:
     """Return the value of a column before the change that is being flushed."""
     history = instance_state(target).attrs[name].history
     if history.deleted:
@@ -133,7 +133,7 @@ def _loaded(mapper: Mapper[Any], connection: Connection, target: Any, name: str)
         return getattr(target, name)
     # Assigned without having been loaded.
     column = mapper.column_attrs[name].columns[0]
-    keys = zip(mapper.primary_key, _identity(target), strict=True)
+    keys = zip(mapper.primary_key, identity_of(instance_state(target)), strict=True)
     found = select(column).select_from(mapper.selectable).where(*[key == value for key, value in keys])
     return connection.execute(found).scalar_one()
 
@@ -141,10 +141,10 @@ def _loaded(mapper: Mapper[Any], connection: Connection, target: Any, name: str)
 # ------------------------------------------------------------ mode "row"
 
 
-def prelock_rows(session: Session, context: UOWTransaction, _instances: Any) -> None:
+def prelock_rows(session: Session, context: UOWTransaction, _instances: object) -> None:
     """Lock the rows of a flush that are compared by their column, with few statements and in one order."""
     _FLUSHES[session] = flush = _Flush(context)
-    rows: dict[Mapper[Any], list[Any]] = {}
+    rows: dict[Mapper[object], list[Guarded]] = {}
     for target in (*session.dirty, *session.deleted):
         if not isinstance(target, Guarded) or target.__fence__ != "row":
             continue
@@ -152,16 +152,16 @@ def prelock_rows(session: Session, context: UOWTransaction, _instances: Any) -> 
             rows.setdefault(inspect(type(target)), []).append(target)
     for mapper, targets in rows.items():
         connection = session.connection(bind_arguments={"mapper": mapper})
-        flush.locked.update(_lock(connection, mapper, [_identity(target) for target in targets]))
+        flush.locked.update(_lock(connection, mapper, [identity_of(instance_state(target)) for target in targets]))
 
 
-def _newest(flush: _Flush, mapper: Mapper[Any], connection: Connection, target: Any) -> int:
+def _newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
     """Return the token in a row, which is locked from now on; most were locked by `prelock_rows`.
 
     Raises:
         StaleDataError: the row is gone. Whoever wrote it again since might have been the newer holder.
     """
-    key = column_of(mapper), _identity(target)
+    key = column_of(mapper), identity_of(instance_state(target))
     found = flush.locked.get(key)
     if found is None:
         found = _lock(connection, mapper, [key[1]]).get(key)
@@ -172,20 +172,16 @@ def _newest(flush: _Flush, mapper: Mapper[Any], connection: Connection, target: 
     return found
 
 
-def _lock(connection: Connection, mapper: Mapper[Any], keys: list[Key]) -> dict[tuple[Any, Key], int]:
+def _lock(connection: Connection, mapper: Mapper[object], keys: list[Key]) -> dict[tuple[object, Key], int]:
     token = column_of(mapper)
-    columns = keys_in(mapper, token.table)
-    found: dict[tuple[Any, Key], int] = {}
+    columns = key_columns(mapper, token.table)
+    found: dict[tuple[object, Key], int] = {}
     for some in _chunks(sorted(keys, key=repr)):
-        query = select(*columns, token).where(tuple_(*columns).in_(some)).order_by(*columns).with_for_update()
-        found.update({(token, tuple(row[:-1])): row[-1] for row in connection.execute(query)})
+        query: AnySelect = (
+            select(*columns, token).where(tuple_(*columns).in_(some)).order_by(*columns).with_for_update()
+        )
+        found.update({(token, tuple(key)): newest for *key, newest in connection.execute(query)})
     return found
-
-
-def keys_in(mapper: Mapper[Any], table: Any) -> list[Column[Any]]:
-    """Return the primary key of a mapper as columns of one of its tables."""
-    props = [mapper.get_property_by_column(column) for column in mapper.primary_key]
-    return [next(column for column in prop.columns if column.table is table) for prop in props]
 
 
 def _chunks(keys: list[Key]) -> Iterator[Iterable[Key]]:
@@ -193,13 +189,7 @@ def _chunks(keys: list[Key]) -> Iterator[Iterable[Key]]:
         yield keys[start : start + CHUNK]
 
 
-def _identity(target: Any) -> Key:
-    state: InstanceState[Any] = instance_state(target)
-    assert state.identity is not None
-    return tuple(state.identity)
-
-
-def _flush_of(target: Any) -> _Flush:
+def _flush_of(target: object) -> _Flush:
     session = instance_state(target).session
     assert session is not None
     return _FLUSHES[session]

@@ -7,19 +7,13 @@ from typing import TYPE_CHECKING, Any, overload
 
 from pgfence._api.contexts import AsyncHold, EnterOnly
 from pgfence._api.inputs import unwrap_session
-from pgfence.fence._entering import enter_for_block, enter_named, expect_entered, is_async, tokens_of
+from pgfence.fence._entering import check_still_open, enter_for_block, enter_named, is_async, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
-    from typing import TypeAlias
 
-    from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-    from sqlalchemy.orm import Session, scoped_session
-
-    SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
-    AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
+    from pgfence._api.inputs import AsyncWork, SyncWork
 
 
 @overload
@@ -32,7 +26,9 @@ def fence(
 ) -> Coroutine[Any, Any, None]: ...
 @overload
 def fence(session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False) -> None: ...
-def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool = False) -> Any:
+def fence(
+    session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
+) -> Coroutine[Any, Any, None] | None:
     """Enter the gate of a resource in a transaction that the caller began; it stays entered until that ends.
 
     ::
@@ -66,10 +62,9 @@ def fence(session: Any, resource: Any, token: Any = None, *, after_reads: bool =
         TypeError: `session` has no transaction of its own (an engine, a factory); a name is no str or a token no int.
         ValueError: a name is unusable, or a token below 1.
     """
-    asynchronous, tokens = is_async(session), tokens_of(resource, token)
-    if asynchronous:
-        return unwrap_session(session).run_sync(enter_named, tokens, after_reads=after_reads)
-    enter_named(session, tokens, after_reads=after_reads)
+    if is_async(session):
+        return unwrap_session(session).run_sync(enter_named, tokens_of(resource, token), after_reads=after_reads)
+    enter_named(session, tokens_of(resource, token), after_reads=after_reads)
     return None
 
 
@@ -89,7 +84,9 @@ def fenced(
 def fenced(
     session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False
 ) -> AbstractContextManager[None, None]: ...
-def fenced(session: Any, resource: Any, token: Any = None, *, after_reads: bool = False) -> Any:
+def fenced(
+    session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
+) -> object:
     """Enter the gate of a resource for the rest of the transaction, as a block. Leaving it releases nothing before COMMIT.
 
     The block shows which statements are meant; the gate is entered as by `fence`, and promised is the same.
@@ -107,23 +104,22 @@ def fenced(session: Any, resource: Any, token: Any = None, *, after_reads: bool 
             leaving: the transaction has ended inside the block. Not if the block itself raised.
         TypeError, ValueError: as `fence`.
     """
-    asynchronous, tokens = is_async(session), tokens_of(resource, token)
-    if asynchronous:
-        return AsyncHold(partial(_enter_async, session, tokens, after_reads=after_reads))
-    return EnterOnly(partial(_enter, session, tokens, after_reads=after_reads))
+    if is_async(session):
+        return AsyncHold(partial(_enter_async, session, tokens_of(resource, token), after_reads=after_reads))
+    return EnterOnly(partial(_enter, session, tokens_of(resource, token), after_reads=after_reads))
 
 
-def _enter(session: Any, tokens: Mapping[str, int], *, after_reads: bool) -> Callable[[], None]:
-    work = unwrap_session(session)
-    return partial(expect_entered, enter_for_block(work, tokens, after_reads=after_reads), tokens)
+def _enter(session: SyncWork, tokens: Mapping[str, int], *, after_reads: bool) -> Callable[[], None]:
+    stay = enter_for_block(unwrap_session(session), tokens, after_reads=after_reads)
+    return partial(check_still_open, stay, tokens)
 
 
 async def _enter_async(
-    session: Any, tokens: Mapping[str, int], *, after_reads: bool
+    session: AsyncWork, tokens: Mapping[str, int], *, after_reads: bool
 ) -> Callable[[], Coroutine[Any, Any, None]]:
     stay = await unwrap_session(session).run_sync(enter_for_block, tokens, after_reads=after_reads)
 
     async def check() -> None:
-        expect_entered(stay, tokens)
+        check_still_open(stay, tokens)
 
     return check

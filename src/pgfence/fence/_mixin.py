@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, event, text
 from sqlalchemy.orm import Session, declared_attr, mapped_column
 
 from pgfence.fence import _flush, _mapping, _statements
-from pgfence.fence._rows import MODEL, Guarded, on_insert, validated
+from pgfence.fence._rows import MODEL, Guarded, check_settings, on_insert
 from pgfence.fence._updates import on_update
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Fenced(Guarded):
 
         @declared_attr
         def fence_token(cls):  # noqa: ANN202, N805
-            validated(cls)
+            check_settings(cls)
             return mapped_column(
                 cls.__fence_column__,
                 BigInteger,
@@ -93,7 +93,7 @@ class Fenced(Guarded):
             )
 
 
-event.listen(Fenced, "instrument_class", _mapping.expect_usable, propagate=True)
+event.listen(Fenced, "instrument_class", _mapping.check_mapping, propagate=True)
 event.listen(Fenced, "before_insert", _flush.before_insert, propagate=True)
 event.listen(Fenced, "before_update", _flush.before_update, propagate=True)
 event.listen(Fenced, "before_delete", _flush.before_delete, propagate=True)

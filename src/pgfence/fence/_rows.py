@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Never
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Column
@@ -11,11 +11,12 @@ from sqlalchemy import inspect as mapped
 from sqlalchemy.orm import ColumnProperty
 
 from pgfence._locks import manager_async, manager_sync
+from pgfence._orm import upsert_of
 from pgfence._sql.storage import table_names
 from pgfence._sql.transaction import driver_state
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, StaleFencingTokenError, TransactionStateError
-from pgfence.fence._entering import block_commit, entered
+from pgfence.fence._entering import block_commit, entered_token
 from pgfence.keys import display_name, qualified_name
 
 if TYPE_CHECKING:
@@ -41,14 +42,14 @@ class Guarded:
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
-        __fence_resource__: Any
+        __fence_resource__: ClassVar[str | Callable[[object], object]]
         __fence_column__: ClassVar[str]
     else:
         __fence__ = "gate"
         __fence_column__ = ATTRIBUTE
 
 
-def validated(cls: Any) -> None:
+def check_settings(cls: type[Guarded]) -> None:
     """Raise unless a class that is being mapped says how it is fenced."""
     if cls.__fence__ not in MODES:
         raise ValueError(f"{cls.__name__}.__fence__ must be 'gate' or 'row', not {cls.__fence__!r}")
@@ -57,24 +58,27 @@ def validated(cls: Any) -> None:
         qualified_name(asked, "", f"{cls.__name__}.__fence_resource__")
     elif not callable(asked):
         raise TypeError(f"{cls.__name__}.__fence_resource__ must be a str, or a static method from the row to a str")
-    if not isinstance(cls.__fence_column__, str) or not cls.__fence_column__:
+    name: object = cls.__fence_column__
+    if not isinstance(name, str) or not name:
         raise TypeError(f"{cls.__name__}.__fence_column__ must be the name of a column")
 
 
-def constant(cls: type[Guarded]) -> bool:
+def has_single_resource(cls: type[Guarded]) -> bool:
     """Whether all rows of a class belong to one resource."""
     return isinstance(cls.__fence_resource__, str)
 
 
-def column_of(mapper: Mapper[Any]) -> Any:
+def column_of(mapper: Mapper[object]) -> Column[int]:
     """Return the fencing column."""
-    return mapper.column_attrs[ATTRIBUTE].columns[0]
+    column = mapper.column_attrs[ATTRIBUTE].columns[0]
+    assert isinstance(column, Column)
+    return column
 
 
 class View:
     """A row as it was or will be: its columns from elsewhere, its methods and properties those of the class."""
 
-    def __init__(self, cls: type[Guarded], look: Callable[[str], Any], *, exact: bool = True) -> None:
+    def __init__(self, cls: type[Guarded], look: Callable[[str], object], *, exact: bool = True) -> None:
         """Look at a row.
 
         Args:
@@ -86,7 +90,7 @@ class View:
         self._look = look
         self._exact = exact
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         attributes = mapped(self._cls).attrs
         if name not in attributes:
             found = inspect.getattr_static(self._cls, name, _MISSING)
@@ -106,21 +110,21 @@ class View:
         def __class__(self):  # noqa: ANN204
             """The class of the row, for isinstance()."""
             if not self._exact and len(list(mapped(self._cls).self_and_descendants)) > 1:
-                raise refusal(
+                raise undetermined(
                     self._cls, "the resource of a row depends on its class, which the statement does not determine"
                 )
             return self._cls
 
-    def _expect_shared(self, name: str, found: Any) -> None:
+    def _expect_shared(self, name: str, found: object) -> None:
         for mapper in mapped(self._cls).self_and_descendants:
             if inspect.getattr_static(mapper.class_, name, _MISSING) is not found:
-                raise refusal(
+                raise undetermined(
                     self._cls,
                     f"the resource of a row depends on {name}, which differs in the subclass {mapper.class_.__name__}",
                 )
 
 
-def _unusable(attribute: Any) -> str | None:
+def _unusable(attribute: object) -> str | None:
     """Return why a resource cannot depend on an attribute: its value is not that of the row before or after a write."""
     if not isinstance(attribute, ColumnProperty) or not isinstance(attribute.columns[0], Column):
         return "is none"
@@ -130,29 +134,31 @@ def _unusable(attribute: Any) -> str | None:
     return None
 
 
-_UNSTEADY: WeakKeyDictionary[type[Any], bool] = WeakKeyDictionary()
+_UNSTEADY: WeakKeyDictionary[type[Guarded], bool] = WeakKeyDictionary()
 """Whether a class has attributes of columns that are unusable for a resource, beside the token."""
 
 
-def _is_unsteady(cls: type[Any]) -> bool:
+def _is_unsteady(cls: type[Guarded]) -> bool:
     columns = mapped(cls).column_attrs
     found = any(prop.key != ATTRIBUTE and _unusable(prop) is not None for prop in columns)
     _UNSTEADY[cls] = found
     return found
 
 
-def view(cls: type[Guarded], values: Mapping[str, Any]) -> View:
+def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
     """Return a row of these values; to look at another column of it is an error."""
 
-    def look(name: str) -> Any:
+    def look(name: str) -> object:
         if name not in values:
-            raise refusal(cls, f"the resource of a row depends on {name}, which is not known before the statement runs")
+            raise undetermined(
+                cls, f"the resource of a row depends on {name}, which is not known before the statement runs"
+            )
         return values[name]
 
     return View(cls, look, exact=False)
 
 
-def resource_of(cls: type[Guarded], row: Any) -> str:
+def resource_of(cls: type[Guarded], row: object) -> str:
     """Return the resource of a row, without the namespace.
 
     Raises:
@@ -165,7 +171,7 @@ def resource_of(cls: type[Guarded], row: Any) -> str:
     return found
 
 
-def resource_in_flush(cls: type[Guarded], target: Any) -> str:
+def resource_in_flush(cls: type[Guarded], target: object) -> str:
     """Return the resource that a row will belong to when its object is flushed."""
     asked = cls.__fence_resource__
     if isinstance(asked, str):
@@ -183,7 +189,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
         TransactionStateError: the connection is in autocommit, so that the lock of a row ends before the row is written.
     """
     name = qualified_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
-    token = entered(connection, name)
+    token = entered_token(connection, name)
     if token is None and cls.__fence__ == "row":
         if driver_state(connection).autocommit:
             raise TransactionStateError(
@@ -209,19 +215,19 @@ def _held_here(name: str, place: TableNames) -> int | None:
     return None
 
 
-def refusal(cls: type[Guarded], why: str) -> FenceRequiredError:
+def undetermined(cls: type[Guarded], why: str) -> FenceRequiredError:
     """Return the error for a statement whose rows cannot be told beforehand."""
     return FenceRequiredError(
         f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or by an update() or delete() of the class"
     )
 
 
-def placing(options: Mapping[str, Any]) -> dict[str, Any]:
+def schema_options(options: Mapping[str, object]) -> dict[str, object]:
     """Return those of a statement's execution options that say which table it means."""
     return {name: options[name] for name in (_SCHEMAS,) if name in options}
 
 
-def refuse_stale(connection: Connection, resource: str, token: int, newest: int) -> Never:
+def reject_stale(connection: Connection, resource: str, token: int, newest: int) -> Never:
     """Raise because a newer token wrote a row; the transaction cannot commit any more."""
     error = StaleFencingTokenError(
         f"token {token} for {resource!r} is refused, a row was written under {newest}: a newer holder has taken over."
@@ -240,29 +246,29 @@ def refuse_stale(connection: Connection, resource: str, token: int, newest: int)
 
 def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     """Return the token for a row that is inserted past the flush, one row after the other."""
-    conflict = getattr(context.compiled and context.compiled.statement, "_post_values_clause", None)
-    if hasattr(conflict, "update_values_to_set") and not (constant(cls) and cls.__fence__ == "gate"):
-        raise refusal(cls, "the rows that an upsert meets cannot be told before it runs")
-    if constant(cls):
+    statement = context.compiled and context.compiled.statement
+    if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
+        raise undetermined(cls, "the rows that an upsert meets cannot be told before it runs")
+    if has_single_resource(cls):
         return token_for(cls, resource_of(cls, None), context.root_connection)
-    if getattr(context.compiled and context.compiled.statement, "select", None) is not None:
-        raise refusal(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
-    row = view(cls, _given(cls, context))
-    return token_for(cls, resource_of(cls, row), context.root_connection)
+    if getattr(statement, "select", None) is not None:
+        raise undetermined(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
+    return token_for(cls, resource_of(cls, view_of(cls, _given(cls, context))), context.root_connection)
 
 
-def _given(cls: type[Guarded], context: Any) -> dict[str, Any]:
-    """Return what an INSERT gives to the columns of the row whose default is asked for.
-
-    Not by the context's own way of telling the rows of one VALUES apart: it fails for columns of mapped classes.
-    """
-    values, column = context.current_parameters, context.current_column
+def _given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:
+    """Return what an INSERT gives to the columns of the row whose default is asked for."""
+    # Not by context.get_current_parameters(), which fails for several VALUES and columns of mapped classes.
+    values, column, compiled = context.current_parameters, context.current_column, context.compiled
+    assert values is not None
+    assert column is not None
     suffix = ""
-    if context.compiled.compile_state._has_multi_parameters:
-        suffix = f"_m{column.index + 1 if column._is_multiparam_column else 0}"
-    found = {}
+    if getattr(compiled and compiled.compile_state, "_has_multi_parameters", False):
+        suffix = f"_m{getattr(column, 'index', -1) + 1 if column._is_multiparam_column else 0}"
+    found: dict[str, object] = {}
     for prop in mapped(cls).column_attrs:
-        for key in (prop.columns[0].key + suffix, prop.columns[0].key if suffix in {"", "_m0"} else None):
+        name = str(prop.columns[0].key)
+        for key in (name + suffix, name) if suffix == "_m0" else (name + suffix,):
             if key in values:
                 found[prop.key] = values[key]
                 break

@@ -5,38 +5,37 @@ Where a statement names one row by its primary key, that row is read, locked and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import BindParameter, Column, select
 from sqlalchemy import inspect as mapped
 from sqlalchemy.exc import DontWrapMixin
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import operators
+from sqlalchemy.sql.compiler import SQLCompiler
 
-from pgfence.fence._flush import keys_in
+from pgfence._orm import key_columns
 from pgfence.fence._rows import (
     ATTRIBUTE,
     View,
     column_of,
-    constant,
-    placing,
-    refusal,
-    refuse_stale,
+    has_single_resource,
+    reject_stale,
     resource_of,
+    schema_options,
     token_for,
+    undetermined,
 )
 from pgfence.fence._statements import values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-    from sqlalchemy import Row
     from sqlalchemy.engine.default import DefaultExecutionContext
     from sqlalchemy.orm import Mapper
 
+    from pgfence._orm import AnyRow
     from pgfence.fence._rows import Guarded
-
-_MISSING = object()
 
 
 class _RowGoneError(StaleDataError, DontWrapMixin):
@@ -46,7 +45,7 @@ class _RowGoneError(StaleDataError, DontWrapMixin):
 def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     """Return the token for a row that is updated past the hooks, under which it may become what the statement makes of it."""
     connection = context.root_connection
-    if constant(cls) and cls.__fence__ == "gate":
+    if has_single_resource(cls) and cls.__fence__ == "gate":
         return token_for(cls, resource_of(cls, None), connection)
     row = _lock_row(cls, context)
     cls = _class_of(row, mapped(cls))
@@ -55,14 +54,14 @@ def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     if cls.__fence__ == "row":
         newest = row._mapping[_column(cls, ATTRIBUTE)]
         if newest > token:
-            refuse_stale(connection, resource, token, newest)
-    if constant(cls):
+            reject_stale(connection, resource, token, newest)
+    if has_single_resource(cls):
         return token
     new = View(cls, lambda name: _changed(cls, context, row, _column(cls, name)))
     return token_for(cls, resource_of(cls, new), connection)
 
 
-def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> Row[Any]:
+def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     """Read and lock the one row that an UPDATE is about.
 
     Raises:
@@ -71,62 +70,70 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> Row[Any]:
     """
     table = column_of(mapped(cls)).table
     named = _named_row(context)
-    columns = keys_in(mapped(cls), table)
+    columns = key_columns(mapped(cls), table)
     if not named.keys() >= set(columns):
-        raise refusal(cls, "the rows of this UPDATE cannot be told before it runs")
-    query: Any = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
-    options = placing(context.execution_options)
-    row: Row[Any] | None = context.root_connection.execute(query, execution_options=options).one_or_none()
+        raise undetermined(cls, "the rows of this UPDATE cannot be told before it runs")
+    query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
+    options = schema_options(context.execution_options)
+    row = context.root_connection.execute(query, execution_options=options).one_or_none()
     if row is None:
         key = tuple(named[column] for column in columns)
         raise _RowGoneError(f"the row {key!r} of {cls.__name__} that was to be written is not there any more")
     return row
 
 
-def _named_row(context: Any) -> dict[Any, Any]:
+def _named_row(context: DefaultExecutionContext) -> dict[object, object]:
     """Return the values that columns of the row must have, from the criteria of a statement that all have to be met."""
-    parameters, names = context.current_parameters, context.compiled.bind_names
-    found = {}
-    for criterion in _conjuncts(context.compiled.statement._where_criteria):
+    parameters, compiled = context.current_parameters, context.compiled
+    assert parameters is not None
+    assert isinstance(compiled, SQLCompiler)
+    found: dict[object, object] = {}
+    for criterion in _conjuncts(getattr(compiled.statement, "_where_criteria", ())):
         column, value = getattr(criterion, "left", None), getattr(criterion, "right", None)
-        if criterion.operator is operators.eq and isinstance(column, Column) and isinstance(value, BindParameter):
-            found[column] = parameters[names[value]]
+        if (
+            getattr(criterion, "operator", None) is operators.eq
+            and isinstance(column, Column)
+            and isinstance(value, BindParameter)
+        ):
+            found[column] = parameters[compiled.bind_names[value]]
     return found
 
 
-def _conjuncts(criteria: Any) -> Iterator[Any]:
+def _conjuncts(criteria: Iterable[object]) -> Iterator[object]:
     for criterion in criteria:
         if getattr(criterion, "operator", None) is operators.and_:
-            yield from _conjuncts(criterion.clauses)
-        elif hasattr(criterion, "operator"):
+            yield from _conjuncts(getattr(criterion, "clauses", ()))
+        else:
             yield criterion
 
 
-def _class_of(row: Row[Any], mapper: Mapper[Any]) -> Any:
+def _class_of(row: AnyRow, mapper: Mapper[Guarded]) -> type[Guarded]:
     """Return the class of a row: with inheritance the one that its discriminator names."""
     if len(list(mapper.self_and_descendants)) == 1:
         return mapper.class_
     told = mapper.polymorphic_on
     if told is None or told not in row._mapping:
-        raise refusal(mapper.class_, "the class of a row cannot be told from the table with the fencing column")
+        raise undetermined(mapper.class_, "the class of a row cannot be told from the table with the fencing column")
     return mapper.polymorphic_map.get(row._mapping[told], mapper).class_
 
 
-def _column(cls: type[Guarded], name: str) -> Any:
+def _column(cls: type[Guarded], name: str) -> Column[object]:
     """Return the column of an attribute in the table of the token."""
     mapper = mapped(cls)
     table = column_of(mapper).table
     for column in mapper.column_attrs[name].columns:
         if isinstance(column, Column) and column.table is table:
             return column
-    raise refusal(cls, f"the resource of a row depends on {name}, which is in another table than the fencing column")
+    raise undetermined(
+        cls, f"the resource of a row depends on {name}, which is in another table than the fencing column"
+    )
 
 
-def _changed(cls: type[Guarded], context: Any, row: Row[Any], column: Any) -> Any:
+def _changed(cls: type[Guarded], context: DefaultExecutionContext, row: AnyRow, column: Column[object]) -> object:
     """Return the value of a column after the UPDATE."""
-    value = context.current_parameters.get(column.key, _MISSING)
-    if value is not _MISSING:
-        return value
-    if column.key in dict(values_of(context.compiled.statement)):
-        raise refusal(cls, f"the resource of a row depends on {column.key}, which an expression computes")
+    parameters = context.current_parameters or {}
+    if column.key in parameters:
+        return parameters[column.key]
+    if column.key in dict(values_of(context.compiled and context.compiled.statement)):
+        raise undetermined(cls, f"the resource of a row depends on {column.key}, which an expression computes")
     return row._mapping[column]

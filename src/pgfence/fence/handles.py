@@ -14,28 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from datetime import datetime
-    from typing import TypeAlias
     from uuid import UUID
 
     from sqlalchemy import Connection, Engine
-    from sqlalchemy.ext.asyncio import (
-        AsyncConnection,
-        AsyncEngine,
-        AsyncSession,
-        async_scoped_session,
-        async_sessionmaker,
-    )
-    from sqlalchemy.orm import Session, scoped_session, sessionmaker
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session, sessionmaker
     from typing_extensions import TypeVar
 
+    from pgfence._api.inputs import AsyncWork, SyncWork
     from pgfence._leases.grant import Grant
     from pgfence._process.clock import Seconds
     from pgfence.types import Json, LeaseRef
 
     S = TypeVar("S", bound=Session)
     AS = TypeVar("AS", bound=AsyncSession)
-    SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
-    AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
 
 
 def _tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
@@ -138,7 +130,7 @@ class FencedHeld(_HasToken, Held):
     def begin(self, factory: sessionmaker[S], *resources: str) -> AbstractContextManager[S, None]: ...
     @overload
     def begin(self, factory: Engine, *resources: str) -> AbstractContextManager[Connection, None]: ...
-    def begin(self, factory: Any, *resources: str) -> AbstractContextManager[Any, None]:
+    def begin(self, factory: object, *resources: str) -> AbstractContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
         Promised: once a newer token has entered the gate, or was granted, this transaction cannot commit. Not promised:
@@ -223,7 +215,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
     def begin(self, factory: async_sessionmaker[AS], *resources: str) -> AbstractAsyncContextManager[AS, None]: ...
     @overload
     def begin(self, factory: AsyncEngine, *resources: str) -> AbstractAsyncContextManager[AsyncConnection, None]: ...
-    def begin(self, factory: Any, *resources: str) -> AbstractAsyncContextManager[Any, None]:
+    def begin(self, factory: object, *resources: str) -> AbstractAsyncContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
         Promises, arguments and errors are those of the sync twin.

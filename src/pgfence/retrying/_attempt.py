@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
@@ -18,6 +18,7 @@ from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.engine.interfaces import Dialect
     from sqlalchemy.orm import Session, SessionTransaction
@@ -160,7 +161,7 @@ def _note(context: ExceptionContext) -> None:
     attempt.note(connection, context.sqlalchemy_exception or context.original_exception)
 
 
-def bind_of(session: Session) -> Any:
+def bind_of(session: Session) -> Engine | Connection | None:
     """Return the Engine or Connection that a Session works on without being told of a class; None if there is none."""
     try:
         return session.get_bind()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Never, ParamSpec, Protocol, TypeVar, overload
 
 from sqlalchemy import Connection
 from typing_extensions import deprecated
@@ -79,7 +79,7 @@ def run_transaction(
 def run_transaction(
     sessionmaker: sync_sessionmaker[S], fn: Callable[[S], R], *, attempts: int = 5, timeout: Seconds | None = None
 ) -> R: ...
-def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> Any:
+def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> object:
     """Call `fn(session)` in a transaction of its own, commit, and do all of it again when somebody else was first.
 
     ::
@@ -137,7 +137,7 @@ def in_transaction(
 def in_transaction(
     sessionmaker: sync_sessionmaker[S], *, attempts: int = 5, timeout: Seconds | None = None
 ) -> InTransaction[S]: ...
-def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> Any:
+def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> object:
     """Make each call of a function a transaction of its own, as `run_transaction` does; its first argument is the session.
 
     ::
@@ -168,28 +168,29 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
     asynchronous = _is_async(sessionmaker)
     count, limit = check_int(attempts, "attempts"), None if timeout is None else seconds(timeout)
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(fn: Callable[..., object]) -> Callable[..., object]:
         _expect_function(fn, asynchronous=asynchronous)
         signature = _expect_session_argument(fn)
         plan = Plan(describe_function(fn), count, limit)
 
-        def bound(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
+        def bind(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[object], object]:
             for given in args[:1]:
                 _refuse_session(given, f"{plan.name} opens a session for each attempt: leave it out")
             return lambda session: fn(session, *args, **kwargs)
 
         @functools.wraps(fn)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
-            return await run_async(sessionmaker, bound(args, kwargs), plan)
+        async def call_async(*args: object, **kwargs: object) -> object:
+            return await run_async(sessionmaker, bind(args, kwargs), plan)
 
         @functools.wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return run(sessionmaker, bound(args, kwargs), plan)
+        def call(*args: object, **kwargs: object) -> object:
+            return run(sessionmaker, bind(args, kwargs), plan)
 
-        made: Any = call_async if asynchronous else call
+        made: Callable[..., object] = call_async if asynchronous else call
         if signature is not None:
-            made.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
-        return cast("Callable[..., Any]", made)
+            parameters = list(signature.parameters.values())[1:]
+            vars(made)["__signature__"] = signature.replace(parameters=parameters)
+        return made
 
     return decorate
 
@@ -210,7 +211,7 @@ def _is_async(sessionmaker: object) -> bool:
     raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
 
 
-def _expect_function(fn: Any, *, asynchronous: bool) -> None:
+def _expect_function(fn: object, *, asynchronous: bool) -> None:
     """Refuse what cannot be a transaction.
 
     Raises:
@@ -231,7 +232,7 @@ def _refuse_session(given: object, way: str) -> None:
         TypeError: it is not.
     """
     scoped = loaded_classes(_ORM, "scoped_session") + loaded_classes(_ASYNCIO, "async_scoped_session")
-    plain: tuple[type[Any], ...] = (
+    plain: tuple[type, ...] = (
         Connection,
         *loaded_classes(_ORM, "Session"),
         *loaded_classes(_ASYNCIO, "AsyncSession", "AsyncConnection"),
@@ -267,7 +268,7 @@ def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None
     return signature
 
 
-def _expect_session_alone(fn: Callable[..., Any]) -> None:
+def _expect_session_alone(fn: Callable[..., object]) -> None:
     """Refuse a function that asks for more than the session, such as the number of the attempt.
 
     Raises:

@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pgfence._api.contexts import AsyncSafeContext, SafeContext
 from pgfence._locks import manager_async, manager_sync
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from pgfence.retrying._rules import Outcome
+
+    S = TypeVar("S", bound=Session)
+    AS = TypeVar("AS", bound=AsyncSession)
 
 log = logging.getLogger("pgfence.retrying")
 
@@ -128,7 +131,7 @@ class Retries:
         call_logged(lambda: hook(what))
 
 
-def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> Any:
+def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> object:
     """Do the work in a transaction of its own until it is committed."""
     retries = Retries(plan)
     while True:
@@ -137,7 +140,7 @@ def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> A
             attempt = retries.open(session)
             try:
                 with SafeContext(session), SafeContext(session.begin()):
-                    result = _called(work, session)
+                    result = _call(work, session)
                     attempt.end(session)
             except Exception as error:
                 pause = retries.after(attempt, error)
@@ -149,7 +152,7 @@ def run(factory: sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> A
         time.sleep(pause)
 
 
-async def run_async(factory: async_sessionmaker[Any], work: Callable[[Any], Any], plan: Plan) -> Any:
+async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object], plan: Plan) -> object:
     """Do the work in a transaction of its own until it is committed."""
     retries = Retries(plan)
     while True:
@@ -158,7 +161,7 @@ async def run_async(factory: async_sessionmaker[Any], work: Callable[[Any], Any]
             attempt = retries.open(session.sync_session)
             try:
                 async with AsyncSafeContext(session), AsyncSafeContext(session.begin()):
-                    result = await _awaitable(work, session)
+                    result = await _call_async(work, session)
                     await session.run_sync(attempt.end)
             except Exception as error:
                 pause = retries.after(attempt, error)
@@ -188,7 +191,7 @@ def _alone(me: object, session: Session, factory: object, plan: Plan) -> Iterato
         _RUNNING.reset(before)
 
 
-def _called(work: Callable[[Session], Any], session: Session) -> Any:
+def _call(work: Callable[[S], object], session: S) -> object:
     result = work(session)
     if inspect.iscoroutine(result):
         result.close()
@@ -196,7 +199,7 @@ def _called(work: Callable[[Session], Any], session: Session) -> Any:
     return result
 
 
-def _awaitable(work: Callable[[AsyncSession], Any], session: AsyncSession) -> Awaitable[Any]:
+def _call_async(work: Callable[[AS], object], session: AS) -> Awaitable[object]:
     result = work(session)
     if not inspect.isawaitable(result):
         raise TypeError("the function of an async_sessionmaker must be awaitable: async def, or a sessionmaker")

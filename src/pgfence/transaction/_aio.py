@@ -181,13 +181,13 @@ class AsyncTransactionLock(TransactionLockBase):
     ) -> AbstractAsyncContextManager[AsyncConnection, None]: ...
     @staticmethod
     def begin(
-        factory: async_sessionmaker[Any] | AsyncEngine,
+        factory: object,
         *names: Name,
         namespace: str | None = None,
         shared: bool = False,
         timeout: Seconds | None = None,
         stale_snapshot_ok: bool = False,
-    ) -> AbstractAsyncContextManager[Any, None]:
+    ) -> AbstractAsyncContextManager[object, None]:
         """Open a transaction, take the lock first, yield the AsyncSession or AsyncConnection, and commit at the end.
 
         Left by an exception, the transaction is rolled back, and that exception goes on whatever else fails. Lock first
@@ -214,7 +214,7 @@ class AsyncTransactionLock(TransactionLockBase):
             )
         keys = resolve(names, namespace or "")
 
-        async def take(work: Any) -> None:
+        async def take(work: AsyncSession | AsyncConnection) -> None:
             lock = AsyncTransactionLock(
                 work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
             )

@@ -164,13 +164,13 @@ class TransactionLock(TransactionLockBase):
     ) -> AbstractContextManager[Connection, None]: ...
     @staticmethod
     def begin(
-        factory: sessionmaker[Any] | Engine,
+        factory: object,
         *names: Name,
         namespace: str | None = None,
         shared: bool = False,
         timeout: Seconds | None = None,
         stale_snapshot_ok: bool = False,
-    ) -> AbstractContextManager[Any, None]:
+    ) -> AbstractContextManager[object, None]:
         """Open a transaction, take the lock first, yield the Session or Connection, and commit at the end.
 
         Left by an exception, the transaction is rolled back, and that exception goes on whatever else fails. Lock first
@@ -197,7 +197,7 @@ class TransactionLock(TransactionLockBase):
             )
         keys = resolve(names, namespace or "")
 
-        def take(work: Any) -> None:
+        def take(work: Session | Connection) -> None:
             lock = TransactionLock(
                 work, *names, namespace=namespace, shared=shared, stale_snapshot_ok=stale_snapshot_ok
             )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import wraps
 from inspect import getattr_static, isfunction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from sqlalchemy import event
 
@@ -18,13 +19,16 @@ from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy.orm import InstanceState, Mapper
+    from sqlalchemy.orm import Mapper
+
+    from pgfence._orm import State
 
 _CONSTRUCTORS = ("model_validate", "model_construct")
+_CHECKED: WeakSet[Callable[..., object]] = WeakSet()
 _METHODS = ("sqlmodel_update", "model_copy", "copy")
 
 
-def assigned(cls: type[Any]) -> AttributeError:
+def assigned_error(cls: type[object]) -> AttributeError:
     """Return the error for a version that is assigned to an instance of a class."""
     return AttributeError(
         f"{cls.__name__}.{ATTRIBUTE} is counted by itself, and an assigned one would guard nothing: to check the version that a"
@@ -32,32 +36,34 @@ def assigned(cls: type[Any]) -> AttributeError:
     )
 
 
-def _initialize(state: InstanceState[Any], _args: Any, given: dict[str, Any]) -> None:
+def _initialize(state: State, _args: object, given: dict[str, object]) -> None:
     if given.get(ATTRIBUTE) is not None:
-        raise assigned(state.class_)
+        raise assigned_error(state.class_)
 
 
-def _watch_pydantic(_mapper: Mapper[Any], cls: type[Any]) -> None:
+def _watch_pydantic(_mapper: Mapper[object], cls: type[object]) -> None:
     """Check the arguments of pydantic's and SQLModel's methods, which ignore what is not one of the model's fields."""
     if not hasattr(cls, "__pydantic_validator__"):
         return
     for name in (*_CONSTRUCTORS, *_METHODS):
         found = getattr_static(cls, name, None)
-        if isinstance(found, classmethod):
-            setattr(cls, name, classmethod(_checked(found.__func__)))
-        elif isfunction(found):
-            setattr(cls, name, _checked(found))
+        function = found.__func__ if isinstance(found, classmethod) else found
+        # A subclass inherits the functions of its base, which are checked already.
+        if isfunction(function) and function not in _CHECKED:
+            checked = _checked(function)
+            _CHECKED.add(checked)
+            setattr(cls, name, classmethod(checked) if isinstance(found, classmethod) else checked)
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(function: Callable[..., object]) -> Callable[..., object]:
     @wraps(function)
-    def checked(target: Any, *args: Any, **options: Any) -> Any:
-        new = isinstance(target, type)
-        expected = None if new else version_in(target)
+    def checked(target: object, *args: object, **options: object) -> object:
+        cls = target if isinstance(target, type) else type(target)
+        expected = None if target is cls else version_in(target)
         for given in (*args[:1], options.get("obj"), options.get("update"), options):
             found = _version_of(given)
             if found is not _NONE and found != expected:
-                raise assigned(target if new else type(target))
+                raise assigned_error(cls)
         return function(target, *args, **options)
 
     return checked
@@ -66,8 +72,8 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 _NONE = object()
 
 
-def _version_of(given: Any) -> Any:
-    """Return the version in a client's data. An instance of a versioned class has its own, which no client has sent."""
+def _version_of(given: object) -> object:
+    """Return the version in a client's data; an instance of a versioned class has its own, which no client has sent."""
     if isinstance(given, Mapping):
         return given.get(ATTRIBUTE, _NONE)
     return _NONE if isinstance(given, VersionedBase) else getattr(given, ATTRIBUTE, _NONE)

@@ -18,20 +18,22 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
-from pgfence._orm import will_send_update
+from pgfence._orm import identity_of, will_send_update
 from pgfence.errors import TransactionStateError
 from pgfence.versions._conflicts import WrittenRow, identify, look, not_counted, not_written
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
-from pgfence.versions._rows import Key, expect_transaction, lock, versions_of
+from pgfence.versions._rows import expect_transaction, lock, versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from sqlalchemy.orm import InstanceState, Mapper, Session
+    from sqlalchemy.orm import Mapper, Session
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
-    State: TypeAlias = "InstanceState[Any]"
-    Sent: TypeAlias = tuple[Callable[[Any], list[Any]], Any, bool]
+    from pgfence._orm import State
+    from pgfence.versions._rows import Row
+
+    Sent: TypeAlias = tuple[Callable[[Sequence[Mapping[Any, Any]]], list[Row]], Sequence[Mapping[Any, Any]], bool]
 
 
 class Flush:
@@ -56,7 +58,7 @@ class Flush:
         self.started = False
         self.ahead: Callable[[UOWTransaction], None] | None = None
         self.emitting = False
-        self.locked: dict[State, Any] = {}
+        self.locked: dict[State, object] = {}
         self.written: dict[State, None] = {}
         self.deleted: list[State] = []
         self.sent: list[Sent] = []
@@ -99,29 +101,27 @@ class Flush:
         changed = _batched(state for state, gone in states if not gone and will_send_update(state))
         compare(self, [*changed, *deleted], deleting=bool(deleted))
 
-    def connection(self, mapper: Mapper[Any], state: State) -> Connection:
+    def connection(self, mapper: Mapper[object], state: State) -> Connection:
         """Return where a flush writes a row."""
         if self.session.connection_callable is not None:
-            found: Connection = self.session.connection_callable(mapper, state.obj())
-            return found
+            return self.session.connection_callable(mapper, state.obj())
         return self.session.connection(bind_arguments={"mapper": mapper})
 
-    def shares_connection(self, mapper: Mapper[Any]) -> bool:
+    def shares_connection(self, mapper: Mapper[object]) -> bool:
         """Return whether the session is bound to a Connection, so that its rollback may take back what others have written."""
         return isinstance(self.session.bind or self.session.get_bind(mapper), Connection)
 
-    def sent_rows(self) -> tuple[set[Any], set[Any]]:
+    def sent_rows(self) -> tuple[set[Row], set[Row]]:
         """Return the rows that this flush has written, and those that it may have deleted."""
-        done: set[Any] = set()
-        unclear: set[Any] = set()
+        done: set[Row] = set()
+        unclear: set[Row] = set()
         for keys, parameters, written in self.sent:
             (done if written else unclear).update(keys(parameters))
         return done, unclear
 
     def added(self, state: State) -> bool:
         """Return whether the transaction, or the savepoint, that is about to be rolled back has added a row."""
-        transaction: Any = self.context.transaction if self.context else None
-        return transaction is not None and state in transaction._new
+        return self.context is not None and state in self.context.transaction._new
 
     def tables(self) -> set[str]:
         """Return the names of the tables of versioned classes that are in this flush."""
@@ -148,7 +148,7 @@ class Flush:
 NOW: ContextVar[Flush | None] = ContextVar("pgfence_flush", default=None)
 
 
-def emitting() -> Flush | None:
+def get_emitting() -> Flush | None:
     """Return the batch that is writing rows."""
     flush = NOW.get()
     return flush if flush is not None and flush.emitting else None
@@ -160,7 +160,7 @@ def batch_of(state: State) -> Flush | None:
     Raises:
         TransactionStateError: one does, and the row belongs to another session.
     """
-    flush = emitting()
+    flush = get_emitting()
     if flush is None or not getattr(state.mapper, "batches", False):
         return None
     if state.session is not flush.session:
@@ -188,7 +188,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
     for mapper, some in _by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
         expect_transaction(where, 'conflict_check="row"')
-        found, seen = lock(where, mapper, [_key(state) for state in some], deleting=deleting)
+        found, seen = lock(where, mapper, [identity_of(state) for state in some], deleting=deleting)
         barred += [f"{mapper.class_.__name__} {key}" for key in seen]
         flush.locked.update(zip(some, found, strict=True))
         rows = [(state, state.dict.get(ATTRIBUTE), version) for state, version in zip(some, found, strict=True)]
@@ -219,21 +219,16 @@ def _confirm(flush: Flush) -> None:
                 set_committed_value(state.obj(), ATTRIBUTE, version)
     for mapper, some in _by_table(flush.deleted):
         where = flush.session.connection(bind_arguments={"mapper": mapper})
-        found = versions_of(where, mapper, [_key(state) for state in some])
+        found = versions_of(where, mapper, [identity_of(state) for state in some])
         left = [state for state, version in zip(some, found, strict=True) if version is not None]
-        unwritten += [f"{state.class_.__name__} {_key(state)}" for state in left]
+        unwritten += [f"{state.class_.__name__} {identity_of(state)}" for state in left]
     if unwritten:
         raise not_written(f"Rows were sent and are as they were: {', '.join(unwritten)}.")
 
 
-def _key(state: State) -> Key:
-    assert state.identity is not None
-    return tuple(state.identity)
-
-
-def _by_table(states: list[State]) -> list[tuple[Mapper[Any], list[State]]]:
+def _by_table(states: list[State]) -> list[tuple[Mapper[object], list[State]]]:
     """Return rows by the table of their version, in an order that all sessions share."""
-    found: dict[Any, tuple[Mapper[Any], list[State]]] = {}
+    found: dict[object, tuple[Mapper[object], list[State]]] = {}
     for state in states:
         found.setdefault(state.mapper.base_mapper, (state.mapper, []))[1].append(state)
     return sorted(found.values(), key=lambda pair: str(version_column(pair[0]).table))

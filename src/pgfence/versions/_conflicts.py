@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state
 
-from pgfence._orm import will_send_update
+from pgfence._orm import identity_of, will_send_update
 from pgfence._sql.fences import Target
 from pgfence._sql.versions import backfill
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
-from pgfence.versions._mapping import is_versioned, version_column, version_in
+from pgfence.versions._mapping import is_versioned, version_column, version_of, version_table
 from pgfence.versions._own_writes import overtaken
-from pgfence.versions._rows import Key, versions_of, written_here
+from pgfence.versions._rows import versions_of, written_here
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
-    from typing import TypeAlias
 
     from sqlalchemy import Connection
-    from sqlalchemy.orm import InstanceState, Mapper, Session
+    from sqlalchemy.orm import Mapper, Session
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
-    State: TypeAlias = "InstanceState[Any]"
+    from pgfence._orm import Key, State
+    from pgfence.versions._rows import Row
 
 _SHOWN = 5
 
@@ -36,10 +36,10 @@ class WrittenRow(NamedTuple):
     statement, and their number was wrong. `ours` is True for a row that this transaction was the last to write.
     """
 
-    mapper: Mapper[Any]
+    mapper: Mapper[object]
     key: Key
-    expected: Any
-    found: Any
+    expected: object
+    found: object
     connection: Connection
     settled: bool
     flushed: bool = False
@@ -61,9 +61,9 @@ class FailedFlush(Protocol):
 
     @property
     def locked(self) -> Collection[State]: ...
-    def connection(self, mapper: Mapper[Any], state: State) -> Connection: ...
-    def shares_connection(self, mapper: Mapper[Any]) -> bool: ...
-    def sent_rows(self) -> tuple[set[Any], set[Any]]: ...
+    def connection(self, mapper: Mapper[object], state: State) -> Connection: ...
+    def shares_connection(self, mapper: Mapper[object]) -> bool: ...
+    def sent_rows(self) -> tuple[set[Row], set[Row]]: ...
     def added(self, state: State) -> bool: ...
     def tables(self) -> set[str]: ...
 
@@ -76,14 +76,14 @@ def look(flush: FailedFlush) -> list[WrittenRow]:
     """
     found: list[WrittenRow] = []
     done, unclear = flush.sent_rows()
-    by_mapper: dict[Mapper[Any], list[State]] = {}
+    by_mapper: dict[Mapper[object], list[State]] = {}
     for state in _to_be_written(flush):
-        if (state.mapper.base_mapper, _key(state)) not in done:
+        if (state.mapper.base_mapper, identity_of(state)) not in done:
             by_mapper.setdefault(state.mapper, []).append(state)
     for mapper, states in by_mapper.items():
         connection = flush.connection(mapper, states[0])
-        now = versions_of(connection, mapper, list(map(_key, states)))
-        rows = [(state, version_in(state.obj()), version) for state, version in zip(states, now, strict=True)]
+        now = versions_of(connection, mapper, list(map(identity_of, states)))
+        rows = [(state, version_of(state), version) for state, version in zip(states, now, strict=True)]
         for row, (state, _, _) in zip(identify(flush, connection, mapper, rows), rows, strict=True):
             flushed = row.found is None and (mapper.base_mapper, row.key) in unclear
             if not (flushed and flush.added(state)):
@@ -92,7 +92,7 @@ def look(flush: FailedFlush) -> list[WrittenRow]:
 
 
 def identify(
-    flush: FailedFlush, connection: Connection, mapper: Mapper[Any], rows: Iterable[tuple[State, Any, Any]]
+    flush: FailedFlush, connection: Connection, mapper: Mapper[object], rows: Iterable[tuple[State, object, object]]
 ) -> list[WrittenRow]:
     """Return rows, given with the version that was read and the one that is there, with whether this transaction wrote them."""
     # Several sessions on one connection write in one transaction: there only the versions tell them apart.
@@ -100,7 +100,9 @@ def identify(
     found: list[WrittenRow] = []
     unknown: list[int] = []
     for place, (state, expected, version) in enumerate(rows):
-        row = WrittenRow(mapper, _key(state), expected, version, connection, settled=shared or version is not None)
+        row = WrittenRow(
+            mapper, identity_of(state), expected, version, connection, settled=shared or version is not None
+        )
         other = overtaken(state, expected) if row.differs else None
         if other is not None:
             row = row._replace(found=other[0], settled=True)
@@ -170,11 +172,6 @@ def _gone(row: WrittenRow) -> bool:
         transaction.rollback()
 
 
-def _key(state: State) -> Key:
-    assert state.key is not None
-    return tuple(state.key[1])
-
-
 def conflict(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
     """Return the error for rows that somebody else has written."""
     named = ", ".join(map(_told, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
@@ -206,9 +203,9 @@ def not_written(what: str) -> PgfenceError:
     )
 
 
-def not_counted(mapper: Mapper[Any], version: Any) -> SchemaError:
+def not_counted(mapper: Mapper[object], version: object) -> SchemaError:
     """Return the error for rows that were written, and whose version a trigger should have raised."""
-    table: Any = version_column(mapper).table
+    table = version_table(mapper)
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
     return SchemaError(
         f"a row of {table.fullname} was updated and its version stayed {version}: no trigger has counted. Nothing of this"
@@ -227,16 +224,16 @@ def switched(state: State, replaced: State) -> PgfenceError:
     """Return the error for an instance of another class under the key of one that the same flush deletes."""
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
-        f"{name} {_key(replaced)} was added under the key of a row of class {other} that the same flush deletes. SQLAlchemy makes"
+        f"{name} {identity_of(replaced)} was added under the key of a row of class {other} that the same flush deletes. SQLAlchemy makes"
         f" one UPDATE of the two, which cannot exchange the rows in the tables of their own classes: call flush() after the"
         f" delete, and add the {name} then"
     )
 
 
-def without(mapper: Mapper[Any], key: Key) -> SchemaError:
+def without(mapper: Mapper[object], key: Key) -> SchemaError:
     """Return the error for a row that is about to be written and whose version is NULL."""
-    column: Any = version_column(mapper)
-    command = backfill(Target(column.table.name, column.table.schema).quoted, column.name)
+    table = version_table(mapper)
+    command = backfill(Target(table.name, table.schema).quoted, version_column(mapper).name)
     return SchemaError(
         f"{mapper.class_.__name__} {key} has no version, and without one it cannot be guarded: {command}",
         command=command,

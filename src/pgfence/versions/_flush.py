@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sqlalchemy import event, inspect
+from sqlalchemy import Column, event, inspect
 from sqlalchemy.orm.attributes import flag_modified
 
 from pgfence._orm import sends_update
@@ -16,12 +16,12 @@ from pgfence.versions._sent import expect_version, raise_version
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
-    from sqlalchemy.orm import InstanceState, Mapper
+    from sqlalchemy.orm import Mapper
 
-    State = InstanceState[Any]
+    from pgfence._orm import State
 
 
-def turn(mapper: Mapper[Any], state: State) -> None:
+def prepare_row(mapper: Mapper[object], state: State) -> None:
     """Prepare a row that is about to be inserted or updated; nothing changes it any more ahead of its statement."""
     if state.key is None:
         _insert(mapper, state)
@@ -31,7 +31,7 @@ def turn(mapper: Mapper[Any], state: State) -> None:
         expect_version(mapper, state)  # SQLAlchemy rejects it, too, and does not say how to fill the column
 
 
-def _insert(mapper: Mapper[Any], state: State) -> None:
+def _insert(mapper: Mapper[object], state: State) -> None:
     flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
         # A plain Session: SQLAlchemy compares the version, but sends an empty SET where the server counts.
@@ -54,7 +54,7 @@ def _insert(mapper: Mapper[Any], state: State) -> None:
         raise_version(mapper, state, batch.locked.get(state))
 
 
-def _returns_version(mapper: Mapper[Any]) -> bool:
+def _returns_version(mapper: Mapper[object]) -> bool:
     """Return whether the version of a new row is known after its INSERT."""
     if mapper.version_id_generator is not False:
         return True
@@ -62,7 +62,7 @@ def _returns_version(mapper: Mapper[Any]) -> bool:
     return bool(version_column(mapper).table.implicit_returning if asked == "auto" else asked)
 
 
-def _deleted_with_key(mapper: Mapper[Any], state: State) -> State | None:
+def _deleted_with_key(mapper: Mapper[object], state: State) -> State | None:
     session = state.session
     found = None if session is None else session.identity_map.get(mapper._identity_key_from_state(state))
     if session is None or found is None:
@@ -71,7 +71,7 @@ def _deleted_with_key(mapper: Mapper[Any], state: State) -> State | None:
     return existing if existing in session._deleted or existing.mapper._is_orphan(existing) else None
 
 
-def _update(mapper: Mapper[Any], state: State) -> None:
+def _update(mapper: Mapper[object], state: State) -> None:
     batch = batch_of(state)
     if ATTRIBUTE not in state.dict:
         expect_read(mapper, state)
@@ -86,7 +86,7 @@ def _update(mapper: Mapper[Any], state: State) -> None:
         batch.written[state] = None
 
 
-def _before_delete(mapper: Mapper[Any], _connection: Connection, state: State) -> None:
+def _before_delete(mapper: Mapper[object], _connection: Connection, state: State) -> None:
     batch = batch_of(state)
     if ATTRIBUTE not in state.dict:
         expect_read(mapper, state)
@@ -98,7 +98,7 @@ def _before_delete(mapper: Mapper[Any], _connection: Connection, state: State) -
         batch.deleted.append(state)
 
 
-def touch(target: Any) -> None:
+def touch(target: object) -> None:
     """Make a flush write the row that has the version, though none of its columns has changed."""
     flag_modified(target, _column_of(target))
 
@@ -121,7 +121,7 @@ def _touch_switched(state: State, replaced: State) -> None:
     flag_modified(state.obj(), name)
 
 
-def _column_of(target: Any) -> str:
+def _column_of(target: object) -> str:
     """Return the attribute of a column that may be written once more as it is, loaded."""
     mapper = inspect(target).mapper
     name = _spare_column(target)
@@ -136,14 +136,14 @@ def _column_of(target: Any) -> str:
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 
 
-def _spare_column(target: Any) -> str | None:
+def _spare_column(target: object) -> str | None:
     """Return the attribute of a column beside the key and the version that can be written as it is, if possible a loaded one."""
     state: State = inspect(target)
     mapper, found = state.mapper, None
     table = version_column(mapper).table
     for name, prop in mapper.column_attrs.items():
-        column: Any = prop.columns[0]
-        if name == ATTRIBUTE or column not in table.c.values() or column.primary_key:
+        column = prop.columns[0]
+        if not isinstance(column, Column) or name == ATTRIBUTE or column not in table.c.values() or column.primary_key:
             continue
         # A column that changes by itself has to be left to do so. PostgreSQL rejects what is assigned to GENERATED ALWAYS.
         if column.onupdate is not None or column.server_onupdate is not None or column.computed is not None:

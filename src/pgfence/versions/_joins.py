@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sqlalchemy import and_, literal, null
+from sqlalchemy import ColumnElement, and_, literal, null
 from sqlalchemy.orm import RelationshipDirection
 from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.base import LoaderCallableStatus, PassiveFlag
@@ -12,13 +12,14 @@ from sqlalchemy.orm.exc import UnmappedColumnError
 from sqlalchemy.sql import ClauseElement, visitors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
-    from sqlalchemy import ColumnElement
-    from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
+    from sqlalchemy.orm import Mapper, RelationshipProperty
+    from sqlalchemy.sql.visitors import ExternallyTraversible
 
-    State = InstanceState[Any]
-    Values = tuple[Any, ...]
+    from pgfence._orm import State
+
+    Values = tuple[object, ...]
 
 _INFO = "pgfence_joins"
 _UNKNOWN = object()
@@ -37,14 +38,15 @@ class Join:
         key: the places among these of the owner's primary key, if the condition compares nothing but that.
     """
 
-    def __init__(self, prop: RelationshipProperty[Any]) -> None:
+    def __init__(self, prop: RelationshipProperty[object]) -> None:
         self.prop = prop
         self.shared = prop.direction is RelationshipDirection.MANYTOMANY
         self.names: tuple[str, ...] = ()
         self.key: tuple[int, ...] | None = None
-        self._pairs: dict[str, ColumnElement[Any]] = {}
+        self._pairs: dict[str, ColumnElement[object]] = {}
         if not self.shared:
-            remote = [each for each in visitors.iterate(prop.primaryjoin) if "remote" in each._annotations]
+            parts = visitors.iterate(prop.primaryjoin)
+            remote = [each for each in parts if isinstance(each, ColumnElement) and "remote" in each._annotations]
             self.names = tuple(dict.fromkeys(_name(prop.mapper, each) for each in remote))
             self._pairs = {_name(prop.mapper, theirs): ours for ours, theirs in prop.local_remote_pairs or ()}
             self.key = self._key()
@@ -66,7 +68,7 @@ class Join:
         unknown = any(each is _UNKNOWN or isinstance(each, LoaderCallableStatus) for each in values)
         return None if unknown else values
 
-    def after(self, state: State, coming: Mapping[str, Any]) -> Values:
+    def after(self, state: State, coming: Mapping[str, object]) -> Values:
         """Return the values of a row as the flush is about to write them.
 
         Raises:
@@ -83,7 +85,7 @@ class Join:
                 )
         return values
 
-    def moves(self, state: State, coming: Mapping[str, Any]) -> bool:
+    def moves(self, state: State, coming: Mapping[str, object]) -> bool:
         """Return whether a row may refer to another owner after the flush."""
         return any(name in coming or name in state.committed_state for name in self.names)
 
@@ -98,8 +100,8 @@ class Join:
             # One owner too many is counted rather than one too few.
             return and_(*[ours == named[name] for name, ours in self._pairs.items()])
 
-        def value(element: Any, **_: Any) -> Any:
-            if "remote" not in element._annotations:
+        def value(element: ExternallyTraversible, **_: object) -> ExternallyTraversible | None:
+            if not isinstance(element, ColumnElement) or "remote" not in element._annotations:
                 return None
             found = named[_name(self.prop.mapper, element)]
             return null() if found is None else literal(found, element.type)
@@ -107,13 +109,13 @@ class Join:
         return visitors.replacement_traverse(self.prop.primaryjoin, {}, value)
 
 
-def note(prop: RelationshipProperty[Any]) -> None:
+def note(prop: RelationshipProperty[object]) -> None:
     """Note a relationship that counts, at the class it leads to.
 
     Raises:
         ValueError: its rows do not tell by their own columns which owner they have.
     """
-    joins: dict[Any, Join] = prop.mapper.class_manager.info.setdefault(_INFO, {})
+    joins: dict[object, Join] = prop.mapper.class_manager.info.setdefault(_INFO, {})
     if prop not in joins:
         try:
             if prop.entity.is_aliased_class:
@@ -127,14 +129,14 @@ def note(prop: RelationshipProperty[Any]) -> None:
             ) from error
 
 
-def joins_of(mapper: Mapper[Any]) -> list[Join]:
+def joins_of(mapper: Mapper[object]) -> list[Join]:
     """Return how rows of a class refer to owners whose version they raise."""
     return [join for each in mapper.iterate_to_root() for join in each.class_manager.info.get(_INFO, {}).values()]
 
 
-def incoming(state: State) -> dict[str, Any]:
+def incoming(state: State) -> dict[str, object]:
     """Return the foreign keys that a flush copies into a row from many-to-one relationships that were assigned."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     relationships = state.mapper.relationships
     for key in state.committed_state:
         prop = relationships.get(key)
@@ -147,7 +149,7 @@ def incoming(state: State) -> dict[str, Any]:
     return found
 
 
-def copied(prop: RelationshipProperty[Any], source: State | None, target: Mapper[Any]) -> dict[str, Any]:
+def copied(prop: RelationshipProperty[object], source: State | None, target: Mapper[object]) -> dict[str, object]:
     """Return the foreign keys that a flush copies from one row into another; None where the first has no key yet."""
     return {
         _name(target, theirs): None if source is None else getattr(source.obj(), _name(source.mapper, ours))
@@ -155,14 +157,13 @@ def copied(prop: RelationshipProperty[Any], source: State | None, target: Mapper
     }
 
 
-def _assigned(state: State, name: str) -> Any:
+def _assigned(state: State, name: str) -> object:
     if name in state.dict:
         value = state.dict[name]
         return _UNKNOWN if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__") else value
     if state.key is not None:
         return None if name in state.committed_state else getattr(state.obj(), name)
-    columns: Iterable[Any] = state.mapper.column_attrs[name].columns
-    for column in columns:
+    for column in state.mapper.column_attrs[name].columns:
         if column.default is not None:
             return column.default.arg if column.default.is_scalar else _UNKNOWN
         if column.server_default is not None:
@@ -170,5 +171,5 @@ def _assigned(state: State, name: str) -> Any:
     return None
 
 
-def _name(mapper: Mapper[Any], column: Any) -> str:
+def _name(mapper: Mapper[object], column: ColumnElement[object]) -> str:
     return str(mapper.get_property_by_column(column).key)

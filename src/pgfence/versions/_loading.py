@@ -7,8 +7,10 @@ from uuid import UUID
 
 from sqlalchemy import Uuid, inspect, select, update
 from sqlalchemy.orm import Mapper, Session, scoped_session
+from sqlalchemy.orm.attributes import instance_state
 
 from pgfence._api.inputs import is_async_session, is_session, unwrap_session
+from pgfence._orm import Key, identity_of
 from pgfence.errors import TransactionStateError, VersionConflict, VersionConflictError
 from pgfence.versions import _mapping
 from pgfence.versions.etags import ANY, IfMatch, etag
@@ -36,7 +38,7 @@ def load_for_version(
 ) -> Coroutine[Any, Any, T]: ...
 @overload
 def load_for_version(session: SyncSession, model: type[T], pk: Any, expected: Expected, *, lock: bool = False) -> T: ...
-def load_for_version(session: Any, model: Any, pk: Any, expected: Any, *, lock: bool = False) -> Any:
+def load_for_version(session: Any, model: type, pk: object, expected: object, *, lock: bool = False) -> object:
     """Load a row to change it, if it is still at the version that a client has seen.
 
     ::
@@ -71,15 +73,15 @@ def load_for_version(session: Any, model: Any, pk: Any, expected: Any, *, lock: 
             none. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
     """
     if is_async_session(session):
-        return unwrap_session(session).run_sync(_load, _mapper(model, expected), pk, expected, lock)
+        return unwrap_session(session).run_sync(_load, _check_model(model, expected), pk, expected, lock)
     if not is_session(session):
         raise TypeError(f"load_for_version() takes a Session, not {type(session).__name__}")
-    return _load(unwrap_session(session), _mapper(model, expected), pk, expected, lock)
+    return _load(unwrap_session(session), _check_model(model, expected), pk, expected, lock)
 
 
-def _mapper(model: Any, expected: Any) -> Mapper[Any]:
+def _check_model(model: type, expected: object) -> Mapper[object]:
     """Return the mapper of a versioned class to which the expected version may belong."""
-    mapper = inspect(model, raiseerr=False)
+    mapper: object = inspect(model, raiseerr=False)
     if not isinstance(mapper, Mapper) or not _mapping.is_versioned(mapper):
         raise TypeError(f"load_for_version() takes a class with the mixin Versioned or VersionedUUID, not {model!r}")
     if isinstance(expected, IfMatch):
@@ -93,8 +95,8 @@ def _mapper(model: Any, expected: Any) -> Mapper[Any]:
     return mapper
 
 
-def _load(session: Session, mapper: Mapper[Any], pk: Any, expected: Any, lock: bool) -> Any:
-    _refuse_unflushed(session, mapper)
+def _load(session: Session, mapper: Mapper[object], pk: object, expected: object, lock: bool) -> object:
+    _reject_unflushed(session, mapper)
     version = _mapping.version_column(mapper)
     # A Session that reads from replicas reads this row from where the flush will write it.
     primary = {"bind": session.get_bind(mapper, clause=update(version.table))}
@@ -110,17 +112,17 @@ def _load(session: Session, mapper: Mapper[Any], pk: Any, expected: Any, lock: b
         raise _conflict(mapper, _key(mapper, pk), expected, None)
     loaded = getattr(found, _mapping.ATTRIBUTE)
     if not _agrees(found, loaded, expected):
-        raise _conflict(mapper, inspect(found).identity, expected, loaded)
+        raise _conflict(mapper, identity_of(instance_state(found)), expected, loaded)
     return found
 
 
-def _agrees(row: Any, version: Any, expected: Any) -> bool:
+def _agrees(row: object, version: object, expected: object) -> bool:
     if isinstance(expected, IfMatch):
         return expected == ANY or expected.matches(etag(row))
     return bool(version == expected)
 
 
-def _refuse_unflushed(session: Session, mapper: Mapper[Any]) -> None:
+def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
     """Refuse to read anew over changes: also those of rows that the same SELECT loads beside this one would be lost."""
     changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
     if changed:
@@ -131,19 +133,19 @@ def _refuse_unflushed(session: Session, mapper: Mapper[Any]) -> None:
         )
 
 
-def _conflict(mapper: Mapper[Any], key: Any, expected: Any, version: Any) -> VersionConflictError:
+def _conflict(mapper: Mapper[object], key: Key, expected: object, version: object) -> VersionConflictError:
     wanted = str(expected) if isinstance(expected, IfMatch) else expected
     now = "it is gone" if version is None else f"it is at version {version}"
     named = ", ".join(map(repr, key))
     return VersionConflictError(
         f"{mapper.class_.__name__} {named} is not at the version that was asked for ({str(wanted)[:_SHOWN]}): {now}. Show the"
         " row as it is to whoever asked, who then decides anew",
-        items=[VersionConflict(mapper.class_, tuple(key), wanted, version)],
+        items=[VersionConflict(mapper.class_, key, wanted, version)],
         precondition=True,
     )
 
 
-def _key(mapper: Mapper[Any], pk: Any) -> tuple[Any, ...]:
+def _key(mapper: Mapper[object], pk: object) -> Key:
     if isinstance(pk, dict):
         return tuple(pk[mapper.get_property_by_column(column).key] for column in mapper.primary_key)
     return tuple(pk) if isinstance(pk, (tuple, list)) else (pk,)

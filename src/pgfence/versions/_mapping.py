@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-from uuid import UUID
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from sqlalchemy import inspect, text
+from sqlalchemy import Column, Table
+from sqlalchemy.orm.attributes import instance_state
 from sqlalchemy.orm.base import NO_VALUE
 
 if TYPE_CHECKING:
-    from sqlalchemy import Column
-    from sqlalchemy.orm import InstanceState, Mapper
+    from sqlalchemy.orm import Mapper
+
+    from pgfence._orm import State
 
     Mode = Literal["client", "server", "xmin"]
 
@@ -28,37 +29,48 @@ class VersionedBase:
     __version_relationships__: ClassVar[tuple[str, ...]] = ()
 
 
-def is_versioned(mapper: Mapper[Any]) -> bool:
+def is_versioned(mapper: Mapper[object]) -> bool:
     """Whether rows of a class have a version."""
     return issubclass(mapper.class_, VersionedBase)
 
 
-def mode_of(mapper: Mapper[Any]) -> Mode:
+def versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
+    """Return the class of a mapper that `is_versioned`."""
+    cls: type = mapper.class_
+    assert issubclass(cls, VersionedBase)
+    return cls
+
+
+def mode_of(mapper: Mapper[object]) -> Mode:
     """Return who counts: this program, a trigger, or PostgreSQL itself."""
-    mode: Mode = mapper.class_.__version_mode__
-    return mode
+    return versioned_class(mapper).__version_mode__
 
 
-def version_column(mapper: Mapper[Any]) -> Column[Any]:
+def version_column(mapper: Mapper[object]) -> Column[object]:
     """Return the column; with joined inheritance it is in the table of the class at the base."""
-    found: Any = mapper.column_attrs[ATTRIBUTE].columns[0]
-    column: Column[Any] = found
+    column = mapper.column_attrs[ATTRIBUTE].columns[0]
+    assert isinstance(column, Column)
     return column
 
 
-def is_local(mapper: Mapper[Any]) -> bool:
+def version_table(mapper: Mapper[object]) -> Table:
+    """Return the table that has the version."""
+    table = version_column(mapper).table
+    assert isinstance(table, Table)
+    return table
+
+
+def is_local(mapper: Mapper[object]) -> bool:
     """Whether a statement on the class's own table reaches the column."""
     return version_column(mapper).table is mapper.local_table
 
 
-def next_version(mapper: Mapper[Any]) -> Any:
-    """Return what an UPDATE writes: an expression, evaluated for each row."""
-    column = version_column(mapper)
-    return text("gen_random_uuid()") if column.type.python_type is UUID else column + 1
-
-
-def version_in(instance: Any) -> Any:
+def version_in(instance: object) -> object:
     """Return the version that an instance was loaded at; None if it was not loaded."""
-    state: InstanceState[Any] = inspect(instance)
+    return version_of(instance_state(instance))
+
+
+def version_of(state: State) -> object:
+    """Return the version that an instance was loaded at; None if it was not loaded."""
     value = state.committed_state.get(ATTRIBUTE, state.dict.get(ATTRIBUTE))
     return None if value is NO_VALUE else value

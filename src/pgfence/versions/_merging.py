@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import inspect
 from sqlalchemy.orm import InstanceState
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session
 
-    State = InstanceState[Any]
+    State = InstanceState[object]
 
 
 def compare(session: Session, instance: object) -> None:

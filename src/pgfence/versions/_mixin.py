@@ -5,21 +5,23 @@ Kept apart from the functions of this package: it needs SQLAlchemy's ORM, and im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID, uuid4
 
-from sqlalchemy import BigInteger, FetchedValue, Uuid, event, text
+from sqlalchemy import BigInteger, FetchedValue, Table, Uuid, event, text
 from sqlalchemy.orm import Mapper, RelationshipDirection, declared_attr, mapped_column, validates
 
 from pgfence.versions import _relationships, _statements  # noqa: F401
-from pgfence.versions._assigned import assigned
+from pgfence.versions._assigned import assigned_error
 from pgfence.versions._mapper import VersionedMapper
-from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, is_versioned, version_column, version_in
+from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, is_versioned, version_in, version_table
 from pgfence.versions._xmin import Xid
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Mapped
+    from sqlalchemy.orm import Mapped, MappedColumn
+    from sqlalchemy.types import TypeEngine
 
+_T = TypeVar("_T")
 _LAST = 1_000_000
 _OURS = "pgfence_version"
 XMIN = "xmin"
@@ -29,9 +31,9 @@ class _Guarded(VersionedBase):
     __mapper_cls__ = VersionedMapper
 
     @validates(ATTRIBUTE, include_removes=True)
-    def _refuse_assigned(self, _name: str, value: Any, deleted: bool) -> Any:
+    def _reject_assigned(self, _name: str, value: object, deleted: bool) -> object:
         if deleted or value != version_in(self):
-            raise assigned(type(self))
+            raise assigned_error(type(self))
         return value
 
 
@@ -97,7 +99,7 @@ class Versioned(_Guarded):
 
         @declared_attr
         def version(cls):  # noqa: ANN202, N805
-            _expect_usable(cls)
+            _check_settings(cls)
             if cls.__version_mode__ == "xmin":
                 return _column(XMIN, Xid, system=True, server_default=FetchedValue(), server_onupdate=FetchedValue())
             if cls.__version_mode__ == "server":
@@ -123,7 +125,7 @@ class VersionedUUID(_Guarded):
 
         @declared_attr
         def version(cls):  # noqa: ANN202, N805
-            _expect_usable(cls)
+            _check_settings(cls)
             if cls.__version_mode__ != "client":
                 raise ValueError(
                     f"{cls.__name__}: VersionedUUID knows the mode 'client' only; Versioned has the others"
@@ -131,30 +133,31 @@ class VersionedUUID(_Guarded):
             return _column(cls.__version_column__, Uuid, insert_default=uuid4)
 
 
-def _column(name: str, kind: Any, **options: Any) -> Any:
+def _column(name: str, kind: type[TypeEngine[_T]], **options: Any) -> MappedColumn[_T]:
     # Behind all others, so that an INSERT of values by position stays right.
     return mapped_column(name, kind, nullable=False, info={_OURS: True}, sort_order=_LAST, **options)
 
 
-def _expect_usable(cls: Any) -> None:
+def _check_settings(cls: type[VersionedBase]) -> None:
     if cls.__version_mode__ not in MODES:
         raise ValueError(
             f"{cls.__name__}.__version_mode__ must be one of {', '.join(MODES)}, not {cls.__version_mode__!r}"
         )
-    if not isinstance(cls.__version_column__, str) or not cls.__version_column__:
+    name: object = cls.__version_column__
+    if not isinstance(name, str) or not name:
         raise TypeError(f"{cls.__name__}.__version_column__ must be the name of a column")
 
 
-def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:
+def _configure(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     """Make the mixin's column the one that SQLAlchemy compares, whatever `__mapper_args__` a class has of its own."""
     if mapper.inherits is not None and not mapper.concrete:
-        _expect_inherited(mapper, cls)
+        _check_inherited(mapper, cls, mapper.inherits)
         return
     if mapper.version_id_col is not None and not mapper.concrete:
-        raise _two(cls, "leave version_id_col out of __mapper_args__")
+        raise _two_columns_error(cls, "leave version_id_col out of __mapper_args__")
     if {Versioned, VersionedUUID} <= set(cls.__mro__):
-        raise _two(cls, "take Versioned or VersionedUUID")
-    table: Any = mapper.local_table
+        raise _two_columns_error(cls, "take Versioned or VersionedUUID")
+    table = mapper.local_table
     name = XMIN if cls.__version_mode__ == "xmin" else cls.__version_column__
     if mapper.concrete and name not in table.c:
         raise TypeError(
@@ -162,8 +165,10 @@ def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:
             " mixin on each of the classes, and what they share on a base that is not mapped"
         )
     if name not in table.c or _OURS not in table.c[name].info:
-        raise _two(cls, f"leave the attribute {ATTRIBUTE!r} to the mixin; __version_column__ names its column")
-    if name == XMIN and table.dialect_options["postgresql"]["partition_by"]:
+        raise _two_columns_error(
+            cls, f"leave the attribute {ATTRIBUTE!r} to the mixin; __version_column__ names its column"
+        )
+    if name == XMIN and isinstance(table, Table) and table.dialect_options["postgresql"]["partition_by"]:
         raise ValueError(
             f"{cls.__name__}: PostgreSQL does not return the xmin of a row that it inserts into the partitioned table"
             f" {table.fullname}: take the mode 'client' or 'server'"
@@ -175,12 +180,11 @@ def _configure(mapper: Mapper[Any], cls: type[Any]) -> None:
         mapper.version_id_generator = lambda _: uuid4()
 
 
-def _expect_inherited(mapper: Mapper[Any], cls: type[Any]) -> None:
-    base: Any = mapper.inherits
+def _check_inherited(mapper: Mapper[object], cls: type[VersionedBase], base: Mapper[object]) -> None:
     if not issubclass(base.class_, VersionedBase):
         raise TypeError(
             f"{cls.__name__} has a version and {base.class_.__name__}, which it inherits from, has none, so that a change of the"
-            f" part in {base.local_table.name} would not count: put the mixin on the class at the base"
+            f" part in {base.local_table.description} would not count: put the mixin on the class at the base"
         )
     if cls.__version_mode__ != base.class_.__version_mode__:
         raise ValueError(f"{cls.__name__} has another __version_mode__ than {base.class_.__name__}: set it there")
@@ -191,19 +195,19 @@ def _expect_inherited(mapper: Mapper[Any], cls: type[Any]) -> None:
         )
 
 
-def _two(cls: type[Any], way: str) -> TypeError:
+def _two_columns_error(cls: type[VersionedBase], way: str) -> TypeError:
     return TypeError(f"{cls.__name__} has two version columns: {way}")
 
 
-def _expect_guarded(mapper: Mapper[Any], cls: type[Any]) -> None:
+def _check_relationships(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     """Reject relationships that write versioned rows by statements which compare and count no version."""
     for prop in mapper.relationships:
         if prop.viewonly:
             continue
         named = f"{cls.__name__}.{prop.key}"
-        written: Mapper[Any] = mapper if prop.direction is RelationshipDirection.MANYTOONE else prop.mapper
+        written: Mapper[object] = mapper if prop.direction is RelationshipDirection.MANYTOONE else prop.mapper
         if prop.post_update and is_versioned(written):
-            table: Any = version_column(written).table
+            table = version_table(written)
             for _, column in prop.synchronize_pairs:
                 if column.table is not table and not column.primary_key:
                     raise TypeError(
@@ -220,4 +224,4 @@ def _expect_guarded(mapper: Mapper[Any], cls: type[Any]) -> None:
 
 event.listen(VersionedBase, "instrument_class", _configure, propagate=True)
 # Of all classes: one without a version can have a relationship to one with a version.
-event.listen(Mapper, "mapper_configured", _expect_guarded)
+event.listen(Mapper, "mapper_configured", _check_relationships)

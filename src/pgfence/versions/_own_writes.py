@@ -8,50 +8,47 @@ that was out of date before keeps its version, and the flush rejects it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
-from sqlalchemy.orm.base import NO_VALUE
 
-from pgfence.versions._mapping import ATTRIBUTE, is_versioned
+from pgfence._orm import identity_of
+from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_of, versioned_class
 from pgfence.versions._rows import expect_transaction, lock, versions_of, written_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from typing import TypeAlias
 
     from sqlalchemy import Connection
-    from sqlalchemy.orm import InstanceState, Mapper, ORMExecuteState, SessionTransaction
+    from sqlalchemy.orm import Mapper, ORMExecuteState, SessionTransaction
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
-    from pgfence.versions._rows import Key
+    from pgfence._orm import State
 
-    State: TypeAlias = "InstanceState[Any]"
-
-_OVERTAKEN: WeakKeyDictionary[State, tuple[Any, Any]] = WeakKeyDictionary()
+_OVERTAKEN: WeakKeyDictionary[State, tuple[object, object]] = WeakKeyDictionary()
 """Pending changes that were out of date before a statement of their session: the version they were made at, and the row's."""
 
-_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[Any]]] = WeakKeyDictionary()
+_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[object]]] = WeakKeyDictionary()
 """The base classes whose rows were written by statements inside a savepoint."""
 
-_FLUSHED_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Any]] = WeakKeyDictionary()
+_FLUSHED_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[object]] = WeakKeyDictionary()
 """The identity keys of rows that were flushed inside a savepoint."""
 
 
-def instances(state: ORMExecuteState, mapper: Mapper[Any]) -> dict[State, Any]:
+def instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[State, object]:
     """Return the instances of a class, and the versions they were read at, before a statement that writes rows of the class."""
     session, base = state.session, mapper.base_mapper
     for transaction in _savepoints(session):
         _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
     if state.execution_options.get("autoflush", True):
         session._autoflush()  # as the statement does, but before rows are locked
-    return {each: _version(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
+    return {each: version_of(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
 
 
-def follow(state: ORMExecuteState, mapper: Mapper[Any], loaded: dict[State, Any]) -> Callable[[], None]:
+def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, object]) -> Callable[[], None]:
     """Take instances with pending changes out of `loaded`. Return a function that moves them to the versions of a statement."""
     session, base = state.session, mapper.base_mapper
     if session._is_clean():
@@ -64,7 +61,7 @@ def follow(state: ORMExecuteState, mapper: Mapper[Any], loaded: dict[State, Any]
     current = _lock_current(connection, base, known)
 
     def move() -> None:
-        now = versions_of(connection, base, list(map(_key, current))) if current else []
+        now = versions_of(connection, base, list(map(identity_of, current))) if current else []
         found = dict(zip(current, now, strict=True))
         for each, version in known.items():
             if each.persistent and _is_pending(session, each):
@@ -78,15 +75,15 @@ def _do_nothing() -> None:
     pass
 
 
-def overtaken(state: State, expected: Any) -> tuple[Any] | None:
+def overtaken(state: State, expected: object) -> tuple[object] | None:
     """Return the version that another session's write had given the row of a pending change before a statement of this one."""
     version, found = _OVERTAKEN.get(state, (None, None))
     return (found,) if version is not None and version == expected else None
 
 
-def deleted_here(session: Session) -> set[Any]:
+def deleted_here(session: Session) -> set[object]:
     """Return the identity keys of instances that the session has deleted in its transaction."""
-    found: set[Any] = set()
+    found: set[object] = set()
     transaction = session._transaction
     while transaction is not None:
         found |= {each.key for each in transaction._deleted}
@@ -101,50 +98,40 @@ def expire(session: Session, states: Iterable[State]) -> None:
             session.expire(target)
 
 
-def expire_written(state: ORMExecuteState, mapper: Mapper[Any], loaded: dict[State, Any]) -> None:
+def expire_written(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, object]) -> None:
     """Expire instances whose rows this transaction has written since they were read."""
     rows = [(each, version) for each, version in loaded.items() if version is not None and each.persistent]
     if not rows:
         return
     connection, base = state.session.connection(bind_arguments=dict(state.bind_arguments)), mapper.base_mapper
-    found = versions_of(connection, base, [_key(each) for each, _ in rows])
+    found = versions_of(connection, base, [identity_of(each) for each, _ in rows])
     changed = [each for (each, version), now in zip(rows, found, strict=True) if now not in (None, version)]
     if changed:
-        here = written_here(connection, base, list(map(_key, changed)))
+        here = written_here(connection, base, list(map(identity_of, changed)))
         expire(state.session, [each for each, ours in zip(changed, here, strict=True) if ours])
 
 
 def _is_pending(session: Session, state: State) -> bool:
     # The flush also writes a row that counts the changes of related rows.
-    return state.modified or state in session._deleted or bool(state.class_.__version_relationships__)
+    return state.modified or state in session._deleted or bool(versioned_class(state.mapper).__version_relationships__)
 
 
-def _version(state: State) -> Any:
-    value = state.committed_state.get(ATTRIBUTE, state.dict.get(ATTRIBUTE))
-    return None if value is NO_VALUE else value
-
-
-def _key(state: State) -> Key:
-    assert state.key is not None
-    return tuple(state.key[1])
-
-
-def _lock_current(connection: Connection, base: Mapper[Any], known: dict[State, Any]) -> list[State]:
+def _lock_current(connection: Connection, base: Mapper[object], known: dict[State, object]) -> list[State]:
     """Lock rows, and return the instances that were read at the version which the row has now."""
     expect_transaction(connection, "flush() before the statement")
-    found, barred = lock(connection, base, list(map(_key, known)))
+    found, barred = lock(connection, base, list(map(identity_of, known)))
     now = dict(zip(known, found, strict=True))
     differing = [each for each, version in known.items() if now[each] not in (None, version)]
     if differing:
-        here = written_here(connection, base, list(map(_key, differing)))
+        here = written_here(connection, base, list(map(identity_of, differing)))
         for each, ours in zip(differing, here, strict=True):
             # Of several statements the first sees what another session has written.
             if not ours and overtaken(each, known[each]) is None:
                 _OVERTAKEN[each] = known[each], now[each]
-    return [each for each, version in known.items() if now[each] == version and _key(each) not in barred]
+    return [each for each, version in known.items() if now[each] == version and identity_of(each) not in barred]
 
 
-def _move(state: State, version: Any) -> None:
+def _move(state: State, version: object) -> None:
     """Set the version of an instance with a pending change, and expire the columns that SQLAlchemy has not synchronized."""
     values = state.dict
     synchronized = ATTRIBUTE not in values or values[ATTRIBUTE] == version

@@ -5,7 +5,7 @@ A version that is read after the rest of the row would belong to a later state o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import event
 from sqlalchemy.orm.base import NO_VALUE
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import InstanceState, Mapper, QueryContext
 
-    State = InstanceState[Any]
+    State = InstanceState[object]
 
 
 def _refreshed(state: State, _context: QueryContext, names: Iterable[str] | None) -> None:
@@ -32,7 +32,7 @@ def _refreshed(state: State, _context: QueryContext, names: Iterable[str] | None
             session.refresh(target, [*loaded, ATTRIBUTE])
 
 
-def expect_read(mapper: Mapper[Any], state: State) -> None:
+def expect_read(mapper: Mapper[object], state: State) -> None:
     """Raise if columns of a row that is about to be written were read without its version.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import event, or_, select, tuple_
 from sqlalchemy.orm import RelationshipDirection, Session
@@ -14,19 +14,19 @@ from pgfence._orm import sends_update
 from pgfence.versions import _joins
 from pgfence.versions._batch import NOW
 from pgfence.versions._flush import touch
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_versioned
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_versioned, versioned_class
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from sqlalchemy import ColumnElement
-    from sqlalchemy.orm import InstanceState, Mapper, RelationshipProperty
+    from sqlalchemy.orm import Mapper, RelationshipProperty
     from sqlalchemy.orm.attributes import History
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
+    from pgfence._orm import State
     from pgfence.versions._joins import Join, Values
 
-    State = InstanceState[Any]
 
 # What is known without a read, also of collections that were not loaded and were changed from the other side.
 _KNOWN = PassiveFlag.PASSIVE_NO_INITIALIZE | PassiveFlag.INCLUDE_PENDING_MUTATIONS
@@ -38,13 +38,13 @@ _USED: set[str] = set()
 """The names that count in some class: without one, a flush is left alone."""
 
 
-def _expect_names(_mapper: Mapper[Any], cls: type[Any]) -> None:
-    names = cls.__version_relationships__
+def _expect_names(_mapper: Mapper[object], cls: type[VersionedBase]) -> None:
+    names: Iterable[object] = cls.__version_relationships__
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{cls.__name__}.__version_relationships__ must be a tuple of names, not {names!r}")
 
 
-def _configured(mapper: Mapper[Any], cls: type[Any]) -> None:
+def _configured(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     for name in cls.__version_relationships__:
         prop = mapper.relationships.get(name)
         if prop is None:
@@ -60,7 +60,7 @@ def _configured(mapper: Mapper[Any], cls: type[Any]) -> None:
         _USED.add(name)
 
 
-def _before_flush(session: Session, context: UOWTransaction, _instances: Any) -> None:
+def _before_flush(session: Session, context: UOWTransaction, _instances: object) -> None:
     if not _USED:
         return
     flush = NOW.get()
@@ -100,15 +100,15 @@ def _count(context: UOWTransaction) -> None:
 
 def _with_changed_collections(context: UOWTransaction) -> Iterator[State]:
     for mapper, states in context.mappers.items():
-        if is_versioned(mapper) and (names := mapper.class_.__version_relationships__):
+        if is_versioned(mapper) and (names := versioned_class(mapper).__version_relationships__):
             for state in states:
                 if any(state.get_history(name, _KNOWN).has_changes() for name in names):
                     yield state
 
 
-def _moved(context: UOWTransaction) -> dict[State, dict[str, Any]]:
+def _moved(context: UOWTransaction) -> dict[State, dict[str, object]]:
     """Return the rows that come to a collection or leave one, with the foreign keys that the flush copies into them."""
-    found: dict[State, dict[str, Any]] = {}
+    found: dict[State, dict[str, object]] = {}
     for mapper, states in context.mappers.items():
         for prop in mapper.relationships:
             if prop.direction is not RelationshipDirection.ONETOMANY or prop.viewonly:
@@ -131,7 +131,7 @@ def _refer(
     context: UOWTransaction,
     state: State,
     joins: list[Join],
-    moved: dict[State, dict[str, Any]],
+    moved: dict[State, dict[str, object]],
     values: dict[Join, dict[Values, None]],
     stored: dict[Join, list[State]],
 ) -> None:
@@ -158,7 +158,7 @@ def _refer(
             values[join][join.after(state, coming)] = None
 
 
-def _owners(session: Session, join: Join, values: dict[Values, None], stored: list[State]) -> Iterator[Any]:
+def _owners(session: Session, join: Join, values: dict[Values, None], stored: list[State]) -> Iterator[object]:
     """Yield the owners of rows, with their versions."""
     wanted = [each for each in values if join.refers(each)]
     owner, rows = join.prop.parent, join.prop.mapper
@@ -176,7 +176,7 @@ def _owners(session: Session, join: Join, values: dict[Values, None], stored: li
                 missing.append(key)
         conditions = [_among(owner, some) for some in _chunks(missing, _KEYS)]
     identities = [tuple(state.identity or ()) for state in stored]
-    conditions += [join.prop.class_attribute.any(_among(rows, some)) for some in _chunks(identities, _KEYS)]
+    conditions += [getattr(owner.class_, join.prop.key).any(_among(rows, some)) for some in _chunks(identities, _KEYS)]
     for condition in conditions:
         for found in session.scalars(select(owner.class_).where(condition)).unique():
             if _counts(found, join.prop):
@@ -187,13 +187,13 @@ def _deletes(context: UOWTransaction, state: State) -> bool:
     return bool(context.states.get(state, (False,))[0])
 
 
-def _counts(owner: Any, prop: RelationshipProperty[Any]) -> bool:
+def _counts(owner: object, prop: RelationshipProperty[object]) -> bool:
     """Return whether a relationship counts for a row, whose class may be a subclass with a list of its own."""
     mapper = instance_state(owner).mapper
-    return prop.key in mapper.class_.__version_relationships__ and mapper.relationships.get(prop.key) is prop
+    return prop.key in versioned_class(mapper).__version_relationships__ and mapper.relationships.get(prop.key) is prop
 
 
-def _among(mapper: Mapper[Any], keys: list[Values]) -> ColumnElement[bool]:
+def _among(mapper: Mapper[object], keys: list[Values]) -> ColumnElement[bool]:
     columns = [mapper.get_property_by_column(each).class_attribute for each in mapper.primary_key]
     return columns[0].in_([key[0] for key in keys]) if len(columns) == 1 else tuple_(*columns).in_(keys)
 

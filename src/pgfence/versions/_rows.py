@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from sqlalchemy import (
     ARRAY,
@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
+from pgfence._orm import key_columns
 from pgfence._sql.transaction import driver_state
 from pgfence.errors import TransactionStateError
 from pgfence.versions._mapping import version_column
@@ -30,17 +31,21 @@ from pgfence.versions._mapping import version_column
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Column, ColumnElement, Connection, TableValuedAlias
     from sqlalchemy.orm import Mapper
+    from sqlalchemy.types import TypeEngine
 
-Key = tuple[Any, ...]
+    from pgfence._orm import AnySelect, Key
 
+    Row: TypeAlias = tuple[Mapper[object], Key]
+
+_T = TypeVar("_T")
 _XIDS = 2**32
 
 
 def versions_of(
-    connection: Connection, mapper: Mapper[Any], keys: Sequence[Key], lock: dict[str, bool] | None = None
-) -> list[Any]:
+    connection: Connection, mapper: Mapper[object], keys: Sequence[Key], lock: dict[str, bool] | None = None
+) -> list[object]:
     """Return the version of each row, None where there is none.
 
     Args:
@@ -51,41 +56,35 @@ def versions_of(
     """
     query, names = _query(mapper, None if lock is None else tuple(lock.items()))
     values = {name: [key[place] for key in keys] for place, name in enumerate(names)}
-    found = dict(iter(connection.execute(query, values)))
+    found: dict[int, object] = dict(iter(connection.execute(query, values)))
     return [found.get(place) for place in range(1, len(keys) + 1)]
 
 
 @lru_cache(maxsize=1000)
-def _query(mapper: Mapper[Any], lock: tuple[tuple[str, bool], ...] | None) -> tuple[Any, list[str]]:
+def _query(mapper: Mapper[object], lock: tuple[tuple[str, bool], ...] | None) -> tuple[AnySelect, list[str]]:
     """Return a SELECT of versions, and the names of its parameters: an array for each column of the key."""
     version = version_column(mapper)
-    wanted, columns, names = _wanted(mapper)
-    same = and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)])
+    wanted, same, columns, names = _wanted(mapper)
     query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)
     if lock is not None:
         query = query.order_by(*columns).with_for_update(of=version.table, **dict(lock))
     return query, names
 
 
-def _wanted(mapper: Mapper[Any]) -> tuple[Any, list[Any], list[str]]:
-    """Return keys as a table, the columns that they are compared with, and the names of its parameters."""
-    table = version_column(mapper).table
-    props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
-    columns = [next(each for each in prop.columns if each.table is table) for prop in props]
+def _wanted(mapper: Mapper[object]) -> tuple[TableValuedAlias, ColumnElement[bool], list[Column[object]], list[str]]:
+    """Return keys as a table, the condition that joins rows to it, their columns, and the names of its parameters."""
+    columns = key_columns(mapper, version_column(mapper).table)
     names = [f"key_{place}" for place in range(len(columns))]
     arrays = [_array(name, each.type) for name, each in zip(names, columns, strict=True)]
     given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
     # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
-    return (
-        func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted"),
-        columns,
-        names,
-    )
+    wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
+    return wanted, and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)]), columns, names
 
 
 def lock(
-    connection: Connection, mapper: Mapper[Any], keys: Sequence[Key], *, deleting: bool = False
-) -> tuple[list[Any], list[Key]]:
+    connection: Connection, mapper: Mapper[object], keys: Sequence[Key], *, deleting: bool = False
+) -> tuple[list[object], list[Key]]:
     """Lock rows in the order of their keys.
 
     Args:
@@ -120,7 +119,7 @@ def expect_transaction(connection: Connection, way: str) -> None:
         )
 
 
-def written_here(connection: Connection, mapper: Mapper[Any], keys: Sequence[Key]) -> list[bool]:
+def written_here(connection: Connection, mapper: Mapper[object], keys: Sequence[Key]) -> list[bool]:
     """Return for each row whether this transaction, or a savepoint in it, was the last to write it."""
     query, names = _written_query(mapper)
     found = set(connection.scalars(query, {name: [key[place] for key in keys] for place, name in enumerate(names)}))
@@ -128,11 +127,10 @@ def written_here(connection: Connection, mapper: Mapper[Any], keys: Sequence[Key
 
 
 @lru_cache(maxsize=1000)
-def _written_query(mapper: Mapper[Any]) -> tuple[Any, list[str]]:
-    wanted, columns, names = _wanted(mapper)
-    same = and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)])
+def _written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
+    wanted, same, _, names = _wanted(mapper)
     # Without the name of a table, so that it means the outer one where the table is a view, which has no xmin.
-    name: Any = literal_column("xmin")
+    name: ColumnElement[object] = literal_column("xmin")
     xmin = select(name).select_from(version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
     absent = select(null().label("xmin")).subquery("absent")
     rows = select(wanted.c.place, _number(xmin).label("xmin")).select_from(wanted.join(absent, true())).subquery("rows")
@@ -155,13 +153,13 @@ def _written_query(mapper: Mapper[Any]) -> tuple[Any, list[str]]:
 class _Xid8(UserDefinedType[int]):
     cache_ok = True
 
-    def get_col_spec(self, **_: Any) -> str:
+    def get_col_spec(self, **_: object) -> str:
         return "XID8"
 
 
-def _number(expression: Any) -> Any:
+def _number(expression: ColumnElement[object]) -> ColumnElement[int]:
     return cast(cast(expression, Text), BigInteger)
 
 
-def _array(name: str, kind: Any) -> Any:
+def _array(name: str, kind: TypeEngine[_T]) -> ColumnElement[object]:
     return cast(bindparam(name, type_=ARRAY(kind)), ARRAY(kind))

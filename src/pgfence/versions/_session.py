@@ -66,9 +66,9 @@ class VersionedSession(Session):
         ValueError: `bulk` or `conflict_check` has another value.
     """
 
-    def __new__(cls, *_: Any, **options: Any) -> Self:
+    def __new__(cls, *_: object, **options: object) -> Self:
         """Take the base class along whose `db` argument and routing Flask-SQLAlchemy expects of a session class."""
-        made: type[Any] = _for_flask(cls) if "db" in options else cls  # type: ignore[arg-type]
+        made: type[Any] = _add_flask_base(cls) if "db" in options else cls  # type: ignore[arg-type]
         found: Self = super().__new__(made)
         return found
 
@@ -131,13 +131,13 @@ class VersionedSession(Session):
 
 
 @cache
-def _for_flask(cls: type[VersionedSession]) -> type[VersionedSession]:
+def _add_flask_base(cls: type[VersionedSession]) -> type[VersionedSession]:
     base = import_module("flask_sqlalchemy.session").Session
     return cls if issubclass(cls, base) else type(cls.__name__, (cls, base), {})
 
 
 @event.listens_for(VersionedSession, "before_flush")
-def _before_flush(session: Session, context: UOWTransaction, _instances: Any) -> None:
+def _before_flush(session: Session, context: UOWTransaction, _instances: object) -> None:
     if (flush := NOW.get()) is not None and flush.session is session:
         flush.context = context
         context.execute = flush.run  # type: ignore[method-assign]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Text, cast
 from sqlalchemy.types import UserDefinedType
 
 if TYPE_CHECKING:
     from sqlalchemy import BindParameter, ColumnElement, Dialect
+    from sqlalchemy.sql.type_api import _BindProcessorType, _ResultProcessorType
 
 
 class Xid(UserDefinedType[int]):
@@ -20,15 +21,15 @@ class Xid(UserDefinedType[int]):
     def python_type(self) -> type[int]:
         return int
 
-    def get_col_spec(self, **_: Any) -> str:
+    def get_col_spec(self, **_: object) -> str:
         return "XID"
 
     def bind_expression(self, bindvalue: BindParameter[int]) -> ColumnElement[int]:
         return cast(cast(bindvalue, Text), Xid)
 
-    def bind_processor(self, dialect: Dialect) -> Any:
+    def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:
         return lambda value: None if value is None else str(value)
 
-    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+    def result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
         # psycopg and psycopg2 give a str, asyncpg an int.
         return lambda value: None if value is None else int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote
 
 from pgfence.errors import VersionRequiredError
@@ -88,8 +88,7 @@ def etag(instance: object, /) -> str:
         raise TypeError(f"the version of {name} is xmin, which does not outlive a dump: a tag needs a column")
     if state.key is None or (state.session is not None and state.session.is_modified(instance)):
         raise ValueError(f"{name} has changes that are not flushed: commit() first, then take its tag")
-    table: Any = _mapping.version_column(state.mapper).table
-    return f'"{quote(table.fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
+    return f'"{quote(_mapping.version_table(state.mapper).fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
 
 
 def if_match(headers: Headers, /) -> IfMatch:
@@ -114,9 +113,10 @@ def if_match(headers: Headers, /) -> IfMatch:
     return ANY if value == _STAR else IfMatch(tuple(_tags(value)))
 
 
-def _lines(headers: Any) -> list[str]:
-    if hasattr(headers, "getlist"):  # its get() may know the first line alone
-        return list(headers.getlist("If-Match"))
+def _lines(headers: Headers) -> list[str]:
+    get_all = getattr(headers, "getlist", None)
+    if get_all is not None:  # its get() may know the first line alone
+        return list(get_all("If-Match"))
     value = headers.get("If-Match")
     if value is None:
         value = headers.get("if-match")
