@@ -24,8 +24,13 @@ SQLALCHEMY_MAIN = "sqlalchemy @ git+https://github.com/sqlalchemy/sqlalchemy"
 # The tests of what uses private parts of SQLAlchemy; see `pgfence/versions/_mapper.py`.
 PRIVATE_PARTS = [
     str(path.relative_to(ROOT))
-    for pattern in ("version*", "fence*", "flushes", "load_for_version")
-    for path in sorted(ROOT.glob(f"tests/contract/test_{pattern}.py"))
+    for pattern in (
+        "contract/test_version*",
+        "contract/test_fence*",
+        "contract/test_load_for_version",
+        "internals/test_flush*",
+    )
+    for path in sorted(ROOT.glob(f"tests/{pattern}.py"))
 ]
 BINARIES_NEED_PYTHON = "3.12"
 
