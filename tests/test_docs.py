@@ -93,5 +93,12 @@ def test_every_case_of_the_casebook_is_held_by_the_tests_it_names() -> None:
     assert page == casebook(page), "python tests/test_docs.py --write"
 
 
+def test_the_index_of_contract_tests_has_one_row_for_each_file() -> None:
+    """`tests/contract/README.md` says of each file which promise it tests."""
+    index = (TESTS / "contract" / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \S.* \| \[`(test_\w+)`\]\(\1\.py\) \|$", index, re.MULTILINE)
+    assert sorted(listed) == sorted(file.stem for file in (TESTS / "contract").glob("test_*.py"))
+
+
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     CASEBOOK.write_text(casebook(CASEBOOK.read_text(encoding="utf-8")), encoding="utf-8")

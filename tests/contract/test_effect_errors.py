@@ -1,4 +1,4 @@
-"""What an attempt that ends with an error leaves behind, in its traceback, in the log, and for the next caller; on every driver."""
+"""An attempt that ends with an error says in its error, the log and the next call what became of the key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server functions of effects, called by hand, against a model of one key."""
+"""The SQL functions of effects agree with a model of one key, whatever the attempts do and in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of an effect, its end inside a transaction of the caller, and what the HTTP layers stand on."""
+"""Each step of an effect runs once, and `complete()` commits the result together with the caller's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`IdempotentEffect`: one effect outside the database for each key, on every driver."""
+"""`IdempotentEffect` runs one effect outside the database per key, and every caller gets its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Databases of another encoding than UTF8: text that they cannot represent is rejected by name, and nothing else suffers."""
+"""Text that the database's encoding cannot represent is a `ValueError` that names it, and nothing else fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What applications do with locks of every kind: very long timeouts, odd names, hundreds of locks, settings in savepoints."""
+"""Locks of every kind take very long timeouts, odd names and savepoint settings, by the hundred."""
 
 from __future__ import annotations
 

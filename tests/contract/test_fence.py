@@ -1,4 +1,4 @@
-"""The fence in a caller's transaction: where it may stand, whom it refuses, and what a refusal does to the transaction."""
+"""`fence()` admits the newest token to a transaction; a rejected transaction cannot commit."""
 
 from __future__ import annotations
 

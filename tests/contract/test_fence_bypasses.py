@@ -1,4 +1,4 @@
-"""Ways around a fence: those that are closed, those that must not be opened by accident, and the two that are known."""
+"""COPY, cascades, plain COMMIT and forged settings do not bypass a fence; only a superuser can."""
 
 from __future__ import annotations
 

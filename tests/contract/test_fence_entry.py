@@ -1,4 +1,4 @@
-"""The statement that enters a gate goes past SQLAlchemy where nobody would see it; nothing else about it is different."""
+"""The statement that enters a gate bypasses SQLAlchemy, with the same hooks, errors and cancellation."""
 
 from __future__ import annotations
 

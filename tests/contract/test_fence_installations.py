@@ -1,4 +1,4 @@
-"""Two installations in one database: their tokens both count from 1, and none of them is worth anything in the other."""
+"""A token of one installation (schema and prefix) opens no gate of another in the same database."""
 
 from __future__ import annotations
 

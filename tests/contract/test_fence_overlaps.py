@@ -1,4 +1,4 @@
-"""Every way in which a stale writer and a new holder can overlap: no write of the stale one survives the new one's entry."""
+"""However a stale writer and a new holder overlap, no stale write survives the new holder's entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes with the `Fenced` mixin: what a Session writes to them needs a token, whatever the kind of class and driver."""
+"""A Session writes rows of a `Fenced` class only under their token, in flushes and in statements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server functions of gates and of tokens for advisory locks, called by hand."""
+"""The SQL functions of gates and of advisory locks with tokens keep the order of tokens."""
 
 from __future__ import annotations
 

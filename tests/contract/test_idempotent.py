@@ -1,4 +1,4 @@
-"""`idempotent`: one effect for each key in the caller's own transaction, on every driver."""
+"""`idempotent` does the work once per key in the caller's transaction; callers wait, replay or raise."""
 
 from __future__ import annotations
 

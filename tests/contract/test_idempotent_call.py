@@ -1,4 +1,4 @@
-"""`idempotent_call`: the key comes from the arguments, the session is the one that is annotated as one."""
+"""`idempotent_call` builds the key from the arguments and finds the session by its annotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`record=` and the Session: what a flush at the end raises is an answer too, and a rollback in the work is told of."""
+"""`record=` also records an error of the last flush; a rollback inside the work is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of idempotency keys that come and go under a claim, keys that cannot be, and what is told of a wait."""
+"""Rows of keys that expire, are purged or are locked during a claim never lose or repeat the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`in_transaction`, and what both it and `run_transaction` refuse to take."""
+"""`in_transaction` makes a function a retried transaction; unusable arguments are rejected at once."""
 
 from __future__ import annotations
 

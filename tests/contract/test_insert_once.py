@@ -1,4 +1,4 @@
-"""`insert_once`: the domain table's own unique key decides, and who comes second gets the row of who came first."""
+"""`insert_once` inserts a row once per unique key, and later callers get the existing row."""
 
 from __future__ import annotations
 

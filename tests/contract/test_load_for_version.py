@@ -1,4 +1,4 @@
-"""`load_for_version` and `etag`: a row is loaded at the version that a client has seen, on every driver, or nothing is written."""
+"""`load_for_version` loads a row at the version that a client has seen, or raises; `etag` is its tag."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""monitoring.purge: expired idempotency keys go, batch by batch, and nothing else does."""
+"""`monitoring.purge` deletes expired idempotency keys in batches, and no other row."""
 
 from __future__ import annotations
 

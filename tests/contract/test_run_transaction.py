@@ -1,4 +1,4 @@
-"""`run_transaction`: what is tried again, what never is, and that each attempt begins from nothing."""
+"""`run_transaction` retries curable errors from the start, in a new session, and no other error."""
 
 from __future__ import annotations
 

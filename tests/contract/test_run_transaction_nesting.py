@@ -1,4 +1,4 @@
-"""Where `run_transaction` may run: never inside a transaction that is open, but for a savepoint that a test asks for."""
+"""`run_transaction` runs inside an open transaction only as a savepoint that a test asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an attempt of `run_transaction` ends: what was swallowed, several databases, a cancel, the wrong kind of place."""
+"""A swallowed error, several databases, a cancel or autocommit never pass for a commit."""
 
 from __future__ import annotations
 

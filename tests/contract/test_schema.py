@@ -1,4 +1,4 @@
-"""Tables and functions: made once by whoever comes first, checked, dropped; with their own rights and schemas."""
+"""`schema.create_all`, `check` and `drop_all` create, verify and drop the tables, and name what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triggers: which tables can be fenced, what the fence lets through and what not, and how it goes away."""
+"""`schema.add_fence` rejects writes outside the gate, on tables, partitions and rows of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triggers are put on tables in use: which locks that takes, as the docstrings say it."""
+"""Adding triggers to a table in use takes the locks that the docstrings name."""
 
 from __future__ import annotations
 

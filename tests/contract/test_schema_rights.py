@@ -1,4 +1,4 @@
-"""The rights of each feature as the docs list them: enough, and none too many."""
+"""The documented rights of each feature are sufficient, and each of them is needed."""
 
 from __future__ import annotations
 

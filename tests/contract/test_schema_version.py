@@ -1,4 +1,4 @@
-"""Tables of one version become those of the next while they are in use; what needs the older one runs on it."""
+"""Tables are upgraded and downgraded while they are in use, and each version keeps working."""
 
 from __future__ import annotations
 

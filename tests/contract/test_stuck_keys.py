@@ -1,4 +1,4 @@
-"""monitoring.stuck_keys and monitoring.free_key: keys whose effect was begun and not finished, seen and set free."""
+"""`stuck_keys` shows effects that were begun and not finished; `free_key` frees one, with an audit row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""conflict_check="batch": rows are locked and compared ahead, and go out together; nothing slips past that a row check would see."""
+"""`conflict_check="batch"` sends rows together and misses no conflict that a row check finds."""
 
 from __future__ import annotations
 

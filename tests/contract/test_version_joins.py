@@ -1,4 +1,4 @@
-"""`__version_relationships__`: whatever a one-to-many relationship joins on, a change of its rows counts for their owner."""
+"""`__version_relationships__` counts a change of a row for its owner, whatever the relationship joins on."""
 
 from __future__ import annotations
 

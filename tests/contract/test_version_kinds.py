@@ -1,4 +1,4 @@
-"""Every kind of write on a versioned row, in every mode and with both checks: free, beaten by another process, or rejected."""
+"""Every kind of ORM write compares and raises versions, in every mode and with both checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statements on versioned classes: what they change is noticed by those who have read it, or they are refused."""
+"""Statements on versioned classes raise versions, so that sessions with older rows get a conflict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trigger that counts versions in the server: made and dropped, and what it counts."""
+"""The version trigger counts every UPDATE once, and `schema` creates and drops it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conflicts of a `VersionedSession`: which rows the error lists, where it is raised, and what is usable after it."""
+"""A `VersionConflictError` lists exactly the rows that others changed, and leaves the session usable."""
 
 from __future__ import annotations
 

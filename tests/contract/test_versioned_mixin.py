@@ -1,4 +1,4 @@
-"""Classes with `Versioned`: whatever the kind of class, who counts, and the driver, a write applies to the version that was read."""
+"""`Versioned` guards every kind of mapped class: a write applies to the version that was read."""
 
 from __future__ import annotations
 

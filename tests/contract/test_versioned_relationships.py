@@ -1,4 +1,4 @@
-"""`__version_relationships__`: changes of rows that belong to a versioned row count as changes of it, once for each flush."""
+"""`__version_relationships__` counts changes of a row's children as changes of it, once per flush."""
 
 from __future__ import annotations
 
