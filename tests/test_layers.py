@@ -49,9 +49,20 @@ ONLY_IN = {
     "pytest": (),
     "pickle": (),
     "threading": ("_process", "_holds", "_connections", "_locks", "_leases", "_api", "embedded", "_demo", "cli"),
-    "asyncio": ("_connections", "_locks", "_leases", "_api", "advisory", "retrying", "effects", "asgi"),
+    "asyncio": ("_holds", "_connections", "_leases", "_api", "advisory", "retrying", "effects", "asgi"),
     "starlette": ("fastapi",),
-    "time": ("_process", "_connections", "_locks", "_leases", "embedded", "_demo", "cli", "retrying", "migrations"),
+    "time": (
+        "_process",
+        "_holds",
+        "_connections",
+        "_locks",
+        "_leases",
+        "embedded",
+        "_demo",
+        "cli",
+        "retrying",
+        "migrations",
+    ),
 }
 # Needs greenlet, and importing pgfence must work without it: for types alone, or late, inside a function.
 NOT_AT_IMPORT = ("sqlalchemy.ext.asyncio",)

@@ -12,8 +12,8 @@ from sqlalchemy import create_engine, text
 
 import pgfence
 from pgfence import AdvisoryLock
-from pgfence._locks.manager_sync import SyncLockManager
-from pgfence._process.registry import ManagerRegistry
+from pgfence._holds.registry import ManagerRegistry
+from pgfence._locks.manager import LockManager
 from support.locking import elsewhere, give, waits
 from support.moments import Stop, interrupted, torn_connections
 from support.waiting import eventually
@@ -43,10 +43,10 @@ def usable(engine: Any, name: str) -> bool:
 
 def places_taken(engine: Any, before: int) -> int:
     """Return how many places for connections are in use by nobody, once a background thread has given back the others."""
-    managers = [each for each in ManagerRegistry.of(engine).values() if isinstance(each, SyncLockManager)]
+    managers = [each for each in ManagerRegistry.of(engine).values() if isinstance(each, LockManager)]
     taken = 0
     for _ in range(100):
-        taken = sum(each.keeper.roster.open - len(each.keeper.roster.idle) for each in managers)
+        taken = sum(each.pool.state.open - len(each.pool.state.idle) for each in managers)
         if taken <= before:
             break
         time.sleep(0.01)

@@ -11,8 +11,8 @@ import pytest
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
 from pgfence._holds import wait_plan
+from pgfence._locks import acquisition
 from pgfence._locks import manager as domains
-from pgfence._locks import manager_async, manager_sync
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
 from support.locking import (
@@ -179,8 +179,7 @@ async def test_a_long_wait_behind_a_neighbour_warns_once(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rule 19: any wait over the limit logs once at WARNING, with the name: also one that never gets to the server."""
-    for module in (manager_sync, manager_async):
-        monkeypatch.setattr(module, "WARN_AFTER", 0.2)
+    monkeypatch.setattr(acquisition, "WARN_AFTER", 0.2)
     engine = world.engine()
     async with world.enter(lock(world, engine, name).hold()):
         with caplog.at_level(logging.WARNING, "pgfence"), pytest.raises(LockTimeoutError):
@@ -338,7 +337,7 @@ async def test_a_nested_wait_is_cut_and_names_both_locks(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 19: whoever holds a lock waits for another at most a minute by default; what the call says stands."""
-    monkeypatch.setattr(domains, "NESTED_LIMIT", 0.2)
+    monkeypatch.setattr(acquisition, "NESTED_LIMIT", 0.2)
     engine = world.engine()
     configure(engine, default_timeout=300)
     inner = lock(world, engine, name + "inner")
@@ -359,7 +358,7 @@ async def test_a_nested_wait_through_another_engine_is_cut_too(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock that is held may belong to another engine of the process."""
-    monkeypatch.setattr(domains, "NESTED_LIMIT", 0.2)
+    monkeypatch.setattr(acquisition, "NESTED_LIMIT", 0.2)
     one, two = world.engine(), world.engine()
     configure(two, default_timeout=300)
     with elsewhere(dsn, name + "inner"):

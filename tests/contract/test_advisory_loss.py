@@ -460,7 +460,7 @@ async def test_an_unresponsive_server_is_noticed_by_the_next_statement(
     world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release without an answer ends in LockLostError within its budget, not in an endless wait."""
-    for module in ("connection_sync", "connection_async"):
+    for module in ("connection", "connection_sync", "connection_async"):
         monkeypatch.setattr(f"pgfence._connections.{module}.RELEASE_BUDGET", 0.5)
     proxy = make_proxy(dsn)
     held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)

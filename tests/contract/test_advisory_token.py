@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, event, text
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncOnce, Once, monitoring, schema
-from pgfence._process.registry import ManagerRegistry
+from pgfence._holds.registry import ManagerRegistry
 from pgfence.config import configure
 from pgfence.errors import (
     LockLostError,
@@ -336,7 +336,7 @@ async def test_another_server_process_takes_neither_lock_nor_token(
     async with world.enter(one.hold()):
         pass
     (domain,) = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
-    (idle,) = domain.keeper.roster.idle
+    (idle,) = domain.pool.state.idle
     idle.pid += 1
     with pytest.raises(PoolerError):
         await world.call(one.try_acquire)

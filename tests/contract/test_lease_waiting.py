@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
+from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases import manager
-from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError

@@ -11,7 +11,7 @@ from sqlalchemy import NullPool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from pgfence._locks import manager_async, manager_sync
+from pgfence._holds.carriers import THREADS, contender_of_task
 from pgfence.config import configure
 from pgfence.errors import (
     CapacityError,
@@ -285,7 +285,7 @@ async def test_the_default_is_cut_while_a_session_lock_is_held(
     configure(engine, default_timeout=default)
     async with connection(world, engine) as holder, connection(world, engine) as work:
         await world.call(lock(holder, name).acquire)
-        me = await world.call((manager_async if world.is_async else manager_sync).contender)
+        me = await world.call(contender_of_task if world.is_async else THREADS.contender)
         me.holds.append(Held)
         try:
             with monkeypatch.context() as patch:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from pgfence._connections import connection_async, connection_sync, pool_async, pool_sync
-from pgfence._locks import manager
+from pgfence._connections import connection, connection_async, connection_sync, pool
+from pgfence._locks import acquisition
 from support.servers import own
 from support.waiting import eventually as _eventually
 
@@ -44,7 +44,7 @@ def short_statements(monkeypatch: pytest.MonkeyPatch) -> float:
 
     Returns what a call may take until it is given up: that and the tick.
     """
-    for module in (manager, connection_sync, connection_async):
+    for module in (acquisition, connection, connection_sync, connection_async):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     return 1.0 + 2 * 1.0 + 1.0
 
@@ -52,6 +52,5 @@ def short_statements(monkeypatch: pytest.MonkeyPatch) -> float:
 @pytest.fixture
 def short_opening(monkeypatch: pytest.MonkeyPatch) -> float:
     """The budget for opening a connection, 5 s, cut to 1 s."""
-    for module in (pool_sync, pool_async):
-        monkeypatch.setattr(module, "OPEN_BUDGET", 1.0)
+    monkeypatch.setattr(pool, "OPEN_BUDGET", 1.0)
     return 1.0

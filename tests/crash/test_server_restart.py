@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AsyncLease, AsyncOnce, Lease, Once, schema
+from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.manager import LeaseManager
-from pgfence._process.registry import ManagerRegistry
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from support.commandline import Cli, first_line
 from support.locking import background, is_free, labelled, lock, run, waits

@@ -127,8 +127,8 @@ async def test_a_wait_on_a_server_that_falls_silent_ends(
     world: World, name: str, dsn: str, make_proxy: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung server keeps nobody past the end of the slice and its grace: nothing is held, and nobody says it was busy for ever."""
-    for module in ("connection_sync", "connection_async"):
-        monkeypatch.setattr(f"pgfence._connections.{module}.WAIT_GRACE", 0.3)
+    for module in ("connection", "connection_sync", "connection_async"):
+        monkeypatch.setattr(f"pgfence._connections.{module}.WAIT_GRACE", 0.3, raising=False)
     proxy, other = make_proxy(dsn), world.other()
     engine = world.engine(dsn=proxy.dsn)
     with elsewhere(dsn, name) as rival:

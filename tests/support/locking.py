@@ -10,7 +10,7 @@ import psycopg
 from sqlalchemy import event, text
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._process.registry import ManagerRegistry
+from pgfence._holds.registry import ManagerRegistry
 from pgfence.keys import LockKey
 from support.waiting import eventually
 
@@ -110,8 +110,8 @@ def standing(engine: Any) -> int:
         {
             id(ticket)
             for domain in found
-            if hasattr(domain, "lines")
-            for line in domain.lines._lines.values()
+            if hasattr(domain, "queue")
+            for line in domain.queue._lines.values()
             for ticket in list(line)[1:]
         }
     )

@@ -1,4 +1,4 @@
-"""The lines of one process: first come first served, nobody forgotten, circles found."""
+"""The queue of one process: first come first served, nobody forgotten, circles found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Queue(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines = LocalQueue()
+        self.queue = LocalQueue()
         self.order: list[QueueEntry] = []
         self.woken: list[QueueEntry] = []
 
@@ -34,8 +34,8 @@ class Queue(RuleBasedStateMachine):
 
     @rule(keys=key_sets)
     def arrive(self, keys: tuple[LockKey, ...]) -> None:
-        ticket = QueueEntry(keys, Contender("thread"), self.lines)
-        first = self.lines.arrive(ticket)
+        ticket = QueueEntry(keys, Contender("thread"), self.queue)
+        first = self.queue.enqueue(ticket)
         self.order.append(ticket)
         assert first == (self.blocked(ticket) == 0)
         if not first:
@@ -47,7 +47,7 @@ class Queue(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(self.order))
         stuck = [other for other in self.order if self.blocked(other)]
         self.woken.clear()
-        self.lines.leave(ticket)
+        self.queue.dequeue(ticket)
         self.order.remove(ticket)
         freed = [other for other in stuck if other is not ticket and not self.blocked(other)]
         assert sorted(map(id, self.woken)) == sorted(map(id, freed))
@@ -57,7 +57,7 @@ class Queue(RuleBasedStateMachine):
     def heir(self, data: Any) -> None:
         ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
         behind = [t for t in self.order if t is not ticket and set(t.places) & set(ticket.places)]
-        heir = self.lines.next_for_same_keys(ticket)
+        heir = self.queue.next_for_same_keys(ticket)
         if heir is None:
             return
         assert heir.places == ticket.places
@@ -70,25 +70,25 @@ class Queue(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
         heirs = [t for t in self.order if t.places == ticket.places and t is not ticket]
         if heirs and all(self.before(heirs[0], key) == [ticket] for key in ticket.places):
-            assert self.lines.next_for_same_keys(ticket) is heirs[0]
+            assert self.queue.next_for_same_keys(ticket) is heirs[0]
 
     @invariant()
     def counts_agree(self) -> None:
-        assert [self.lines.first(ticket) for ticket in self.order] == [
+        assert [self.queue.is_first(ticket) for ticket in self.order] == [
             not self.blocked(ticket) for ticket in self.order
         ]
-        assert all(ticket in self.lines.line(place) for ticket in self.order for place in ticket.places)
-        assert len(self.lines) == len({key for ticket in self.order for key in ticket.places})
+        assert all(ticket in self.queue.line(place) for ticket in self.order for place in ticket.places)
+        assert len(self.queue) == len({key for ticket in self.order for key in ticket.places})
 
     @invariant()
     def somebody_can_go_on(self) -> None:
-        assert not self.order or any(self.lines.first(ticket) for ticket in self.order)
+        assert not self.order or any(self.queue.is_first(ticket) for ticket in self.order)
 
     @invariant()
     def owners_at_the_front_are_known(self) -> None:
         for ticket in self.order:
             for key in ticket.places:
-                assert self.lines.held_by(ticket.owner, [key]) == (not self.before(ticket, key))
+                assert self.queue.held_by(ticket.owner, [key]) == (not self.before(ticket, key))
 
 
 class Circles(RuleBasedStateMachine):
@@ -106,7 +106,7 @@ class Circles(RuleBasedStateMachine):
             for other in self.tickets:
                 if other is ticket:
                     break
-                if other.lines is ticket.lines and key in other.places:
+                if other.queue is ticket.queue and key in other.places:
                     found.add(other.owner)
         return found
 
@@ -128,11 +128,11 @@ class Circles(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 3), where=st.integers(0, 1), keys=key_sets)
     def take(self, who: int, where: int, keys: tuple[LockKey, ...]) -> None:
-        owner, lines = self.owners[who], self.engines[where]
-        if owner.waits is not None or lines.held_by(owner, keys):
+        owner, queue = self.owners[who], self.engines[where]
+        if owner.waits is not None or queue.held_by(owner, keys):
             return
-        ticket = QueueEntry(keys, owner, lines)
-        first = lines.arrive(ticket)
+        ticket = QueueEntry(keys, owner, queue)
+        first = queue.enqueue(ticket)
         self.tickets.append(ticket)
         if first:
             self.granted(ticket)
@@ -141,7 +141,7 @@ class Circles(RuleBasedStateMachine):
         assert circle == self.reaches(ticket, owner)
         if circle:
             self.tickets.remove(ticket)
-            lines.leave(ticket)
+            queue.dequeue(ticket)
             return
         owner.waits = ticket
         ticket.wake = lambda: self.granted(ticket)
@@ -156,7 +156,7 @@ class Circles(RuleBasedStateMachine):
             ticket.owner.waits = None
         else:
             ticket.owner.holds.remove(ticket)  # type: ignore[arg-type]
-        ticket.lines.leave(ticket)
+        ticket.queue.dequeue(ticket)
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
@@ -176,43 +176,43 @@ def test_lines_agree_with_a_plain_model(machine: type[RuleBasedStateMachine]) ->
     run_state_machine_as_test(machine, settings=calm)
 
 
-def stand(lines: LocalQueue, *keys: LockKey, owner: Contender | None = None) -> QueueEntry:
-    ticket = QueueEntry(keys, owner or Contender("thread"), lines)
-    lines.arrive(ticket)
+def stand(queue: LocalQueue, *keys: LockKey, owner: Contender | None = None) -> QueueEntry:
+    ticket = QueueEntry(keys, owner or Contender("thread"), queue)
+    queue.enqueue(ticket)
     return ticket
 
 
 def test_an_entry_for_several_keys_goes_on_only_when_it_is_first_for_all() -> None:
-    """The last of its lines to come free wakes it, once."""
-    lines, told = LocalQueue(), []
-    one, two = stand(lines, A), stand(lines, B)
-    both = stand(lines, A, B)
+    """The last of its queue to come free wakes it, once."""
+    queue, told = LocalQueue(), []
+    one, two = stand(queue, A), stand(queue, B)
+    both = stand(queue, A, B)
     both.wake = lambda: told.append("woken")
-    lines.leave(one)
-    assert (lines.first(both), told) == (False, [])
-    lines.leave(two)
-    assert (lines.first(both), told) == (True, ["woken"])
+    queue.dequeue(one)
+    assert (queue.is_first(both), told) == (False, [])
+    queue.dequeue(two)
+    assert (queue.is_first(both), told) == (True, ["woken"])
 
 
 def test_the_successor_wants_exactly_the_same_keys() -> None:
     """A lock goes on without the server only to somebody who wants all of its keys and no other."""
-    lines = LocalQueue()
-    holder = stand(lines, A, B)
-    assert lines.next_for_same_keys(holder) is None
-    stand(lines, A)
-    stand(lines, A, B)
-    assert lines.next_for_same_keys(holder) is None
+    queue = LocalQueue()
+    holder = stand(queue, A, B)
+    assert queue.next_for_same_keys(holder) is None
+    stand(queue, A)
+    stand(queue, A, B)
+    assert queue.next_for_same_keys(holder) is None
 
 
 def test_a_waiter_that_gives_up_leaves_the_others_waiting() -> None:
     """Leaving from the middle of a line wakes nobody and keeps the order."""
-    lines, told = LocalQueue(), []
-    holder, quitter, last = stand(lines, A), stand(lines, A), stand(lines, A)
+    queue, told = LocalQueue(), []
+    holder, quitter, last = stand(queue, A), stand(queue, A), stand(queue, A)
     last.wake = lambda: told.append("last")
-    lines.leave(quitter)
+    queue.dequeue(quitter)
     assert told == []
-    assert quitter not in lines.line(A)
-    lines.leave(holder)
+    assert quitter not in queue.line(A)
+    queue.dequeue(holder)
     assert told == ["last"]
 
 
@@ -229,26 +229,26 @@ def test_a_deadlock_over_two_engines_is_found() -> None:
 
 def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
     """A thousand contenders, each with a hold of its own, join one line."""
-    lines = LocalQueue()
-    stand(lines, A)
+    queue = LocalQueue()
+    stand(queue, A)
     for number in range(1000):
         owner = Contender("task")
-        owner.holds.append(stand(lines, LockKey.raw(1000 + number), owner=owner))  # type: ignore[arg-type]
-        owner.waits = stand(lines, A, owner=owner)
+        owner.holds.append(stand(queue, LockKey.raw(1000 + number), owner=owner))  # type: ignore[arg-type]
+        owner.waits = stand(queue, A, owner=owner)
         assert not closes_circle(owner.waits)
 
 
 def test_a_chain_of_waits_is_walked_once() -> None:
     """Many ways through the same contenders do not multiply: each place is passed once."""
-    lines = LocalQueue()
+    queue = LocalQueue()
     layers = [[Contender("task") for _ in range(2)] for _ in range(64)]  # 2**64 ways
     keys = [(LockKey.raw(2 * n), LockKey.raw(2 * n + 1)) for n in range(len(layers))]
     for layer, pair in zip(layers, keys, strict=True):
         for owner, key in zip(layer, pair, strict=True):
-            owner.holds.append(stand(lines, key, owner=owner))  # type: ignore[arg-type]
+            owner.holds.append(stand(queue, key, owner=owner))  # type: ignore[arg-type]
     for layer, pair in zip(layers[1:], keys, strict=False):
         for owner in layer:
-            owner.waits = stand(lines, *pair, owner=owner)
+            owner.waits = stand(queue, *pair, owner=owner)
     goal = Contender("task")
-    goal.holds.append(stand(lines, LockKey.raw(-1), owner=goal))  # type: ignore[arg-type]
-    assert not closes_circle(stand(lines, *keys[-1], owner=goal))
+    goal.holds.append(stand(queue, LockKey.raw(-1), owner=goal))  # type: ignore[arg-type]
+    assert not closes_circle(stand(queue, *keys[-1], owner=goal))

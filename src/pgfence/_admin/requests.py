@@ -11,8 +11,8 @@ from sqlalchemy import Engine
 
 from pgfence._admin.connection import run_on_engine
 from pgfence._api.inputs import check_text
+from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.heartbeat.service import HeartbeatService
-from pgfence._process.registry import ManagerRegistry
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.evict import EvictionRequest
 from pgfence._sql.storage import table_names

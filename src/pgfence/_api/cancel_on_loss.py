@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from pgfence._locks import manager_async
+from pgfence._holds.carriers import run_on_loop
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,7 +34,7 @@ class CancelOnLoss:
         self._cancelled = False
         self._requests = task.cancelling()
         if not self._flag:
-            handle._hold.subscribe(lambda: manager_async.on_loop(task.get_loop(), lambda: self._cancel(handle, task)))
+            handle._hold.subscribe(lambda: run_on_loop(task.get_loop(), lambda: self._cancel(handle, task)))
 
     async def __aenter__(self) -> Any:
         return self._handle

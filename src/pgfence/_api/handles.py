@@ -20,10 +20,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from pgfence._api.contexts import attach
+from pgfence._holds.carriers import THREADS, find_contender_of_task, keep_task, run_on_loop
 from pgfence._holds.events import format_names
-from pgfence._locks import manager_async, manager_sync
 from pgfence._process.callbacks import call_logged, log
 from pgfence._process.clock import seconds
+from pgfence._process.coroutines import run_sync
 from pgfence._process.monitor import MONITOR
 from pgfence.errors import LockLostError, LockNotHeldError
 
@@ -135,14 +136,14 @@ class Held(_Handle):
             LockNotHeldError: it was released before, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
-        self._manager.release(self._hold)
+        run_sync(self._manager.release(self._hold))
 
     def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
         """End a block: the caller's exception wins, a failure of ours is attached to it."""
         if self._hold.released and self._hold.ours:
             return
         try:
-            self._manager.release(self._hold, leaving=True, failing=exc is not None)
+            run_sync(self._manager.release(self._hold, leaving=True, failing=exc is not None))
         except Exception as error:
             if isinstance(error, LockLostError) and flag:
                 return
@@ -184,7 +185,7 @@ class AsyncHeld(_Handle):
         It runs on the loop that acquired; a coroutine function is awaited there. Its exceptions are logged.
         """
         loop = self._manager.loop
-        self._hold.subscribe(lambda: manager_async.on_loop(loop, lambda: _run(cb)))
+        self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
         """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
@@ -192,7 +193,7 @@ class AsyncHeld(_Handle):
         over = asyncio.Event()
 
         def ender() -> None:
-            manager_async.on_loop(loop, over.set)
+            run_on_loop(loop, over.set)
 
         self._hold.add_end_callback(ender)
         limit = None if timeout is None or math.isinf(seconds(timeout)) else seconds(timeout)
@@ -251,7 +252,7 @@ def _run(cb: Callable[[], object]) -> None:
     def call() -> None:
         result = cb()
         if inspect.isawaitable(result):
-            manager_async.keep(asyncio.ensure_future(guard(result)))
+            keep_task(asyncio.ensure_future(guard(result)))
 
     call_logged(call)
 
@@ -284,7 +285,7 @@ def current(kind: type[AnyHeld], /) -> AnyHeld:
     Raises:
         LockNotHeldError: there is none.
     """
-    here: Contender | None = manager_async.contender_here() if issubclass(kind, AsyncHeld) else manager_sync.contender()
+    here: Contender | None = find_contender_of_task() if issubclass(kind, AsyncHeld) else THREADS.contender()
     holds = cast("list[BaseHold]", here.holds if here is not None else [])
     for hold in reversed(holds):
         handle = hold.handle()

@@ -19,7 +19,7 @@ from pgfence._api.decorators import Policy, templates, wanted, wanted_async
 from pgfence._api.handles import AsyncHeld, Held
 from pgfence._api.inputs import check_choice, describe_function, reject_coroutine, reject_generator
 from pgfence._api.misuse import HANDLE_NAMES, Guided
-from pgfence._locks import manager_sync
+from pgfence._holds.carriers import THREADS
 from pgfence.errors import LockTimeoutError, UnreachableError
 
 if TYPE_CHECKING:
@@ -174,14 +174,14 @@ class HoldContext(AbstractContextManager[H, None]):
 
     def __enter__(self) -> H:
         handle = self._lock.acquire(timeout=self._timeout)
-        self._handles[manager_sync.contender()] = handle
+        self._handles[THREADS.contender()] = handle
         return handle
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
         # A block may be left by another thread than the one that entered it.
-        handle = self._handles.pop(manager_sync.contender(), None) or self._handles.popitem()[1]
+        handle = self._handles.pop(THREADS.contender(), None) or self._handles.popitem()[1]
         handle._leave(exc, flag=self._flag)
 
     def __call__(self, _: object) -> Never:

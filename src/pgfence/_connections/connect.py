@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.pool import StaticPool
 
+from pgfence._holds.carriers import in_greenlet
 from pgfence._sql import server
 from pgfence._sql.addresses import describe_server, warn_of_slow_hosts
 from pgfence._sql.errors import translate_connect_error
@@ -172,11 +173,3 @@ def at_once(call: Callable[[], object]) -> None:
     except StopIteration:
         return
     running.close()
-
-
-async def in_greenlet(call: Callable[[], R]) -> R:
-    """Run sync code of SQLAlchemy's over an async driver, on the calling task."""
-    from sqlalchemy.util import greenlet_spawn
-
-    result: R = await greenlet_spawn(call)
-    return result

@@ -27,27 +27,30 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sqlalchemy import Connection, event
-
+from pgfence._connections.connect import R, has_listeners, sqlalchemy_connection, wrap_dbapi, wrong_backend_error
 from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, socket_id
-from pgfence.errors import TransactionStateError
+from pgfence._sql import server
+from pgfence._sql.advisory import QUIET_CHECK
+from pgfence._sql.encoding import text_error
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, SERIALIZATION_FAILURE, sqlstate_of
+from pgfence._sql.token import RETRIES, ROW_WAIT, STRANGE_BACKEND, TokenSql
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from sqlalchemy.pool import ConnectionPoolEntry
+    from sqlalchemy import Connection, Engine
 
     from pgfence._connections.drivers import DriverConnection
+    from pgfence._holds.carriers import Carrier
     from pgfence._holds.hold import Hold
-    from pgfence._sql import server
+    from pgfence._sql.advisory import LockSql
     from pgfence.errors import LossReason
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
@@ -64,12 +67,27 @@ class ConnectionGoneError(Exception):
     """The connection ended under a statement that cannot have left a lock behind. Never reaches a caller."""
 
 
+class Turn(Protocol):
+    """A lock, as far as it is needed here."""
+
+    def acquire(self, blocking: bool, /) -> bool: ...
+    def release(self) -> None: ...
+
+
 class LockConnection(ABC):
-    """What both worlds know of one connection of ours, or of one that the caller lent."""
+    """One connection of ours, or one that the caller lent; whoever needs it runs its statements, one at a time.
+
+    A cancel in mid-statement reaches the driver; what the server did is unknown then, and whoever asked closes the session.
+    Closing is a plain call of the driver's that waits for nothing, so it works while a cancel unwinds and from the watcher.
+    """
 
     ours = True
     """False: the caller's own connection. We set nothing on it, close it only when a lock would stay on it, and keep it out
     of the roster."""
+
+    carrier: Carrier
+    turn: Turn
+    """The watcher's question, and the unlock: one at a time."""
 
     def __init__(self, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo) -> None:
         self.dbapi_connection = dbapi_connection
@@ -165,17 +183,180 @@ class LockConnection(ABC):
             return
         self.dead = self.dead or "killed"
         try:
-            MONITOR.unwatch(self)
+            self.unwatch()
         finally:
-            _OPEN.discard(self)
             with contextlib.suppress(Exception):
                 self.wire.close()
         self.closed = True
+
+    def unwatch(self) -> None:
+        try:
+            MONITOR.unwatch(self)
+        finally:
+            _OPEN.discard(self)
 
     def begin(self, limit: float) -> None:
         """Note that a statement is sent. Its end is `since = 0.0`: a call there could be interrupted, and the note would stay."""
         self.limit = limit
         self.since = time.monotonic()
+
+    # ------------------------------------------------------------ statements
+
+    async def ask(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        """Run a statement of ours and return the first column of its one row."""
+        return (await self.row(engine, text, args, limit=limit, prepare=prepare))[0]
+
+    async def row(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        """Run a statement of ours and return its first row, or None where it has none."""
+        self.begin(limit)
+        try:
+            if has_listeners(engine):
+                return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
+            return await self.wire.query(text, args, prepare=prepare)
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
+        finally:
+            self.since = 0.0
+
+    async def through(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
+        """Run sync code on this session by way of SQLAlchemy."""
+        self.begin(limit)
+        try:
+            return await self._run(engine, run)
+        finally:
+            self.since = 0.0
+
+    async def _run(self, engine: Engine, run: Callable[[Connection], R]) -> R:
+        def call() -> R:
+            with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
+                return run(connection)
+
+        return await self.carrier.call(call)
+
+    async def try_lock(self, engine: Engine, sql: LockSql, limit: float) -> bool:
+        if isinstance(sql, TokenSql):
+            return await self.lock_with_token(engine, sql, 0)
+        args = (self.pid, *sql.unlock_args)
+        if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
+            self.limit, self.since = limit, time.monotonic()
+            try:
+                granted = (await self.wire.query(sql.try_text, args, prepare=True))[0]
+            finally:
+                self.since = 0.0
+        else:
+            granted = await self.ask(engine, sql.try_text, args, limit=limit)
+        if granted is None:
+            raise wrong_backend_error(engine)
+        return bool(granted)
+
+    async def lock_with_token(self, engine: Engine, sql: TokenSql, milliseconds: int) -> bool:
+        """Take a lock whose grant brings a token, which is kept in `token`; 0 milliseconds do not wait."""
+        began, limit = time.monotonic(), milliseconds / 1000 + ROW_WAIT + WAIT_GRACE
+        args, token = sql.lock_args(self.pid, milliseconds), None
+        for failures in range(RETRIES + 1):
+            try:
+                token = await self.ask(engine, sql.lock_text, args, limit=limit)
+                break
+            except Exception as error:
+                state = sqlstate_of(error)
+                if state == LOCK_NOT_AVAILABLE:
+                    break
+                if state != SERIALIZATION_FAILURE or failures == RETRIES:
+                    raise
+                # The session lock came before a commit that failed, or not at all.
+                await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
+        if token == STRANGE_BACKEND:
+            raise wrong_backend_error(engine)
+        self.token = token or 0
+        if token is None and (left := milliseconds / 1000 - (time.monotonic() - began)) > 0:
+            await self.carrier.sleep(left)  # a lease of this name blocks it, and nothing in the server waits for that
+        return token is not None
+
+    async def wait_lock(self, engine: Engine, sql: LockSql, milliseconds: int, *, quiet: bool) -> bool:
+        if isinstance(sql, TokenSql):
+            return await self.lock_with_token(engine, sql, milliseconds)
+        limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
+        if not quiet:
+            try:
+                await self.ask(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
+            except Exception as error:
+                if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
+                    return False
+                raise
+            return True
+        self.begin(limit)
+        try:
+            return await self.run_script(engine, sql.quiet_wait(milliseconds))
+        finally:
+            self.since = 0.0
+
+    async def run_script(self, engine: Engine, wait: str) -> bool:
+        if not has_listeners(engine):
+            return await self.wire.script(f"{wait}; {QUIET_CHECK}")
+
+        def run(connection: Connection) -> bool:
+            connection.exec_driver_sql(wait)
+            return connection.exec_driver_sql(QUIET_CHECK).first() is not None
+
+        return await self._run(engine, run)
+
+    async def unlock(self, engine: Engine, sql: LockSql) -> bool:
+        if not self.turn.acquire(False):
+            await self.wait_for_probe()
+        try:
+            if not self.direct or has_listeners(engine):
+                return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
+            self.limit, self.since = RELEASE_BUDGET, time.monotonic()
+            try:
+                return bool((await self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
+            finally:
+                self.since = 0.0
+        finally:
+            self.turn.release()
+
+    @abstractmethod
+    async def wait_for_probe(self) -> None:
+        """Wait until the watcher's question has its answer, or end it with the connection; then it is the unlock's turn."""
+
+    # ------------------------------------------------------------ lent to the user's code
+
+    async def as_user_connection(self, engine: Engine) -> Connection:
+        """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
+
+        def lend() -> Connection:
+            with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
+                server.put_back(connection, self.facts)
+            engine.dialect.reset_isolation_level(self.dbapi_connection)
+            return wrap_dbapi(engine, self.dbapi_connection, reconnects=False)
+
+        self.lent = True
+        return await self._call(lend)
+
+    async def close_lent(self, connection: Connection) -> None:
+        """End the Connection that was lent; the session below it lives on for the unlock. What is open is rolled back."""
+        await self._call(connection.close)
+
+    async def reclaim(self, engine: Engine) -> None:
+        """End what the user's code left open, before the unlock."""
+
+        def reclaim() -> None:
+            engine.dialect.do_rollback(self.dbapi_connection)
+            engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
+
+        await self._call(reclaim)
+
+    async def _call(self, work: Callable[[], R]) -> R:
+        self.begin(RELEASE_BUDGET)
+        try:
+            return await self.carrier.call(work)
+        finally:
+            self.since = 0.0
 
 
 _OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()
@@ -215,152 +396,3 @@ def keep_alive(fd: int) -> None:
             if hasattr(socket, name):
                 with contextlib.suppress(OSError):
                     ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-class CallerConnection(LockConnection):
-    """The caller's own connection, for one lock: nothing is set on it, and it is closed only where a lock would stay on it."""
-
-    ours = False
-    direct = False
-
-    def __init__(
-        self, connection: Connection, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo
-    ) -> None:
-        super().__init__(dbapi_connection, wire, facts)
-        self.connection = connection
-        self._fairy = connection.connection
-        self._ending = threading.RLock()
-        """Held while the driver's connection is closed, so that the pool does not give it to another user."""
-        self._with_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
-        self._with_it.append(self)
-        pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
-        if _returned not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
-            event.listen(pool, "checkin", _returned)
-        self.watch()
-        event.listen(connection, "before_cursor_execute", self._guard)
-
-    @staticmethod
-    def fit(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> None:
-        """Refuse a connection on which a session lock cannot be taken as it is."""
-        if wire.busy:
-            raise TransactionStateError(
-                "this connection is in pipeline mode, where an earlier error would hide whether the lock was taken: take"
-                " the lock outside the pipeline"
-            )
-        if in_transaction(connection, dbapi_connection, wire):
-            raise TransactionStateError(
-                "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
-                " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
-            )
-
-    @staticmethod
-    def known_facts(connection: Connection, dbapi_connection: Any) -> server.ServerInfo | None:
-        """Return what was learnt of this very connection before."""
-        known: tuple[Any, server.ServerInfo] | None = connection.info.get(_FACTS)
-        return known[1] if known is not None and known[0] is dbapi_connection else None
-
-    @staticmethod
-    def learn(connection: Connection, dbapi_connection: Any, facts: server.ServerInfo) -> None:
-        """Keep with the pooled connection what one round trip told of it."""
-        connection.info[_FACTS] = dbapi_connection, facts
-
-    def forgo(self) -> None:
-        """Leave the connection to its owner after a first statement that failed; if it was cut off, close it."""
-        if self.dead is None:
-            self.let_go()
-        else:
-            self.close()
-
-    def _guard(self, connection: Connection, *_: Any) -> None:
-        """SQLAlchemy reconnects after a lost connection without a word: refuse to go on there without the lock."""
-        if connection.connection.dbapi_connection is not self.dbapi_connection:
-            self.died(self.dead or "killed")
-            hold = self.hold
-            if hold is not None:
-                raise hold.lost_error()
-
-    @property
-    def attached(self) -> bool:
-        """Whether the driver's connection is still that of the caller's Connection, and of no other user."""
-        connection = self.connection
-        if self.closed or connection.closed or connection.invalidated:
-            return False
-        return connection.connection.dbapi_connection is self.dbapi_connection
-
-    def expect_attached(self) -> None:
-        """Raise before a statement that would reach another user of the driver's connection."""
-        if not self.attached:
-            self.dead = self.dead or "returned"
-            raise ConnectionGoneError("the Connection was closed")
-
-    @property
-    def spoiled(self) -> bool:  # type: ignore[override]
-        """Whether the lock cannot be given back at this moment, for a transaction is open."""
-        return self.dead is None and self.attached and in_transaction(self.connection, self.dbapi_connection, self.wire)
-
-    @property
-    def shared(self) -> bool:
-        """Whether another Connection was closed, and the caller's still has the driver's connection (StaticPool)."""
-        return bool(getattr(self._fairy, "_counter", 0))
-
-    def returned(self, record: ConnectionPoolEntry) -> None:
-        """End the lock, because the Connection is given back: the pool opens another one for its next user."""
-        with self._ending:
-            if self.closed:
-                return
-            self.let_go()
-            self.dead = self.dead or "returned"
-            with contextlib.suppress(Exception):
-                self.wire.close()
-        # An async driver would be awaited: a cancel there would cost the pool a place.
-        record.invalidate(soft=self.connection.dialect.is_async)
-        self.died(self.dead)
-
-    def let_go(self, *, listed: bool = False) -> None:
-        """Leave the connection to its owner, as it was; `listed`: the pool still waits for what comes next here."""
-        if self.closed:
-            return
-        self.closed = True
-        if not listed:
-            self._unlist()
-        MONITOR.unwatch(self)
-        _OPEN.discard(self)
-        event.remove(self.connection, "before_cursor_execute", self._guard)
-
-    def _unlist(self) -> None:
-        if self in self._with_it:
-            self._with_it.remove(self)
-
-    def close(self) -> None:
-        """End the caller's connection, for a lock would stay on it; SQLAlchemy learns that it is gone."""
-        PROCESS.notice_fork()
-        with self._ending:
-            attached = self.attached
-            self.let_go(listed=attached)  # a check-in by another thread waits until the driver's connection is closed
-            self.dead = self.dead or "killed"
-            if attached:
-                with contextlib.suppress(Exception):
-                    self.wire.close()
-                with contextlib.suppress(Exception):
-                    self.invalidate()
-                self._unlist()
-
-    def invalidate(self) -> None:
-        """Tell SQLAlchemy that the connection is gone."""
-        self.connection.invalidate()
-
-
-def in_transaction(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> bool:
-    """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
-    return wire.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
-
-
-_FACTS = "pgfence.facts"
-_LOCKS = "pgfence.locks"
-
-
-def _returned(_: Any, record: ConnectionPoolEntry) -> None:
-    """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
-    for session in list(record.info.get(_LOCKS, ())):
-        if not session.shared:
-            session.returned(record)

@@ -6,12 +6,14 @@ statement that takes 30 microseconds. Everything here works on a connection in a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pgfence.errors import UnsupportedServerError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from sqlalchemy import Dialect
 
 
 _PING = "SELECT 1"
@@ -52,34 +54,22 @@ class DriverConnection(Protocol):
         """Whether the connection is in a mode in which a result cannot be read at once (a pipeline)."""
         ...
 
-
-class NotifySource(Protocol):
-    """What is needed to hear NOTIFY on a wire that is otherwise at rest."""
-
-    def hear(self, heard: Heard) -> None:
-        """Have `heard` called with channel and payload, by whoever reads from the connection."""
+    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+        """Run a statement and return its first row."""
         ...
 
-    def collect(self) -> None:
-        """Read what has arrived, without waiting. Raises when the connection has ended."""
+    async def script(self, text: str) -> bool:
+        """Run several statements as one and say whether the last one returned a row."""
         ...
 
-
-class SyncDriverConnection(DriverConnection, NotifySource, Protocol):
-    def listen(self, text: str, channel: str, *, on: bool) -> None:
-        """Run a LISTEN or UNLISTEN."""
+    async def set_autocommit(self, value: bool) -> bool:
+        """Set the mode, and return what it was before."""
         ...
 
-    def ping(self) -> None:
+    async def ping(self) -> None:
         """Ask something, with a cursor of its own."""
         ...
 
-    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]: ...
-    def script(self, text: str) -> bool: ...
-    def set_autocommit(self, value: bool) -> bool: ...
-
-
-class AsyncDriverConnection(DriverConnection, NotifySource, Protocol):
     reads_alone: bool
     """Its loop reads from the connection also while nothing is asked."""
 
@@ -87,19 +77,20 @@ class AsyncDriverConnection(DriverConnection, NotifySource, Protocol):
         """Run a LISTEN or UNLISTEN."""
         ...
 
-    async def ping(self) -> None:
-        """Ask something, with a cursor of its own."""
+    def hear(self, heard: Heard) -> None:
+        """Have `heard` called with channel and payload of a NOTIFY, by whoever reads from the connection."""
         ...
 
-    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]: ...
-    async def script(self, text: str) -> bool: ...
-    async def set_autocommit(self, value: bool) -> bool: ...
+    def collect(self) -> None:
+        """Read what has arrived, without waiting. Raises when the connection has ended."""
+        ...
 
 
 class _PsycopgBase:
     """What psycopg's two connections share. `psycopg` is imported: its dialect is in use."""
 
     pooled = False
+    reads_alone = False
     _heard: Heard
 
     def __init__(self, driver: Any) -> None:
@@ -146,26 +137,26 @@ class _PsycopgBase:
 
 
 class PsycopgConnection(_PsycopgBase):
-    def listen(self, text: str, channel: str, *, on: bool) -> None:
+    async def listen(self, text: str, channel: str, *, on: bool) -> None:
         self.driver.execute(text)
 
-    def ping(self) -> None:
+    async def ping(self) -> None:
         self.driver.execute(_PING)
 
-    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
         self.cursor.execute(text, args, prepare=prepare and not self.pooled)
         row: Sequence[Any] = self.cursor.fetchone()
         return row
 
-    def script(self, text: str) -> bool:
+    async def script(self, text: str) -> bool:
         """Run several statements as one and say whether the last one returned a row."""
         self.cursor.execute(text, prepare=False)
         while self.cursor.nextset():
             pass
         return self.cursor.fetchone() is not None
 
-    def set_autocommit(self, value: bool) -> bool:
+    async def set_autocommit(self, value: bool) -> bool:
         before: bool = self.driver.autocommit
         if before != value:
             self.driver.autocommit = value
@@ -173,8 +164,6 @@ class PsycopgConnection(_PsycopgBase):
 
 
 class AsyncPsycopgConnection(_PsycopgBase):
-    reads_alone = False
-
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
         await self.driver.execute(text)
 
@@ -201,6 +190,7 @@ class AsyncPsycopgConnection(_PsycopgBase):
 
 class Psycopg2Connection:
     pooled = False
+    reads_alone = False
     _heard: Heard
 
     def __init__(self, driver: Any) -> None:
@@ -229,7 +219,7 @@ class Psycopg2Connection:
     def busy(self) -> bool:
         return False
 
-    def ping(self) -> None:
+    async def ping(self) -> None:
         with self.driver.cursor() as cursor:
             cursor.execute(_PING)
 
@@ -242,20 +232,20 @@ class Psycopg2Connection:
             news = self.driver.notifies.pop(0)
             self._heard(news.channel, news.payload)
 
-    def listen(self, text: str, channel: str, *, on: bool) -> None:
+    async def listen(self, text: str, channel: str, *, on: bool) -> None:
         with self.driver.cursor() as cursor:
             cursor.execute(text)
 
-    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         self.cursor.execute(text, args)
         row: Sequence[Any] = self.cursor.fetchone()
         return row
 
-    def script(self, text: str) -> bool:
+    async def script(self, text: str) -> bool:
         self.cursor.execute(text)
         return self.cursor.fetchone() is not None
 
-    def set_autocommit(self, value: bool) -> bool:
+    async def set_autocommit(self, value: bool) -> bool:
         before: bool = self.driver.autocommit
         if before != value:
             self.driver.autocommit = value
@@ -332,27 +322,27 @@ class AsyncpgConnection:
         self.driver.terminate()
 
 
-SYNC_DRIVERS: dict[str, type[SyncDriverConnection]] = {"psycopg": PsycopgConnection, "psycopg2": Psycopg2Connection}
-ASYNC_DRIVERS: dict[str, type[AsyncDriverConnection]] = {
+SYNC_DRIVERS: dict[str, type[DriverConnection]] = {"psycopg": PsycopgConnection, "psycopg2": Psycopg2Connection}
+ASYNC_DRIVERS: dict[str, type[DriverConnection]] = {
     "psycopg": AsyncPsycopgConnection,
     "psycopg_async": AsyncPsycopgConnection,
     "asyncpg": AsyncpgConnection,
 }
 
-W = TypeVar("W")
 
-
-def driver_connection_for(driver: str, wires: dict[str, type[W]], world: str) -> type[W]:
+def driver_connection_for(dialect: Dialect) -> type[DriverConnection]:
     """Return the wire of a driver.
 
     Raises:
         UnsupportedServerError: the driver is of the other world, e.g. asyncpg under a sync Engine.
     """
-    if driver not in wires:
+    drivers = ASYNC_DRIVERS if dialect.is_async else SYNC_DRIVERS
+    if dialect.driver not in drivers:
         raise UnsupportedServerError(
-            f"the driver {driver} has no {world} connections: use one of {', '.join(sorted(wires))}"
+            f"the driver {dialect.driver} has no {'async' if dialect.is_async else 'sync'} connections: use one of"
+            f" {', '.join(sorted(drivers))}"
         )
-    return wires[driver]
+    return drivers[dialect.driver]
 
 
 def descriptor(driver: Any) -> int:

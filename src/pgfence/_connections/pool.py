@@ -1,18 +1,18 @@
-"""How many connections one engine may have open for locks, who waits for one, which are kept warm; how full the server is.
-
-No I/O; the keepers of the two worlds open and close.
-"""
+"""The connections of one engine for locks: how many may be open, who waits for one, which are kept idle; how full the server is."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections import deque
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
-from pgfence._connections.connection import CallerConnection, LockConnection
+from pgfence._connections.caller_connection import CallerConnection
+from pgfence._connections.connect import judge, open_connection
+from pgfence._connections.connection_async import AsyncCallerConnection, AsyncLockConnection
+from pgfence._connections.connection_sync import SyncCallerConnection, SyncLockConnection
+from pgfence._connections.drivers import driver_connection_for
+from pgfence._connections.opening import PendingConnection, close_at_exit, close_with_loop, start_task, start_thread
+from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.lifecycle import MUTEX, PROCESS
@@ -20,145 +20,54 @@ from pgfence._process.monitor import MONITOR
 from pgfence._process.references import when_disposed
 from pgfence._sql import server
 from pgfence._sql.addresses import describe_server
-from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN
+from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN, translate_connect_error
 from pgfence.errors import CapacityError, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
 
+    from pgfence._connections.connection import LockConnection
+    from pgfence._holds.cancellation import CancelEvent
+    from pgfence._holds.carriers import Carrier
     from pgfence._holds.hold import Hold
     from pgfence.config import Config
 
-WARM = 5
 OPEN_BUDGET = 5.0
 """Seconds that opening a connection may take at least, however short the caller's timeout for the lock is."""
 OPEN_LIMIT = 30.0
 MANY_KEYS = 100
 COUNT_EVERY = 1.0
 
-S = TypeVar("S", bound=LockConnection)
 
-
-class Borrower(Protocol[S]):
-    """Whoever is given a session, and gives it back whatever happens."""
-
-    session: S | None
-
-
-class PoolWaiter(Generic[S]):
-    """A place in the line for a connection."""
-
-    __slots__ = ("may_open", "opening", "session", "wake")
-
-    def __init__(self) -> None:
-        self.session: S | None = None
-        """What it was given."""
-        self.may_open = False
-        """Whether it has one of the places, to open a connection."""
-        self.opening: Any = None
-        """The connection that is being opened for it, which has the place from then on."""
-        self.wake: Callable[[], object] = lambda: None
-
-    @property
-    def served(self) -> bool:
-        return self.may_open or self.session is not None
-
-
-class PoolState(Generic[S]):
-    """The connections of one engine. Pure; the caller holds the mutex."""
-
-    def __init__(self, limit: int, warm: int = WARM) -> None:
-        self.limit = limit
-        self.warmest = warm
-        """How many are kept idle at most."""
-        self.open = 0
-        """Open or being opened."""
-        self.idle: list[S] = []
-        self._line: deque[PoolWaiter[S]] = deque()
-
-    def take(self, turn: PoolWaiter[S]) -> PoolWaiter[S]:
-        """Give a turn a warm session, the right to open one, or a place in the line for one, and return it."""
-        if self.warm(turn):
-            return turn
-        if self.open < self.limit and not self._line:
-            self.open += 1
-            turn.may_open = True
-        else:
-            self._line.append(turn)
-        return turn
-
-    def warm(self, user: Borrower[S]) -> bool:
-        """Give the session that was used last, if it lives; a dead one stays for `cold`."""
-        if not self.idle or self.idle[-1].dead is not None:
-            return False
-        user.session = self.idle[-1]  # before it is taken out: an interrupt in between must not lose it
-        self.idle.pop()
-        return True
-
-    def give(self, session: S) -> bool:
-        """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
-        if session.dead or session.close_after_use:
-            return False
-        if self._line:
-            turn = self._line.popleft()
-            turn.session = session
-            turn.wake()
-            return True
-        if len(self.idle) >= self.warmest:
-            return False
-        session.idle_since = time.monotonic()
-        self.idle.append(session)
-        return True
-
-    def gone(self) -> None:
-        """One is closed, or could not be opened."""
-        self.open -= 1
-        if self._line and self.open < self.limit:
-            self.open += 1
-            turn = self._line.popleft()
-            turn.may_open = True
-            turn.wake()
-
-    def forgo(self, turn: PoolWaiter[S]) -> None:
-        """Leave the line without having been served."""
-        with contextlib.suppress(ValueError):
-            self._line.remove(turn)
-
-    def cold(self, now: float) -> list[S]:
-        """Take out the sessions that were idle for too long, or are dead."""
-        cold = [s for s in self.idle if s.cold(now)]
-        self.idle[:] = [s for s in self.idle if s not in cold]
-        return cold
-
-    def take_all_idle(self) -> list[S]:
-        """Take out all idle sessions."""
-        idle, self.idle[:] = list(self.idle), []
-        return idle
-
-
-class LockPool(ABC, Generic[S]):
-    """What both worlds' keepers of connections share."""
+class LockPool:
+    """The connections of one engine, for the threads of this process or for the tasks of one loop."""
 
     def __init__(
         self,
         engine: Engine,
         config: Config,
-        on_death: Callable[[Hold[Any] | None], object],
+        carrier: Carrier,
+        on_death: Callable[[Hold[LockConnection] | None], object],
         *,
         any_pooler: bool = False,
         warm: int = WARM,
     ) -> None:
+        self._wire = driver_connection_for(engine.dialect)
+        is_async = engine.dialect.is_async
+        self._kind: type[LockConnection] = AsyncLockConnection if is_async else SyncLockConnection
+        self._callers_kind: type[CallerConnection] = AsyncCallerConnection if is_async else SyncCallerConnection
+        self.carrier = carrier
         self.engine = engine
         self.config = config
         self.pid = PROCESS.pid
         self.any_pooler = any_pooler
         """The sessions hold nothing by themselves: no pooler is refused."""
-        self.roster: PoolState[S] = PoolState(config.max_lock_connections, warm)
+        self.state: PoolState = PoolState(config.max_lock_connections, warm)
         self.generation = 0
         """Raised by every `engine.dispose()`: what was opened before it is not kept."""
-        self.sessions: set[S] = set()
+        self.sessions: set[LockConnection] = set()
         self.stuck = 0
         """Openings that took too long and have not ended yet."""
         self._opening_began = 0.0
@@ -167,11 +76,148 @@ class LockPool(ABC, Generic[S]):
         self._used = 0
         self._limit = 0
         self._warned = False
+        self._close_with_loop = close_with_loop(self.sessions) if engine.dialect.is_async else None
+        """To be entered with the first opening."""
         when_disposed(engine, self._engine_disposed)
-        weakref.finalize(engine.dialect, _close_at_exit, weakref.ref(engine.dialect), self.sessions)
+        weakref.finalize(engine.dialect, close_at_exit, weakref.ref(engine.dialect), self.sessions)
         MONITOR.keep(self)
 
-    def settle(self, session: S) -> None:
+    async def checkout(
+        self, left: float, keys: int = 1, *, again: bool = False, cancel: CancelEvent | None = None
+    ) -> LockConnection | None:
+        """Return a session: a warm one, a new one, or in turn when `max_lock_connections` are in use; None: not in time.
+
+        Args:
+            left: seconds to wait for a turn.
+            keys: how many keys it is to hold.
+            again: after one that ended: opening another may not take much longer than what is left.
+            cancel: ends the wait for a turn, and for a new session.
+        """
+        turn = PoolWaiter()
+        try:
+            event = None
+            with MUTEX:
+                if not self.state.take(turn).served:
+                    event = self.carrier.event()
+                    turn.wake = event.set
+            if event is not None:
+                await event.wait(left, cancel)
+                with MUTEX:
+                    self.state.forgo(turn)
+                if not turn.served:
+                    return None
+            if turn.session is None:
+                await self._open(turn, max(1.0 if again else OPEN_BUDGET, min(left, OPEN_LIMIT)), keys, cancel)
+            return turn.session
+        except BaseException:
+            self._give_up(turn)
+            raise
+
+    async def checkout_for_query(self) -> LockConnection:
+        """Return a session to look with: a warm one, or one beside the pool that is closed after the look."""
+        turn = PoolWaiter()
+        try:
+            with MUTEX:
+                self.state.warm(turn)
+            if turn.session is None:
+                await self._open(turn, OPEN_BUDGET, 0)
+            assert turn.session is not None
+            return turn.session
+        except BaseException:
+            self._give_up(turn)
+            raise
+
+    def _give_up(self, turn: PoolWaiter) -> None:
+        """Give back what a turn has: its place in the line, its place to open a connection, or its session."""
+        opening = turn.opening
+        with MUTEX:
+            self.state.forgo(turn)
+            if opening is None and turn.may_open:
+                turn.may_open = False
+                self.state.gone()
+        session = turn.session or (self._abandon(opening, late=False) if opening is not None else None)
+        if session is not None:
+            self.checkin(session)
+
+    async def _open(self, turn: PoolWaiter, budget: float, keys: int, cancel: CancelEvent | None = None) -> None:
+        """Open a session on a thread or task of its own: whoever wants it can time out, be interrupted or cancelled."""
+        self.begin_opening()
+        opening = turn.opening = PendingConnection(self.carrier.event(), counts=keys > 0)
+        (start_task if self.engine.dialect.is_async else start_thread)(opening, self._opener)
+        await opening.event.wait(budget, cancel)
+        turn.session = self._abandon(opening, late=True)
+        if turn.session is None:
+            raise opening.error or self.too_late(budget)
+        self.room_for(keys)
+
+    def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
+        """Stop waiting for a connection, once. Returns the session if it came in the last moment.
+
+        `late`: it takes too long. One that was interrupted says nothing about the server.
+        """
+        with MUTEX:
+            if opening.abandoned:  # its opener parks what still comes
+                return None
+            if not opening.done:
+                opening.abandoned, opening.late = True, late
+                self.stuck += late
+                if opening.counts:
+                    self.state.gone()
+        return opening.session
+
+    async def _opener(self, opening: PendingConnection) -> None:
+        session: LockConnection | None = None
+        error: Exception | None = UnreachableError("the thread that opened a session was ended")
+        generation = self.generation
+        try:
+            if self._close_with_loop is not None:
+                entered, self._close_with_loop = self._close_with_loop, None
+                self._entered = entered  # kept until the loop ends
+                await anext(entered)
+            session = await self._opened_alone()
+        except Exception as caught:
+            error = caught
+        finally:
+            opening.left_driver()
+            with MUTEX:
+                self.opened(session, generation, counts=opening.counts and not opening.abandoned, late=opening.late)
+                opening.session, opening.error, opening.done = session, error, True
+            opening.event.set()
+            if opening.abandoned and session is not None:
+                self.checkin(session)
+
+    async def _opened_alone(self) -> LockConnection:
+        """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
+        engine, pooler, any_pooler = self.engine, self.config.pooler, self.any_pooler
+        while True:
+            forks = PROCESS.forks
+            dbapi_connection, driver, facts = await self.carrier.call(
+                lambda: open_connection(engine, pooler, any_pooler=any_pooler)
+            )
+            session = self._kind(dbapi_connection, self._wire(driver), facts)
+            self.settle(session)
+            if forks == PROCESS.forks:
+                return session
+            session.close()
+
+    async def borrow(self, connection: Connection, limit: float) -> LockConnection:
+        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+        try:
+            session = await self._callers_kind.borrow(self.carrier, connection, self._wire, limit)
+        except Exception as error:
+            if told := translate_connect_error(self.engine, error):
+                raise told from error
+            raise
+        engine, facts, driver, pooler = self.engine, session.facts, session.wire.driver, self.config.pooler
+        try:
+            await self.carrier.call(lambda: judge(engine, facts, driver, pooler))
+        except BaseException:
+            session.let_go()
+            raise
+        session.on_death = self.on_death
+        return session
+
+    def settle(self, session: LockConnection) -> None:
         """Make a new session ready for its work."""
         wire = session.wire
         wire.pooled = self.any_pooler and (
@@ -179,62 +225,66 @@ class LockPool(ABC, Generic[S]):
         )
         session.watch()
 
-    def checkin(self, session: S) -> None:
+    def checkin(self, session: LockConnection) -> None:
         """Give back a session that holds nothing."""
         if not session.ours:
             assert isinstance(session, CallerConnection)
             session.let_go()
             return
         with MUTEX:
-            kept = self.roster.give(session)
+            kept = self.state.give(session)
         if not kept:
             self.discard(session)
 
-    def discard(self, session: S) -> None:
+    def discard(self, session: LockConnection) -> None:
         """Close a session; the server frees whatever it held."""
         session.close()
         with MUTEX:
             if session in self.sessions:
                 if session.counts:
-                    self.roster.gone()
+                    self.state.gone()
                 self.sessions.discard(session)  # last: an interrupt before it is followed by another discard
 
-    @abstractmethod
     def reap(self, now: float) -> None:
         """Close the idle sessions that are dead, or were idle for too long."""
+        if any(session.cold(now) for session in list(self.state.idle)):
+            self.carrier.run_at_home(lambda: self._close_cold(now))
+
+    def _close_cold(self, now: float) -> None:
+        with MUTEX:
+            cold = self.state.cold(now)
+        for session in cold:
+            self.discard(session)
 
     def _engine_disposed(self, _: Engine) -> None:
-        if self.pid == PROCESS.pid:  # a forked child often disposes of the engine that it inherits
-            self.disposed()
-
-    @abstractmethod
-    def disposed(self) -> None:
         """Close the idle sessions; the others are closed when what they hold ends."""
+        if self.pid != PROCESS.pid:  # a forked child often disposes of the engine that it inherits
+            return
+        with MUTEX:
+            self.generation += 1
+            for session in self.sessions:
+                session.close_after_use = True
+            idle = self.state.take_all_idle()
 
-    def opened(self, session: S | None, generation: int, *, counts: bool, late: bool) -> None:
+        def close() -> None:
+            for session in idle:
+                self.discard(session)
+
+        self.carrier.run_at_home(close)
+
+    def opened(self, session: LockConnection | None, generation: int, *, counts: bool, late: bool) -> None:
         """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
         if late:
             self.stuck -= 1
         if session is None:
             if counts:
-                self.roster.gone()
+                self.state.gone()
             return
         session.close_after_use = generation != self.generation or not counts
         session.counts = counts
         session.on_death = self.on_death
         self.sessions.add(session)
         self.counted(session.facts.locks_used, session.facts.lock_limit)
-
-    def given_up(self, *, counts: bool, late: bool) -> None:
-        """Give the place of an opening, if it has one, to somebody else, under the mutex; when the session comes, it is closed.
-
-        Args:
-            counts: whether it has a place.
-            late: it takes too long. One that was interrupted says nothing about the server.
-        """
-        self.stuck += late
-        if counts:
-            self.roster.gone()
 
     def too_late(self, budget: float) -> UnreachableError:
         return UnreachableError(
@@ -266,7 +316,7 @@ class LockPool(ABC, Generic[S]):
         threads.block_during_shutdown()
         now = time.monotonic()
         with MUTEX:
-            if self.stuck < self.roster.limit or now - self._opening_began > OPEN_BUDGET:
+            if self.stuck < self.state.limit or now - self._opening_began > OPEN_BUDGET:
                 self._opening_began = now
                 return
         raise UnreachableError(f"{describe_server(self.engine)} does not answer. {LOCK_OUTCOME_UNKNOWN}")
@@ -281,20 +331,3 @@ class LockPool(ABC, Generic[S]):
         if judged == "warn" and not self._warned:
             log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
         self._warned = judged == "warn"
-
-
-def _close_at_exit(dialect: Callable[[], object], sessions: set[Any]) -> None:
-    if dialect() is not None:  # nobody collected it: the interpreter ends
-        threads.end_all()
-    close_all(sessions)
-
-
-def close_all(sessions: set[Any]) -> None:
-    """End sessions in an orderly way: their engine is collected, their loop or the interpreter ends."""
-    PROCESS.notice_fork()  # a forked child must not shut down the sockets of its parent
-    for session in list(sessions):
-        if session.since:  # another thread is inside a statement: it must not lose the memory under it
-            MONITOR.shut_down(session)
-        else:
-            session.close()
-    sessions.clear()

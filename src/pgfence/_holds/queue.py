@@ -2,8 +2,8 @@
 
 All contenders for the keys of one engine (and, async, one loop) stand in lines, one line per key, first come first served;
 only whoever stands first in *every* line of its keys goes to the server, so a thousand waiters for one key use one
-connection. A ticket enters all its lines at once and stays there until what it was granted is given back. As every line
-has the order of arrival, tickets for several keys cannot block each other in a circle.
+connection. An entry joins all its lines at once and stays there until what it was granted is given back. As every line
+has the order of arrival, entries for several keys cannot block each other in a circle.
 
 A circle can still arise between *holds*: a task that holds A waits for B while the holder of B waits for A. Inside one
 process that is visible, and found before the wait begins. Between processes nobody sees it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pgfence._process.lifecycle import PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -69,39 +69,52 @@ class QueueEntry:
     """A place in the lines of some keys."""
 
     __slots__ = (
-        "alone",
         "away",
+        "found_held",
         "handed_over",
         "hold",
-        "lines",
+        "last_holder",
+        "no_handoff",
         "owner",
         "places",
-        "seen",
+        "queue",
         "session",
-        "told_held",
         "wake",
     )
 
-    def __init__(self, places: Sequence[Hashable], owner: Contender, lines: LocalQueue, *, alone: bool = False) -> None:
+    def __init__(
+        self, places: Sequence[Hashable], owner: Contender, queue: LocalQueue, *, no_handoff: bool = False
+    ) -> None:
         self.places = places
         """The keys it is for, sorted."""
-        self.alone = alone
+        self.no_handoff = no_handoff
         """Neither hands its lock on nor takes one over: each of its grants has something of its own, a token."""
         self.owner = owner
-        self.lines = lines
+        self.queue = queue
         self.handed_over: Any = None
-        """The session on which these very keys are held already: handed over by the ticket before."""
+        """The session on which these very keys are held already: handed over by the one before."""
         self.session: Any = None
         """The session that it is at, from before the server is asked."""
         self.hold: Any = None
         """What it was granted."""
         self.away: Any = None
         """Why the server could not be asked for it, while that is so."""
-        self.told_held = False
+        self.found_held = False
         """Whether the server has responded that another process holds it."""
-        self.seen: Any = None
+        self.last_holder: Any = None
         """Whom it found when it last asked; for messages."""
         self.wake: Callable[[], object] | None = None
+
+    def leave(self) -> None:
+        """Leave the queue; a second time does nothing. Takes the mutex."""
+        with MUTEX:
+            self.queue.dequeue(self)
+
+    def discard_partial(self) -> None:
+        """Forget what a grant left behind that was interrupted before its handle was there. Takes the mutex."""
+        with MUTEX:
+            self.owner.holds[:] = [hold for hold in self.owner.holds if hold.entry is not self]
+            self.queue.dequeue(self)
 
     @property
     def dropped(self) -> bool:
@@ -119,8 +132,8 @@ class LocalQueue:
         """What all lines of one engine have in common: of its session locks, and of its leases."""
         self._lines: dict[Hashable, deque[QueueEntry]] = {}
 
-    def arrive(self, entry: QueueEntry) -> bool:
-        """Put a ticket at the end of its lines and say whether it stands first in all of them."""
+    def enqueue(self, entry: QueueEntry) -> bool:
+        """Put an entry at the end of its lines and say whether it stands first in all of them."""
         first = True
         for place in entry.places:
             line = self._lines.get(place)
@@ -131,16 +144,16 @@ class LocalQueue:
                 first = False
         return first
 
-    def first(self, entry: QueueEntry) -> bool:
-        """Say whether a ticket stands first in all its lines."""
+    def is_first(self, entry: QueueEntry) -> bool:
+        """Say whether an entry stands first in all its lines."""
         for place in entry.places:
             line = self._lines.get(place)
             if line is None or line[0] is not entry:
                 return False
         return True
 
-    def leave(self, entry: QueueEntry) -> None:
-        """Take a ticket out, first or not, and wake those who stand first in all their lines now.
+    def dequeue(self, entry: QueueEntry) -> None:
+        """Take an entry out, first or not, and wake those who stand first in all tsuccessor lines now.
 
         A second time does no harm, also after a first one that an interrupt tore.
         """
@@ -156,18 +169,18 @@ class LocalQueue:
             elif entry in line:
                 line.remove(entry)
                 continue
-            if line[0].wake is not None and self.first(line[0]):
+            if line[0].wake is not None and self.is_first(line[0]):
                 line[0].wake()
 
     def next_for_same_keys(self, entry: QueueEntry) -> QueueEntry | None:
-        """Return who would come first by this ticket's leaving, if it wants exactly the same keys and may take them over."""
+        """Return who would come first by this entry leaves, if it wants exactly the same keys and may take them over."""
         line = self._lines[entry.places[0]]
-        if len(line) < 2 or line[1].places != entry.places or entry.alone or line[1].alone:
+        if len(line) < 2 or line[1].places != entry.places or entry.no_handoff or line[1].no_handoff:
             return None
-        heir = line[1]
-        if len(entry.places) > 1 and any(self._lines[place][1] is not heir for place in entry.places):
+        successor = line[1]
+        if len(entry.places) > 1 and any(self._lines[place][1] is not successor for place in entry.places):
             return None
-        return heir
+        return successor
 
     def held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
         """Say whether this contender is already first in line for one of the keys, by a hold or a wait.
@@ -189,7 +202,7 @@ class LocalQueue:
 
 
 def closes_circle(entry: QueueEntry) -> bool:
-    """Say whether waiting with this ticket would never end: its owner holds what somebody before it waits for."""
+    """Say whether waiting with this entry would never end: its owner holds what somebody before it waits for."""
     if not entry.owner.holds:
         return False
     passed: set[tuple[Hashable, int]] = set()
@@ -199,7 +212,7 @@ def closes_circle(entry: QueueEntry) -> bool:
         for place in current.places:
             if (place, id(current)) in passed:
                 continue
-            for other in current.lines.line(place):
+            for other in current.queue.line(place):
                 if other is current:
                     break
                 if other.dropped:

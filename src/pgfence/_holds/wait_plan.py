@@ -83,7 +83,7 @@ class WaitPlan:
         length = min(self._slice, left) if quiet else first_slice(self._slice, left)
         return Wait(length, milliseconds(length, self._keys), polls=False, quiet=quiet)
 
-    def news(self, now: float) -> tuple[int, float] | None:
+    def due_log(self, now: float) -> tuple[int, float] | None:
         """Return a logging level and the age of the wait, once after the first step and once after 30 s."""
         age = now - self._began
         if not self._told:

@@ -105,7 +105,7 @@ class AcquireRequest(ABC):
     def keys(self) -> tuple[LockKey, ...]:
         return ()
 
-    @cached_property
+    @property
     def places(self) -> tuple[Hashable, ...]:
         """Where its contenders of this process queue."""
         return ((self.place, self.stored),)

@@ -13,6 +13,8 @@ from pgfence.errors import TransactionStateError
 if TYPE_CHECKING:
     from pgfence._sql.advisory import LockSql
 
+NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
+
 
 def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql) -> Exception:
     """Return what an error while contending means. Nothing is known to be held after it: the session is closed."""

@@ -1,202 +1,244 @@
-"""What one process shares for one engine (async: for one engine and loop): lines, connections, judgement. No I/O.
-
-The life of a hold, in both worlds:
-
-    line up ── first in line ── connection ── try ──────────────── hold ── release: hand over, or unlock
-                    │                          └─ busy: wait in slices ─┘
-                    └─ handed over by the one before: hold at once
-
-Every step has one owner, the contender's own thread or task. Whatever ends it there (timeout, cancel, Ctrl-C, an error) gives
-up the connection it was at and leaves the line; a loss does the same from the watcher's thread.
-"""
+"""Acquire and release of session locks, for the threads of this process or for the tasks of one loop."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, TypeVar
 
-from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, ConnectionGoneError, LockConnection
-from pgfence._connections.pool import S
+from pgfence._connections.connection import ConnectionGoneError, LockConnection
+from pgfence._connections.pool import MANY_KEYS, LockPool
+from pgfence._holds.cancellation import Cancelled, cancelled, expect_uncancelled
 from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.hold import Hold, here
-from pgfence._holds.queue import BURST, BURST_TIME, Contender, LocalQueue, QueueEntry, closes_circle
-from pgfence._holds.wait_plan import NESTED_LIMIT
-from pgfence._locks.errors import in_transaction
-from pgfence._locks.outages import Patience, gone_error
-from pgfence._locks.own_holds import is_held_by, self_deadlock
+from pgfence._holds.hold import Hold
+from pgfence._holds.queue import BURST, BURST_TIME, LocalQueue
+from pgfence._holds.registry import ManagerRegistry
+from pgfence._holds.wait_plan import WaitPlan
+from pgfence._locks.acquisition import Acquisition, timeout_of
+from pgfence._locks.errors import in_transaction, translate_lock_error
+from pgfence._locks.looks import look_on, look_quietly
+from pgfence._locks.outages import gone_error
+from pgfence._locks.own_holds import on_these_keys, self_deadlock
 from pgfence._process import threads
 from pgfence._process.callbacks import log
-from pgfence._process.clock import Deadline, clock, seconds
+from pgfence._process.clock import clock
 from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._process.monitor import MONITOR
+from pgfence._process.references import weak_method
+from pgfence._sql import server
+from pgfence._sql.encoding import TextError
+from pgfence._sql.errors import is_connection_lost
 from pgfence._sql.params import style_of
 from pgfence._sql.token import TokenSql
-from pgfence.errors import (
-    LockTimeoutError,
-    SelfDeadlockError,
-)
+from pgfence.errors import LockNotHeldError, StandbyError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import asyncio
+    from collections.abc import Callable
+    from typing import TypeAlias
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine
 
-    from pgfence._holds.cancellation import CancelEvent
-    from pgfence._locks.outages import Away
+    from pgfence._holds.carriers import Carrier
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence._sql.params import ParamStyle
     from pgfence.config import Config
-    from pgfence.keys import LockKey
-    from pgfence.types import Holder
+
+    SessionHold: TypeAlias = Hold[LockConnection]
+    LockAcquisition: TypeAlias = Acquisition[LockSql]
+
+HandleT = TypeVar("HandleT")
 
 RETRY_AFTER = 1.0
 """A session that ended sooner than this after it was taken for a wait counts as a failure; only the first is replaced at once."""
 
 
-_NOW = Deadline(0.0, 0.0)
+class LockManager:
+    """The queue and the connections that the threads of this process, or the tasks of one loop, share for one engine."""
 
-
-@dataclass(slots=True)
-class LockRequest:
-    """One call: who wants what until when."""
-
-    names: tuple[str, ...]
-    sql: LockSql
-    owner: Contender
-    deadline: Deadline
-    patient: bool = False
-    """Whether it waits for a server that is away from its first question on."""
-    told: bool = False
-    """Whether the log has been told of a long wait."""
-    cancel: CancelEvent | None = None
-    """Ends the wait of a thread."""
-    known_patience: Patience | None = None
-
-    @property
-    def patience(self) -> Patience:
-        """What it does while the server is away. Made at its first use, because a lock that is free needs none."""
-        if self.known_patience is None:
-            self.known_patience = Patience(self.patient)
-        return self.known_patience
-
-    @property
-    def keys(self) -> tuple[LockKey, ...]:
-        return self.sql.keys
-
-    @property
-    def left(self) -> float:
-        return self.deadline.left(clock())
-
-    @property
-    def waits(self) -> bool:
-        return self.deadline.timeout > 0
-
-    @property
-    def budget(self) -> float:
-        """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
-        left = self.deadline.at - clock()
-        if left >= STATEMENT_BUDGET - RELEASE_BUDGET:
-            return STATEMENT_BUDGET
-        return RELEASE_BUDGET + left if left > 0.0 else RELEASE_BUDGET
-
-
-class LockManager(ABC, Generic[S]):
-    """Lines and connections of one engine in this process."""
-
-    once_only = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
-
-    def __init__(self, engine: Engine, config: Config) -> None:
+    def __init__(self, engine: Engine, config: Config, carrier: Carrier) -> None:
         threads.require_native_threads()
         self.engine = engine
         self.config = config
+        self.carrier = carrier
         self.style: ParamStyle = style_of(engine.dialect)
         self.pid = PROCESS.pid
-        self.lines = LocalQueue(engine.dialect)
+        self.queue = LocalQueue(engine.dialect)
+        self.pool = LockPool(engine, config, carrier, weak_method(self._session_died))
 
-    # ------------------------------------------------------------ lines
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop whose tasks share it."""
+        return self.carrier.loop
 
-    def timeout(self, timeout: Seconds | None, owner: Contender) -> float:
-        """Return how long a call may wait; the default is cut for whoever holds a session lock already."""
-        if timeout is not None:
-            return seconds(timeout)
-        return min(self.config.default_timeout, NESTED_LIMIT) if owner.holds else self.config.default_timeout
+    def begin_call(
+        self, names: tuple[str, ...], sql: LockSql, timeout: Seconds | None, *, lasts: bool = False
+    ) -> LockAcquisition:
+        """Return a call of this contender, which is in no queue yet."""
+        carrier, no_handoff = self.carrier, isinstance(sql, TokenSql)
+        owner = carrier.contender()
+        limit = timeout_of(self.config, timeout, owner)
+        cancel = carrier.cancel_event() if limit else None
+        return Acquisition(
+            self.queue, self.config, names, sql, owner, limit, lasts=lasts, no_handoff=no_handoff, cancel=cancel
+        )
 
-    def request(
-        self, names: tuple[str, ...], sql: LockSql, owner: Contender, timeout: float, *, patient: bool = False
-    ) -> LockRequest:
-        """Return a call; `patient`: it waits for a server that is away from its first question on."""
-        deadline = Deadline(clock() + timeout, timeout) if timeout else _NOW
-        return LockRequest(names, sql, owner, deadline, patient and timeout > 0)
+    async def acquire(
+        self,
+        names: tuple[str, ...],
+        sql: LockSql,
+        timeout: Seconds | None,
+        make: Callable[[LockManager, SessionHold], HandleT],
+        *,
+        on: Connection | None = None,
+    ) -> HandleT | None:
+        """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
-    def enqueue(self, request: LockRequest, entry: QueueEntry) -> bool | None:
-        """Enter the lines, under the mutex, and return whether it stands first in all of them.
-
-        None: another contender is ahead, or this one holds it, and the call does not wait.
+        Args:
+            names: for messages.
+            sql: the keys to take.
+            timeout: seconds; None is the default, which does not wait for a server that is away at the first question.
+            make: makes the handle. From then on its finaliser answers for the lock, until then we do.
+            on: the caller's own connection; None takes one of ours.
 
         Raises:
-            SelfDeadlockError: the wait would never end inside this process.
+            LockTimeoutError: it was not free within the timeout.
+            SelfDeadlockError: it would never be, inside this process.
         """
-        owner, names = request.owner, request.names
-        if self.lines.held_by(owner, request.sql.places) or (
-            owner.holds and is_held_by(owner, self.lines, request.sql)
-        ):
-            if not request.waits:  # a try cannot deadlock
-                return None
-            raise SelfDeadlockError(
-                f"this {owner.kind} holds {format_names(names)} already: {self.once_only}",
-                names=names,
-            )
-        if self.lines.arrive(entry):
-            return True
-        circle = request.waits and closes_circle(entry)
-        if request.waits and not circle:
-            owner.waits = entry
-            return False
-        self.lines.leave(entry)
-        if circle:
-            raise SelfDeadlockError(
-                f"waiting for {format_names(names)} would never end: its holder in this process waits for"
-                f" {format_names(_held_here(owner))}, held here. Take both at once: one lock with many names",
-                names=names,
-            )
+        call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None)
+        entry = call.entry
+        try:
+            if call.cancel is not None:
+                expect_uncancelled(call.cancel)
+            with MUTEX:
+                if (front := call.enqueue()) is None:
+                    return None
+                if front and on is None:
+                    self.pool.state.warm(entry)
+            if not front:
+                await self._wait_for_turn(call, on)
+            if entry.handed_over is not None or await self._contend(call, on):
+                return make(self, self._record(call, entry.handed_over or entry.session))
+        except BaseException as error:
+            # Certainly, for the exception may be a signal's, and another may follow.
+            self.carrier.run_cleanup(lambda: self._abort_acquire(call))
+            if isinstance(error, Cancelled):
+                raise cancelled(names) from None
+            raise
+        entry.leave()
         return None
 
-    def dequeue(self, entry: QueueEntry) -> None:
-        """Leave the lines; a second time does nothing."""
-        with MUTEX:
-            self._leave(entry)
+    async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
+        """Wait to be the first in the queue. It may get the session of the one before, with the lock."""
+        if not await call.wait_for_turn(self.carrier):
+            raise call.late(call.holders_here() or await look_quietly(self.pool, call.wanted))
+        entry = call.entry
+        if entry.handed_over is not None and on is not None:
+            entry.session, entry.handed_over = entry.handed_over, None
+            await self._unlock_unused(entry.session, call.wanted)
+            entry.session = None
 
-    def _leave(self, entry: QueueEntry) -> None:
-        if entry.owner.waits is entry:
-            entry.owner.waits = None
-        entry.lines.leave(entry)
+    def _abort_acquire(self, call: LockAcquisition) -> None:
+        """Leave nothing behind, whatever happened."""
+        self._discard(call)
+        call.entry.discard_partial()
+        self._discard(call)  # until it left the queue, another thread could hand its lock over to it
 
-    def expect_others(
-        self, session: LockConnection, request: LockRequest, own: Sequence[Hold[Any]], found: Sequence[Holder]
-    ) -> None:
-        """Before a wait in the server: raise if the holder is this contender itself, through another engine.
+    def _discard(self, call: LockAcquisition) -> None:
+        for session in (call.entry.session, call.entry.handed_over):
+            if session is not None:
+                self.pool.discard(session)
 
-        Raises:
-            SelfDeadlockError: it is.
-        """
-        if error := self_deadlock(request.owner, request.names, own, found, session.facts.started):
-            raise error
+    async def _contend(self, call: LockAcquisition, on: Connection | None) -> bool:
+        """Contend with other processes, at the entry's session. False: not free, and no time to wait."""
+        failures, sql, entry = 0, call.wanted, call.entry
+        many = len(sql.keys) > MANY_KEYS
+        while True:
+            if entry.session is None:
+                try:
+                    entry.session = await self._checkout(call, on, failures)
+                except (UnreachableError, StandbyError) as error:
+                    if on is not None:
+                        raise
+                    failures += 1
+                    await self.carrier.sleep(call.outlast(error), call.cancel)
+                    continue
+            session: LockConnection = entry.session
+            began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it came
+            try:
+                try:
+                    if many:
+                        await self._make_room(session, call)
+                    granted = await session.try_lock(self.engine, sql, call.budget)
+                    if not granted and call.waits:
+                        call.note_held()
+                        granted = await self._wait(session, call)
+                except TextError:
+                    raise
+                except Exception as error:
+                    raise translate_lock_error(session, error, sql) from error
+                if granted:
+                    session.handoffs, session.granted_at = 0, time.monotonic()
+                    if many:
+                        self.pool.took(len(sql.keys))
+                    return True
+                holders = await look_on(self.pool, session, sql) if call.waits else []
+            except ConnectionGoneError as gone:
+                self.pool.discard(session)
+                entry.session = None
+                if on is not None:
+                    raise gone_error(call.names, gone) from gone.__cause__
+                failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
+                await self.carrier.sleep(call.outlast_gone(gone, failures), call.cancel)
+                continue
+            entry.session = None
+            self.pool.checkin(session)
+            if call.waits:
+                raise call.timed_out(holders)
+            return False
 
-    # ------------------------------------------------------------ holds
+    async def _checkout(self, call: LockAcquisition, on: Connection | None, failures: int) -> LockConnection:
+        if on is not None:
+            return await self.pool.borrow(on, call.budget)
+        session = await self.pool.checkout(call.left, len(call.wanted.keys), again=failures > 0, cancel=call.cancel)
+        if session is None:
+            raise call.no_connection()
+        return session
 
-    def torn(self, entry: QueueEntry) -> None:
-        """Forget what a grant left behind that was interrupted before its handle was there."""
-        with MUTEX:
-            entry.owner.holds[:] = [hold for hold in entry.owner.holds if hold.entry is not entry]
-            self._leave(entry)
+    async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
+        """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
+        if self.pool.must_count():
+            self.pool.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget))
+        self.pool.room_for(len(call.wanted.keys))
 
-    def held(self, request: LockRequest, entry: QueueEntry, session: S) -> Hold[S]:
+    async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
+        sql = call.wanted
+        if own := on_these_keys(call.owner, sql.keys):  # through another engine: the queue does not show it
+            found = await look_on(self.pool, session, sql)
+            if error := self_deadlock(call.owner, call.names, own, found, session.facts.started):
+                raise error
+        plan = WaitPlan(call.deadline, session.slice, len(sql.keys), clock())
+        while (step := plan.next(clock())) is not None:
+            expect_uncancelled(call.cancel)
+            if step.polls:
+                await self.carrier.sleep(step.seconds)
+                granted = await session.try_lock(self.engine, sql, call.budget)
+            else:
+                granted = await session.wait_lock(self.engine, sql, step.milliseconds, quiet=step.quiet)
+            if granted:
+                return True
+            call.note_held()
+            if (due := plan.due_log(clock())) is not None and log.isEnabledFor(due[0]):
+                call.log_wait(*due, holders := await look_on(self.pool, session, sql))
+                call.note_held(holders)
+        return False
+
+    def _record(self, call: LockAcquisition, session: LockConnection) -> SessionHold:
         """Record a grant."""
-        hold = Hold(request.names, request.sql, entry, session)
-        if isinstance(request.sql, TokenSql):
-            hold.token, hold.stored, hold.place = session.token, request.sql.name, request.sql.place
+        sql, entry = call.wanted, call.entry
+        hold = Hold(call.names, sql, entry, session)
+        if isinstance(sql, TokenSql):
+            hold.token, hold.stored, hold.place = session.token, sql.name, sql.place
         with MUTEX:
             entry.owner.waits = entry.away = None
             entry.owner.holds.append(hold)
@@ -204,45 +246,46 @@ class LockManager(ABC, Generic[S]):
         if session.dead is not None:  # it died between the answer and this line
             session.died(session.dead)
         if self.config.on_event is not None:
-            emit_event(self.config, "acquired", request.names, hold.token)
+            emit_event(self.config, "acquired", call.names, hold.token)
         return hold
 
-    def let_go(self, hold: Hold[S]) -> tuple[bool, bool]:
-        """Begin a release, under no lock: (it is ours to release, the lock went on to the next in line without a trip).
+    # ------------------------------------------------------------ release
 
-        The next in line gets the server's lock as it is, at most 16 times in a row or for 20 ms, so that another process
-        that waits in the server is not starved by a crowd in this one.
+    async def release(self, hold: SessionHold, *, leaving: bool = False, failing: bool = False) -> None:
+        """Give the lock back, provably, or close its connection.
+
+        Args:
+            hold: what is given back.
+            leaving: a block ends: a lock on the caller's connection must not outlive it.
+            failing: it ends by an exception.
+
+        Raises:
+            LockNotHeldError: it was released before, or this is a forked child.
+            LockLostError: it was lost before.
+            TransactionStateError: the caller's own connection is in a transaction. Unless a block ends, the lock stays.
         """
-        with MUTEX:
-            if not hold.begin_release():
-                return False, False
-            if hold in hold.owner.holds:
-                hold.owner.holds.remove(hold)
-            session = hold.session
-            session.hold = None
-            if hold.reason is not None or session.dead or session.lent or not session.ours:
-                return True, False
-            heir = self.lines.next_for_same_keys(hold.entry)
-            if heir is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
-                return True, False
-            session.handoffs += 1
-            heir.handed_over = session
-            self._leave(hold.entry)
-            return True, True
+        blocked = self._is_in_transaction(hold, leaving=leaving)
+        try:
+            mine, handed_over = self._begin_release(hold)
+            if not mine:
+                raise hold.not_held_error()
+            if not handed_over:
+                kept = hold.reason is None and not blocked and await self._unlock(hold)
+                (self.pool.checkin if kept else self.pool.discard)(hold.session)
+                hold.entry.leave()
+        except LockNotHeldError:
+            raise
+        except BaseException:
+            self.carrier.run_cleanup(lambda: self._finish_interrupted_release(hold))
+            raise
+        if hold.reason is not None:
+            raise hold.lost_error()
+        if self.config.on_event is not None:
+            emit_event(self.config, "released", hold.names, hold.token)
+        if blocked and not failing:
+            raise in_transaction(hold.names, closed=True)
 
-    def session_died(self, hold: Hold[Any] | None) -> None:
-        """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
-        if hold is not None:
-            self.dequeue(hold.entry)
-            emit_event(self.config, "lost", hold.names, hold.token)
-            log.warning("the lock %s was lost: %s", format_names(hold.names), hold.reason)
-        self.close_dead()
-
-    @abstractmethod
-    def close_dead(self) -> None:
-        """Close the connections that died."""
-
-    def spoiled(self, hold: Hold[S], *, leaving: bool) -> bool:
+    def _is_in_transaction(self, hold: SessionHold, *, leaving: bool) -> bool:
         """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there.
 
         Raises:
@@ -256,116 +299,84 @@ class LockManager(ABC, Generic[S]):
             raise in_transaction(hold.names)
         return True
 
-    def released(self, hold: Hold[S], *, spoiled: bool) -> None:
-        """Tell of a release, or of what it found."""
-        if hold.reason is not None:
-            raise hold.lost_error()
-        if self.config.on_event is not None:
-            emit_event(self.config, "released", hold.names, hold.token)
-        if spoiled:
-            raise in_transaction(hold.names, closed=True)
+    def _begin_release(self, hold: SessionHold) -> tuple[bool, bool]:
+        """Return whether it is ours to release, and whether the lock went on to the next in line without a round trip.
 
-    # ------------------------------------------------------------ telling
-
-    def timed_out(self, request: LockRequest, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
-        owner, held_here = request.owner, _held_here(request.owner)
-        by = f"; held by {', '.join(map(str, holders))}" if holders else ""
-        emit_event(self.config, "timeout", request.names)
-        if is_held_by(owner, self.lines, request.sql):
-            nested = f"; this {owner.kind} holds it already, and {self.once_only}"
-        else:
-            nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
-        return LockTimeoutError(
-            f"could not acquire {format_names(request.names)} within {request.deadline.timeout:g} s{why}{by}{nested}",
-            names=request.names,
-            keys=request.keys,
-            timeout=request.deadline.timeout,
-            holders=holders,
-            held_here=held_here,
-        )
-
-    def late(self, request: LockRequest, entry: QueueEntry, holders: Sequence[Holder]) -> Exception:
-        """Return what a contender raises that was not first in line in time: it is held, or the first one found no server."""
-        with MUTEX:
-            fronts = [next(iter(self.lines.line(place)), entry) for place in entry.places]
-        away = [front.away for front in fronts if front.away is not None]
-        if not away:
-            return self.timed_out(request, holders)
-        request.patience.failures += 1  # so that it gets an error of its own, and not that of another contender
-        return self.ended(request, away[0])
-
-    def ended(self, request: LockRequest, error: Away) -> Away:
-        """Return the error that a call ends with that finds no server."""
-        return request.patience.ended(request.names, error, request.deadline.timeout)
-
-    def saw_line(self, request: LockRequest, entry: QueueEntry) -> None:
-        """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
-        # A loop, because an interrupt that comes while a generator is dropped partway is swallowed there.
-        for place in entry.places:
-            front = next(iter(self.lines.line(place)), entry)
-            if front.hold is not None or front.told_held:
-                request.patience.held()
-                return
-
-    def saw_held(self, request: LockRequest, entry: QueueEntry, holders: Sequence[Holder] = ()) -> None:
-        """Note that the server has responded, and that it is held."""
-        request.patience.held(holders)
-        entry.told_held, entry.away = True, None
-
-    def outlast(self, request: LockRequest, entry: QueueEntry, error: Away) -> float:
-        """Return how many seconds to pause before a server that is away is asked again.
-
-        Raises:
-            UnreachableError, StandbyError: the call does not wait for it, or no longer.
+        The next in line gets the server's lock as it is, at most 16 times in a row or for 20 ms, so that another process
+        that waits in the server is not starved by a crowd in this one.
         """
-        pause = request.patience.pause(request.names, error, request.left)
-        if pause is not None:
-            entry.away = error
-            return pause
-        ended = self.ended(request, error)
-        if ended is error:
-            raise error
-        raise ended from error
-
-    def holders_here(self, request: LockRequest) -> list[Holder]:
-        """Return the holders in this process that a contender stands in line behind."""
         with MUTEX:
-            first = [
-                (key, next(iter(self.lines.line(place)), None))
-                for key, place in zip(request.keys, request.sql.places, strict=True)
-            ]
-        return [here(key, entry.hold) for key, entry in first if entry is not None and entry.hold is not None]
+            if not hold.begin_release():
+                return False, False
+            if hold in hold.owner.holds:
+                hold.owner.holds.remove(hold)
+            session = hold.session
+            session.hold = None
+            if hold.reason is not None or session.dead or session.lent or not session.ours:
+                return True, False
+            successor = self.queue.next_for_same_keys(hold.entry)
+            if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
+                return True, False
+            session.handoffs += 1
+            successor.handed_over = session
+            self.queue.dequeue(hold.entry)
+            return True, True
 
-    def gone(self, request: LockRequest, entry: QueueEntry, gone: ConnectionGoneError, failures: int) -> float:
-        """Return how many seconds to pause after a session that ended while it asked; the first of them is replaced at once.
+    def _finish_interrupted_release(self, hold: SessionHold) -> None:
+        """Close the connection, unless it serves somebody else already."""
+        session = hold.session
+        if session.hold in (None, hold):
+            if session.since:  # somebody else is inside a statement on it by now
+                MONITOR.shut_down(session)
+            else:
+                self.pool.discard(session)
+        hold.entry.discard_partial()
 
-        Raises:
-            UnreachableError: one too many ended, and the call does not wait for the server.
-        """
-        if failures == 1 and (request.left or not request.waits):
-            return 0.0
-        error = gone_error(request.names, gone)
-        error.__cause__ = gone.__cause__
-        return self.outlast(request, entry, error)
+    async def _unlock(self, hold: SessionHold) -> bool:
+        """Unlock on the server. Returns whether the session may be used again."""
+        session = hold.session
+        try:
+            if session.lent:
+                await session.reclaim(self.engine)
+            done = await session.unlock(self.engine, hold.sql)
+        except Exception as error:
+            if not (session.dead or is_connection_lost(error)):
+                raise
+            hold.reason = session.dead or "killed"
+            return False
+        if not done:
+            hold.reason = "killed"
+        return done and not session.lent
 
-    def log_wait(self, request: LockRequest, news: tuple[int, float], holders: Sequence[Holder]) -> None:
-        """Say in the log who is waited for."""
-        keys = ", ".join(str(key.value) for key in request.keys)
-        by = ", ".join(map(str, holders)) or "nobody by now"
-        if not log.isEnabledFor(news[0]):
-            return
-        log.log(
-            news[0],
-            "waiting for the lock %s (%s) for %.1f s, held by %s",
-            format_names(request.names),
-            keys,
-            news[1],
-            by,
-        )
+    async def _unlock_unused(self, session: LockConnection, sql: LockSql) -> None:
+        """Unlock a session that was handed over to somebody who cannot use it."""
+        try:
+            await session.unlock(self.engine, sql)
+        except BaseException:
+            self.pool.discard(session)
+            raise
+        self.pool.checkin(session)
+
+    def abandon(self, hold: SessionHold) -> None:
+        """Free a lock whose handle was dropped; called by a finaliser, so the work is done elsewhere."""
+
+        def close() -> None:
+            mine, handed_over = self._begin_release(hold)
+            if mine and not handed_over:
+                self.pool.discard(hold.session)
+                hold.entry.leave()
+
+        self.carrier.defer(close)
+
+    def _session_died(self, hold: SessionHold | None) -> None:
+        """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
+        if hold is not None:
+            hold.entry.leave()
+            emit_event(self.config, "lost", hold.names, hold.token)
+            log.warning("the lock %s was lost: %s", format_names(hold.names), hold.reason)
+        self.pool.reap(time.monotonic())
 
 
-NO_CONNECTION = ": all connections for locks are in use (max_lock_connections)"
-
-
-def _held_here(owner: Contender) -> tuple[str, ...]:
-    return tuple(name for hold in owner.holds for name in hold.names)
+def manager_for(engine: Engine, config: Config) -> LockManager:
+    """Return the lock manager of an engine in this process; of an async engine, on the running loop."""
+    return ManagerRegistry.for_carrier(engine, LockManager, lambda carrier: LockManager(engine, config, carrier))

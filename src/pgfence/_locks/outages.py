@@ -36,7 +36,7 @@ class Patience:
     holders: Sequence[Holder] = ()
     """Who held it then, as far as the response said."""
 
-    def held(self, holders: Sequence[Holder] = ()) -> None:
+    def note_held(self, holders: Sequence[Holder] = ()) -> None:
         """Note the response that it is held. From now on the wait lasts until its timeout."""
         self.lasts = True
         self.failures = 0

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
-def is_held_by(owner: Contender, lines: LocalQueue, sql: Any) -> bool:
+def is_held_by(owner: Contender, queue: LocalQueue, wanted: Any) -> bool:
     """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
 
     A lease and a session lock with a token wait in different lines, and exclude each other by their row.
     """
     if not owner.holds:
         return False
-    places, row = set(sql.places), sql.row
+    places, row = set(wanted.places), wanted.row
     for hold in tuple(owner.holds):
-        theirs = hold.entry.lines
-        same_place = theirs is lines and not places.isdisjoint(hold.entry.places)
-        same_row = row is not None and theirs.home is lines.home is not None and hold.row == row
+        theirs = hold.entry.queue
+        same_place = theirs is queue and not places.isdisjoint(hold.entry.places)
+        same_row = row is not None and theirs.home is queue.home is not None and hold.row == row
         if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True
     return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from sqlalchemy import Connection, Engine
@@ -14,9 +14,10 @@ from pgfence._api.contexts import AsyncSafeContext
 from pgfence._api.handles import AsyncHeld, given_back, lent
 from pgfence._api.inputs import resolve_async_engine
 from pgfence._api.locks import AH, AsyncLockBase
-from pgfence._locks import manager_async
+from pgfence._locks.looks import look
+from pgfence._locks.manager import manager_for
 from pgfence._process.lifecycle import PROCESS
-from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look
+from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
 from pgfence.config import config_of
 from pgfence.fence.handles import AsyncFencedHeld
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
     from pgfence._holds.hold import Hold
-    from pgfence._locks.manager_async import AsyncLockManager
+    from pgfence._locks.manager import LockManager
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.keys import Name
@@ -94,7 +95,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             )
         super().__init__(engine, names, namespace, token)
 
-    def _handle(self, manager: AsyncLockManager, hold: Hold[Any]) -> AH:
+    def _handle(self, manager: LockManager, hold: Hold[Any]) -> AH:
         return (AsyncFencedHeld if self._token else AsyncHeld)(manager, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
@@ -106,7 +107,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         manager, sql, on = self._place()
-        return await manager.acquire(self._labels, sql, 0.0, self._handle, on=on)
+        return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _started(on))
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
         """Wait until the lock is held.
@@ -127,11 +128,9 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         manager, sql, on = self._place()
-        handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=on)
+        handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=await _started(on))
         if handle is None:
-            raise manager.timed_out(
-                manager.request(self._labels, sql, manager_async.contender(), 0.0), await self._seen()
-            )
+            raise manager.begin_call(self._labels, sql, 0.0).timed_out(await self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
@@ -153,20 +152,23 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
 
     @asynccontextmanager
     async def _connect(self, timeout: Seconds | None) -> AsyncIterator[AsyncConnection]:
+        from sqlalchemy.ext.asyncio import AsyncConnection
+
         manager, _, _ = self._place()
+        engine = self._locked_on
         handle = await self.acquire(timeout=timeout)
         hold: Any = handle._hold
         watching = CancelOnLoss()
         watching.start(handle)
         async with watching:
-            connection = await hold.session.as_user_connection(manager.engine, manager.async_engine)
-            inner = connection.sync_connection
+            inner = await hold.session.as_user_connection(manager.engine)
             lent(inner, handle)
             try:
-                yield connection
+                yield AsyncConnection(engine, inner)
             finally:
                 given_back(inner)
-                await hold.session.close_lent(connection)
+                with suppress(Exception):  # a dead connection cannot roll back, and need not
+                    await hold.session.close_lent(inner)
 
     async def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, as the server sees it. Looking never takes a lock.
@@ -176,25 +178,36 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         manager, sql, on = self._place()
-        return await manager.holders(sql) if on is None else await on.run_sync(look, sql.keys)
+        if on is None:
+            return await look(manager.pool, sql)
+        return await on.run_sync(look_on_connection, sql.keys)
 
-    def _place(self) -> tuple[AsyncLockManager, LockSql, AsyncConnection | None]:
+    def _place(self) -> tuple[LockManager, LockSql, AsyncConnection | None]:
         engine = self._engine
         found = self._found
         if (
             found is not None
-            and found[0].async_engine is engine
+            and found[0].engine is getattr(engine, "sync_engine", None)
             and found[0].loop is asyncio.get_running_loop()
             and found[0].pid == PROCESS.pid
         ):
             return *found, None
         if hasattr(engine, "sync_connection"):
             config = config_of(engine, pin=True)
-            manager = manager_async.manager_for(engine.engine, config)
+            manager = manager_for(engine.engine.sync_engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_async_engine(engine, "AsyncAdvisoryLock", "AdvisoryLock")
         config = config_of(engine, pin=True)
-        manager = manager_async.manager_for(lock_engine(engine, config), config)
+        self._locked_on = lock_engine(engine, config)
+        manager = manager_for(self._locked_on.sync_engine, config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql
         return manager, sql, None
+
+
+async def _started(connection: AsyncConnection | None) -> Connection | None:
+    """Return what is below an AsyncConnection, once it has begun."""
+    if connection is not None:
+        await connection.get_raw_connection()
+        return connection.sync_connection
+    return None

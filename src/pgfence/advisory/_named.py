@@ -97,7 +97,7 @@ class LockNames:
         return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"
 
 
-def look(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
+def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> list[Holder]:
     """Look on the caller's own connection, and leave no transaction behind that was not there before."""
     began = not connection.in_transaction()
     try:

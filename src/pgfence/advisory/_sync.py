@@ -12,9 +12,11 @@ from pgfence._api.contexts import SafeContext
 from pgfence._api.handles import Held, given_back, lent
 from pgfence._api.inputs import resolve_engine
 from pgfence._api.locks import H, LockBase
-from pgfence._locks import manager_sync
+from pgfence._locks.looks import look
+from pgfence._locks.manager import manager_for
+from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
-from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look
+from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
 from pgfence.config import config_of
 from pgfence.fence.handles import FencedHeld
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, scoped_session
 
     from pgfence._holds.hold import Hold
-    from pgfence._locks.manager_sync import SyncLockManager
+    from pgfence._locks.manager import LockManager
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.keys import Name
@@ -112,7 +114,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             )
         super().__init__(engine, names, namespace, token)
 
-    def _handle(self, manager: SyncLockManager, hold: Hold[Any]) -> H:
+    def _handle(self, manager: LockManager, hold: Hold[Any]) -> H:
         return (FencedHeld if self._token else Held)(manager, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
@@ -124,7 +126,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         manager, sql, on = self._place()
-        return manager.acquire(self._labels, sql, 0.0, self._handle, on=on)
+        return run_sync(manager.acquire(self._labels, sql, 0.0, self._handle, on=on))
 
     def acquire(self, *, timeout: Seconds | None = None) -> H:
         """Wait until the lock is held.
@@ -146,9 +148,9 @@ class AdvisoryLock(LockNames, LockBase[H]):
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         manager, sql, on = self._place()
-        handle = manager.acquire(self._labels, sql, timeout, self._handle, on=on)
+        handle = run_sync(manager.acquire(self._labels, sql, timeout, self._handle, on=on))
         if handle is None:
-            raise manager.timed_out(manager.request(self._labels, sql, manager_sync.contender(), 0.0), self._seen())
+            raise manager.begin_call(self._labels, sql, 0.0).timed_out(self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
@@ -176,7 +178,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         handle = self.acquire(timeout=timeout)
         hold: Any = handle._hold
         try:
-            connection = hold.session.as_user_connection(manager.engine)
+            connection = run_sync(hold.session.as_user_connection(manager.engine))
             lent(connection, handle)
             yield connection
         except BaseException as exc:
@@ -194,20 +196,20 @@ class AdvisoryLock(LockNames, LockBase[H]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         manager, sql, on = self._place()
-        return manager.holders(sql) if on is None else look(on, sql.keys)
+        return run_sync(look(manager.pool, sql)) if on is None else look_on_connection(on, sql.keys)
 
-    def _place(self) -> tuple[SyncLockManager, LockSql, Connection | None]:
+    def _place(self) -> tuple[LockManager, LockSql, Connection | None]:
         engine = self._engine
         found = self._found
         if found is not None and found[0].engine is engine and found[0].pid == PROCESS.pid:
             return *found, None
         if isinstance(engine, Connection):
             config = config_of(engine, pin=True)
-            manager = manager_sync.manager_for(engine.engine, config)
+            manager = manager_for(engine.engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_engine(engine, "AdvisoryLock", "AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
-        manager = manager_sync.manager_for(lock_engine(engine, config), config)
+        manager = manager_for(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql
         return manager, sql, None
@@ -217,6 +219,6 @@ def _close(session: Any, connection: Connection | None) -> None:
     if connection is not None:
         given_back(connection)
         try:
-            session.close_lent(connection)
+            run_sync(session.close_lent(connection))
         except Exception:  # a dead connection cannot roll back, and need not
             connection.detach() if not connection.closed and not connection.invalidated else None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from pgfence._api.inputs import check_async_engine_source, check_engine_source
 from pgfence._leases.request import Refused
-from pgfence._locks.manager_sync import run_cleanup
+from pgfence._process.coroutines import run_sync
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.effects._claim import AlreadyFinished, claim_of
 from pgfence.effects._ends import Lapse
-from pgfence.effects._manager import AsyncEffects, SyncEffects
+from pgfence.effects._manager import EffectManager
 from pgfence.effects._record import Record
 from pgfence.effects._wanted import EffectKey, Reply, StoredResult
 from pgfence.errors import PgfenceError
@@ -47,9 +47,11 @@ def claim(engine: EngineSource, wanted: EffectKey, timeout: float) -> Running | 
         StandbyError: nothing can be written on this server.
     """
     what = "an effect"
-    manager, place = lease_sync.manager_for(check_engine_source(engine, what, WHY), what, SyncEffects)
+    manager, place = lease_sync.manager_for(check_engine_source(engine, what, WHY), what, EffectManager)
     try:
-        running = manager.acquire(claim_of(wanted, place, manager.config.namespace), timeout, partial(Running, wanted))
+        running = run_sync(
+            manager.acquire(claim_of(wanted, place, manager.config.namespace), timeout, partial(Running, wanted))
+        )
     except AlreadyFinished as settled:
         return settled.result
     except Refused as refused:
@@ -61,7 +63,7 @@ def claim(engine: EngineSource, wanted: EffectKey, timeout: float) -> Running | 
 async def claim_async(engine: AsyncEngineSource, wanted: EffectKey, timeout: float) -> AsyncRunning | StoredResult:
     """Claim a key for an attempt, or return what came of it before; see `claim`."""
     what = "an effect"
-    manager, place = lease_aio.manager_for(check_async_engine_source(engine, what, WHY), what, AsyncEffects)
+    manager, place = lease_aio.manager_for(check_async_engine_source(engine, what, WHY), what, EffectManager)
     try:
         running = await manager.acquire(
             claim_of(wanted, place, manager.config.namespace), timeout, partial(AsyncRunning, wanted)
@@ -84,7 +86,7 @@ class Running(Record):
     Each of these ends it, once. One that is dropped before lapses.
     """
 
-    _manager: SyncEffects
+    _manager: EffectManager
 
     def save_step(self, name: str, text: str) -> None:
         """Save what a step came to, so that an attempt after this one has it.
@@ -99,7 +101,9 @@ class Running(Record):
             UnreachableError: no answer: nobody knows whether it is saved.
         """
         self.check()
-        self._saved(name, text, self._manager.execute_with_retry(*self._step(name, text), self._patience, self._again))
+        self._saved(
+            name, text, run_sync(self._manager.execute_with_retry(*self._step(name, text), self._patience, self._again))
+        )
 
     def finish(self, status: str, text: str) -> None:
         """Store what came of it: "done" with a result or "failed" with an error, as JSON.
@@ -119,9 +123,9 @@ class Running(Record):
         self._leave()
         statement = self._finish(status, text, reply)
         try:
-            row = self._manager.execute_with_retry(*statement, self._patience, self._again)
+            row = run_sync(self._manager.execute_with_retry(*statement, self._patience, self._again))
         except BaseException as error:
-            run_cleanup(partial(self._unfinished, statement[2], error))
+            self._manager.carrier.run_cleanup(partial(self._unfinished, statement[2], error))
             if told := self._unanswered(error):
                 raise told from error
             raise
@@ -136,7 +140,7 @@ class Running(Record):
         self._leave()
         try:
             return self._confirmed(
-                self._manager.execute_with_retry(*self._finish(None, None, None), self._patience, self._again)
+                run_sync(self._manager.execute_with_retry(*self._finish(None, None, None), self._patience, self._again))
             )
         except Exception as error:
             if self._held_up(error):
@@ -152,9 +156,9 @@ class Running(Record):
         """
         self._leave()
         try:
-            return self._freed(self._manager.execute_with_retry(*self._free(), 0.0))
+            return self._freed(run_sync(self._manager.execute_with_retry(*self._free(), 0.0)))
         except BaseException as error:
-            run_cleanup(partial(self._manager.unanswered, self._grant, error))
+            self._manager.carrier.run_cleanup(partial(self._manager.note_unanswered, self._grant, error))
             if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
                 raise
             return None
@@ -169,7 +173,7 @@ class Running(Record):
         if not self.ours:
             return None
         try:
-            return Lapse(*self._manager.execute_with_retry(*self._note(ended), 0.0))
+            return Lapse(*run_sync(self._manager.execute_with_retry(*self._note(ended), 0.0)))
         except BaseException as failure:
             self._note_later(ended)
             if not isinstance(failure, Exception):
@@ -180,7 +184,7 @@ class Running(Record):
 class AsyncRunning(Record):
     """An attempt at work, for tasks; see `Running`. A cancel during one of its ends is made up for in the background."""
 
-    _manager: AsyncEffects
+    _manager: EffectManager
 
     async def save_step(self, name: str, text: str) -> None:
         """Save what a step came to; see the sync twin."""
@@ -229,7 +233,7 @@ class AsyncRunning(Record):
         try:
             return self._freed(await self._manager.execute_with_retry(*self._free(), 0.0))
         except BaseException as error:
-            self._manager.unanswered(self._grant, error)
+            self._manager.note_unanswered(self._grant, error)
             if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
                 raise
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, decoded, host, owner_of
@@ -47,7 +46,7 @@ class EffectRequest(AcquireRequest):
 
     kind = "effect"
 
-    @cached_property
+    @property
     def places(self) -> tuple[Hashable, ...]:
         """No line in this process: the server decides, so that another payload is told of before a wait."""
         return ()

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pgfence._leases.manager import LONGEST_SLEEP, LeaseManager
-from pgfence._leases.manager_async import AsyncLeaseManager
-from pgfence._leases.manager_sync import SyncLeaseManager
 from pgfence._process.clock import between
-from pgfence._process.monitor import MONITOR
 from pgfence.effects._claim import EffectRequest
 from pgfence.effects._ends import in_progress
 from pgfence.errors import LockNotHeldError, UnreachableError
 
 if TYPE_CHECKING:
+    from pgfence._leases.acquisition import LeaseAcquisition
     from pgfence._leases.grant import Grant
     from pgfence._leases.request import Busy
     from pgfence._leases.terms import LeaseKind
-    from pgfence._locks.manager import LockRequest
-    from pgfence.errors import PgfenceError
 
 FIRST_NAP = 0.02
 
 
-class _Effects(LeaseManager[Any]):
+class EffectManager(LeaseManager):
     """Where a claim of an effect differs from a lease.
 
     Nobody is told (NOTIFY) of its end. The end is a commit that has to be on disk, and commits that tell of something wait
@@ -36,12 +32,12 @@ class _Effects(LeaseManager[Any]):
     warm = 5
     tells = False
 
-    def too_late(self, request: LockRequest, busy: Busy) -> None:
-        claim: Any = request.sql
+    def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
+        claim = call.wanted
         assert isinstance(claim, EffectRequest)
-        raise in_progress(claim.wanted, busy, request.deadline.timeout if request.waits else 0)
+        raise in_progress(claim.wanted, busy, call.deadline.timeout if call.waits else 0)
 
-    def no_session(self, request: LockRequest | None) -> PgfenceError:
+    def no_connection(self, call: LeaseAcquisition | None) -> Exception:
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
@@ -49,21 +45,13 @@ class _Effects(LeaseManager[Any]):
         # A claim that is not renewed ends by itself.
         return min(left, longest, remaining + between(0.005, 0.05)) if remaining else min(left, longest)
 
-    def abandon(self, hold: Grant) -> None:
+    def abandon(self, grant: Grant) -> None:
         """Stop renewing the claim of an attempt that was dropped before its end; called by a finaliser."""
 
         def lapse() -> None:
             try:
-                self.let_lapse(hold)
+                self.let_lapse(grant)
             except LockNotHeldError:
                 return
 
-        MONITOR.post(lapse)
-
-
-class SyncEffects(_Effects, SyncLeaseManager):
-    """The attempts of the threads of this process through one engine."""
-
-
-class AsyncEffects(_Effects, AsyncLeaseManager):
-    """The attempts of the tasks of one loop through one engine."""
+        self.carrier.defer(lapse)

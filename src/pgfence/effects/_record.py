@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connection import RELEASE_BUDGET
 from pgfence._holds.events import emit_event
+from pgfence._leases.answers import ask_again
 from pgfence._leases.heartbeat.tasks import ReleaseTask, row_until
-from pgfence._leases.manager import ask_again
 from pgfence._process.clock import clock
 from pgfence._sql.effects import effect_sql
 from pgfence._sql.encoding import TextError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pgfence._sql.effects import EffectSql
     from pgfence._sql.storage import TableNames
     from pgfence.effects._ends import Lapse
-    from pgfence.effects._manager import AsyncEffects, SyncEffects
+    from pgfence.effects._manager import EffectManager
     from pgfence.effects._wanted import EffectKey, Reply
 
     Statement = tuple[TableNames, str, tuple[Any, ...]]
@@ -40,7 +40,7 @@ class Record:
 
     __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_steps", "_wanted")
 
-    def __init__(self, wanted: EffectKey, manager: SyncEffects | AsyncEffects, grant: Grant) -> None:
+    def __init__(self, wanted: EffectKey, manager: EffectManager, grant: Grant) -> None:
         self._wanted = wanted
         self._manager: Any = manager
         self._grant = grant
@@ -161,7 +161,7 @@ class Record:
                 f"attempt {self.number} at {self._wanted} is complete already: a transaction with its result was committed"
             )
         if answer != self.number:
-            self._manager.beat.drop(self._grant)
+            self._manager.heartbeat.drop(self._grant)
             self._grant.lose("superseded")
             raise self._lost(answer)
 
@@ -211,14 +211,14 @@ class Record:
 
     def _note_later(self, ended: str) -> None:
         grant, args = self._grant, self._note(ended)[2]
-        self._manager.beat.end_later(
+        self._manager.heartbeat.end_later(
             ReleaseTask(grant.place, lambda sql: sql.end, args, row_until(grant), grant.family)
         )
 
     def _leave(self) -> None:
         """Take the right to end it, and stop its heartbeat."""
         try:
-            self._manager.take_leave(self._grant)
+            self._manager.detach(self._grant)
         except LockNotHeldError:
             raise self._over() from None
 
@@ -260,7 +260,7 @@ class Record:
             args = grant.stored, *args
             # The server decides by the id of the claim, so that it does no harm to come late.
             until = max(row_until(grant), clock() + LONGEST_PATIENCE)
-            self._manager.beat.end_later(
+            self._manager.heartbeat.end_later(
                 ReleaseTask(grant.place, lambda sql: sql.finish_late, args, until, grant.family)
             )
 

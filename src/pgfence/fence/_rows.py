@@ -10,7 +10,7 @@ from sqlalchemy import Column
 from sqlalchemy import inspect as mapped
 from sqlalchemy.orm import ColumnProperty
 
-from pgfence._locks import manager_async, manager_sync
+from pgfence._holds.carriers import THREADS, find_contender_of_task
 from pgfence._orm import upsert_of
 from pgfence._sql.storage import table_names
 from pgfence._sql.transaction import driver_state
@@ -207,7 +207,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
 
 
 def _held_here(name: str, place: TableNames) -> int | None:
-    owner = manager_async.contender_here() or manager_sync.contender()
+    owner = find_contender_of_task() or THREADS.contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
             hold.check()

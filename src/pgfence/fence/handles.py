@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, overload
 from pgfence._api.handles import AsyncHeld, Held
 from pgfence._api.inputs import unwrap_session
 from pgfence._leases.request import json_text
+from pgfence._process.coroutines import run_sync
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
 from pgfence.keys import SEPARATOR, qualified_name
 
@@ -163,7 +164,7 @@ class HeldLease(_Leased, FencedHeld):
             UnreachableError: no answer; it stands until its deadline, and the heartbeat goes on trying.
             ValueError, TypeError: as the `ttl` of a lease.
         """
-        self._manager.renew(self._hold, ttl_of(ttl))
+        run_sync(self._manager.renew(self._hold, ttl_of(ttl)))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
         """Save what the next holder can go on from, in the caller's transaction, behind the gate of this lease.
@@ -187,7 +188,7 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             LockLostError, LockNotHeldError, UnreachableError: as `renew`; it is handed over to nobody then.
         """
-        found: LeaseRef = self._manager.hand_over(self._hold)
+        found: LeaseRef = run_sync(self._manager.hand_over(self._hold))
         return found
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source, resolve_async_engine
 from pgfence._api.locks import AsyncLockBase
-from pgfence._leases.manager_async import AsyncLeaseManager, leases_of
+from pgfence._leases import manager as leases
+from pgfence._leases.manager import LeaseManager
 from pgfence._leases.request import holder_of
-from pgfence._locks import manager_async
 from pgfence._sql.storage import table_names
 from pgfence.config import config_of
 from pgfence.fence.handles import AsyncHeldLease
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pgfence.types import Holder, LeaseRef
 
 
-LeasesT = TypeVar("LeasesT", bound=AsyncLeaseManager)
+ManagerT = TypeVar("ManagerT", bound=LeaseManager)
 
 
 class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease]):
@@ -60,12 +60,9 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         manager, claim = self._place()
-        owner = manager_async.contender()
-        handle = await manager.acquire(
-            claim, manager.timeout(timeout, owner), AsyncHeldLease, patient=timeout is not None
-        )
+        handle = await manager.acquire(claim, timeout, AsyncHeldLease, lasts=timeout is not None)
         if handle is None:
-            raise manager.timed_out(manager.asked(claim, owner, 0.0), await self._seen())
+            raise manager.begin_call(claim, 0.0).timed_out(await self._seen())
         return handle
 
     @staticmethod
@@ -84,7 +81,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
             PgfenceError: as `acquire`.
         """
         manager, place = manager_for(
-            check_async_engine_source(engine, "AsyncLease.adopt"), "AsyncLease.adopt", AsyncLeaseManager
+            check_async_engine_source(engine, "AsyncLease.adopt"), "AsyncLease.adopt", LeaseManager
         )
         claim, reference = claim_of(manager.engine, ref, place)
         return await manager.adopt(claim, reference, AsyncHeldLease)
@@ -100,12 +97,12 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
         row = await manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
-    def _place(self) -> tuple[AsyncLeaseManager, AcquireRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, AsyncLeaseManager)
+    def _place(self) -> tuple[LeaseManager, AcquireRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
         return manager, self._claim(place, manager.config.namespace)
 
 
-def manager_for(source: AsyncEngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, TableNames]:
+def manager_for(source: AsyncEngineSource, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
     """Return the leases, or the like, of an engine on the running loop, and where its tables are."""
     engine = resolve_async_engine(source, what)
-    return leases_of(engine, config_of(engine, pin=True), kind), table_names(engine)
+    return leases.manager_for(engine.sync_engine, config_of(engine, pin=True), kind), table_names(engine)

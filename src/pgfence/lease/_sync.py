@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._api.inputs import EngineSource, check_engine_source, resolve_engine
 from pgfence._api.locks import LockBase
-from pgfence._leases.manager_sync import SyncLeaseManager, leases_of
+from pgfence._leases import manager as leases
+from pgfence._leases.manager import LeaseManager
 from pgfence._leases.request import holder_of
-from pgfence._locks import manager_sync
+from pgfence._process.coroutines import run_sync
 from pgfence._sql.storage import table_names
 from pgfence.config import config_of
 from pgfence.fence.handles import HeldLease
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
     from pgfence.types import Holder, LeaseRef
 
-LeasesT = TypeVar("LeasesT", bound=SyncLeaseManager)
+ManagerT = TypeVar("ManagerT", bound=LeaseManager)
 
 
 class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
@@ -61,7 +62,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             PgfenceError: as `acquire`.
         """
         manager, claim = self._place()
-        return manager.acquire(claim, 0.0, HeldLease)
+        return run_sync(manager.acquire(claim, 0.0, HeldLease))
 
     def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
         """Wait until it is held.
@@ -80,10 +81,9 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
         manager, claim = self._place()
-        owner = manager_sync.contender()
-        handle = manager.acquire(claim, manager.timeout(timeout, owner), HeldLease, patient=timeout is not None)
+        handle = run_sync(manager.acquire(claim, timeout, HeldLease, lasts=timeout is not None))
         if handle is None:
-            raise manager.timed_out(manager.asked(claim, owner, 0.0), self._seen())
+            raise manager.begin_call(claim, 0.0).timed_out(self._seen())
         return handle
 
     @staticmethod
@@ -101,9 +101,9 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        manager, place = manager_for(check_engine_source(engine, "Lease.adopt"), "Lease.adopt", SyncLeaseManager)
+        manager, place = manager_for(check_engine_source(engine, "Lease.adopt"), "Lease.adopt", LeaseManager)
         claim, reference = claim_of(manager.engine, ref, place)
-        return manager.adopt(claim, reference, HeldLease)
+        return run_sync(manager.adopt(claim, reference, HeldLease))
 
     def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
@@ -113,15 +113,15 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             SchemaError: the tables are missing.
         """
         manager, claim = self._place()
-        row = manager.look(claim.place, claim.stored)
+        row = run_sync(manager.look(claim.place, claim.stored))
         return [] if row is None else [holder_of(claim, row)]
 
-    def _place(self) -> tuple[SyncLeaseManager, AcquireRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, SyncLeaseManager)
+    def _place(self) -> tuple[LeaseManager, AcquireRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
         return manager, self._claim(place, manager.config.namespace)
 
 
-def manager_for(source: EngineSource, what: str, kind: type[LeasesT]) -> tuple[LeasesT, TableNames]:
+def manager_for(source: EngineSource, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
     """Return the leases, or the like, of an engine in this process, and where its tables are."""
     engine = resolve_engine(source, what)
-    return leases_of(engine, config_of(engine, pin=True), kind), table_names(engine)
+    return leases.manager_for(engine, config_of(engine, pin=True), kind), table_names(engine)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source
 from pgfence._api.locks import AsyncLockBase
-from pgfence._leases.manager_async import AsyncLeaseManager
+from pgfence._leases.manager import LeaseManager
 from pgfence._leases.request import Refused, holder_of
-from pgfence._locks import manager_async
 from pgfence.lease._aio import manager_for
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import AsyncSlot
@@ -72,13 +71,12 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
         manager, claim = self._place()
-        owner = manager_async.contender()
         try:
-            slot = await manager.acquire(claim, manager.timeout(timeout, owner), AsyncSlot, patient=timeout is not None)
+            slot = await manager.acquire(claim, timeout, AsyncSlot, lasts=timeout is not None)
         except Refused as refused:
             raise answer(refused) from None
         if slot is None:
-            raise manager.timed_out(manager.asked(claim, owner, 0.0), await self._seen())
+            raise manager.begin_call(claim, 0.0).timed_out(await self._seen())
         return slot
 
     @overload  # type: ignore[override]  # here skipping is the default
@@ -149,6 +147,6 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
         row = await manager.look(claim.place, claim.stored)
         return [] if row is None else [holder_of(claim, row)]
 
-    def _place(self) -> tuple[AsyncLeaseManager, SlotRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, AsyncLeaseManager)
+    def _place(self) -> tuple[LeaseManager, SlotRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
         return manager, self._claim(place, manager.config.namespace)

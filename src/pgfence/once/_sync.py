@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pgfence._api.inputs import EngineSource, check_engine_source
 from pgfence._api.locks import LockBase
-from pgfence._leases.manager_sync import SyncLeaseManager
+from pgfence._leases.manager import LeaseManager
 from pgfence._leases.request import Refused, holder_of
-from pgfence._locks import manager_sync
+from pgfence._process.coroutines import run_sync
 from pgfence.lease._sync import manager_for
 from pgfence.once._claim import SlotOverError, answer
 from pgfence.once._handles import Slot
@@ -80,7 +80,7 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
         """
         manager, claim = self._place()
         try:
-            return manager.acquire(claim, 0.0, Slot)
+            return run_sync(manager.acquire(claim, 0.0, Slot))
         except Refused as refused:
             if isinstance(error := answer(refused), SlotOverError):
                 return None
@@ -105,13 +105,12 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
         manager, claim = self._place()
-        owner = manager_sync.contender()
         try:
-            slot = manager.acquire(claim, manager.timeout(timeout, owner), Slot, patient=timeout is not None)
+            slot = run_sync(manager.acquire(claim, timeout, Slot, lasts=timeout is not None))
         except Refused as refused:
             raise answer(refused) from None
         if slot is None:
-            raise manager.timed_out(manager.asked(claim, owner, 0.0), self._seen())
+            raise manager.begin_call(claim, 0.0).timed_out(self._seen())
         return slot
 
     @overload  # type: ignore[override]  # here skipping is the default
@@ -179,9 +178,9 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
             SchemaError: the tables are missing.
         """
         manager, claim = self._place()
-        row = manager.look(claim.place, claim.stored)
+        row = run_sync(manager.look(claim.place, claim.stored))
         return [] if row is None else [holder_of(claim, row)]
 
-    def _place(self) -> tuple[SyncLeaseManager, SlotRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, SyncLeaseManager)
+    def _place(self) -> tuple[LeaseManager, SlotRequest]:
+        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
         return manager, self._claim(place, manager.config.namespace)

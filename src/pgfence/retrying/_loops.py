@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pgfence._api.contexts import AsyncSafeContext, SafeContext
-from pgfence._locks import manager_async, manager_sync
+from pgfence._holds.carriers import THREADS, contender_of_task
 from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
@@ -136,7 +136,7 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
     retries = Retries(plan)
     while True:
         session = factory()
-        with _alone(manager_sync.contender(), session, factory, plan):
+        with _alone(THREADS.contender(), session, factory, plan):
             attempt = retries.open(session)
             try:
                 with SafeContext(session), SafeContext(session.begin()):
@@ -157,7 +157,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
     retries = Retries(plan)
     while True:
         session = factory()
-        with _alone(manager_async.contender(), session.sync_session, factory, plan):
+        with _alone(contender_of_task(), session.sync_session, factory, plan):
             attempt = retries.open(session.sync_session)
             try:
                 async with AsyncSafeContext(session), AsyncSafeContext(session.begin()):

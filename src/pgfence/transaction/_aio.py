@@ -13,8 +13,8 @@ from pgfence._api.inputs import (
     unwrap_session,
 )
 from pgfence._api.transactions import AsyncBegun
+from pgfence._holds.carriers import contender_of_task
 from pgfence._holds.events import format_names
-from pgfence._locks import manager_async
 from pgfence.keys import resolve
 from pgfence.transaction._request import TransactionLockBase
 
@@ -118,7 +118,7 @@ class AsyncTransactionLock(TransactionLockBase):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        await self._work().run_sync(self._acquire, timeout, manager_async.contender())
+        await self._work().run_sync(self._acquire, timeout, contender_of_task())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
@@ -137,7 +137,7 @@ class AsyncTransactionLock(TransactionLockBase):
 
     async def _enter(self, timeout: Seconds | None) -> Callable[[], Awaitable[None]]:
         work = self._work()
-        stay = await work.run_sync(self._stay, timeout, manager_async.contender())
+        stay = await work.run_sync(self._stay, timeout, contender_of_task())
 
         async def check() -> None:
             if stay.ended():  # then there may be nothing left to run on

@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Engine
 from pgfence._api.contexts import EnterOnly
 from pgfence._api.inputs import is_session, is_sessionmaker, unwrap_session
 from pgfence._api.transactions import Begun
+from pgfence._holds.carriers import THREADS
 from pgfence._holds.events import format_names
-from pgfence._locks import manager_sync
 from pgfence.keys import resolve
 from pgfence.transaction._request import TransactionLockBase
 
@@ -109,7 +109,7 @@ class TransactionLock(TransactionLockBase):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        self._acquire(self._work(), timeout, manager_sync.contender())
+        self._acquire(self._work(), timeout, THREADS.contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
@@ -128,7 +128,7 @@ class TransactionLock(TransactionLockBase):
 
     def _enter(self, timeout: Seconds | None) -> Callable[[], None]:
         work = self._work()
-        stay = self._stay(work, timeout, manager_sync.contender())
+        stay = self._stay(work, timeout, THREADS.contender())
         return lambda: self._expect_held(work, stay)
 
     def holders(self) -> list[Holder]:

@@ -13,11 +13,13 @@ import socket
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pgfence._connections.connect import in_greenlet, open_connection
+from pgfence._connections.connect import open_connection
 from pgfence._connections.connection import LockConnection
 from pgfence._connections.connection_async import AsyncLockConnection
 from pgfence._connections.connection_sync import SyncLockConnection
-from pgfence._connections.drivers import ASYNC_DRIVERS, SYNC_DRIVERS, driver_connection_for
+from pgfence._connections.drivers import driver_connection_for
+from pgfence._holds.carriers import in_greenlet
+from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
 
     def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
         super().__init__(engine, config, heard)
-        self._wire = driver_connection_for(engine.dialect.driver, SYNC_DRIVERS, "sync")
+        self._wire = driver_connection_for(engine.dialect)
         self._bell, self._rope = socket.socketpair()
         self._bell.setblocking(False)
         self._rope.setblocking(False)
@@ -118,13 +120,13 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
 
     def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
         assert self.session is not None
-        answer = self.session.ask(self.engine, text, args, limit=limit)
+        answer = run_sync(self.session.ask(self.engine, text, args, limit=limit))
         self._collect(self.session)
         return answer
 
     def listen(self, text: str, channel: str, *, on: bool) -> None:
         assert self.session is not None
-        self.session.wire.listen(text, channel, on=on)
+        run_sync(self.session.wire.listen(text, channel, on=on))
         self._collect(self.session)
 
     def rest(self, seconds: float) -> None:
@@ -166,7 +168,7 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
 
     def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
         super().__init__(engine, config, heard)
-        self._wire = driver_connection_for(engine.dialect.driver, ASYNC_DRIVERS, "async")
+        self._wire = driver_connection_for(engine.dialect)
         self._loop = asyncio.SelectorEventLoop()
         self._bell = asyncio.Event()
 

@@ -16,6 +16,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases import terms
 from pgfence._leases.grant import ended_error, log
 from pgfence._leases.heartbeat import tasks
@@ -28,7 +29,6 @@ from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.references import when_disposed
-from pgfence._process.registry import ManagerRegistry
 from pgfence._sql import addresses
 from pgfence._sql.params import style_of
 

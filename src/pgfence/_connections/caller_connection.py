@@ -1,0 +1,221 @@
+"""The caller's own connection, which keeps a lock for as long as the caller wants."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any, Self
+
+from sqlalchemy import event
+
+from pgfence._connections.connection import STATEMENT_BUDGET, ConnectionGoneError, LockConnection
+from pgfence._process.lifecycle import PROCESS
+from pgfence._sql import server
+from pgfence._sql.advisory import QUIET_CHECK
+from pgfence._sql.encoding import text_error
+from pgfence.errors import TransactionStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.pool import ConnectionPoolEntry
+
+    from pgfence._connections.drivers import DriverConnection
+    from pgfence._holds.carriers import Carrier
+
+
+class CallerConnection(LockConnection):
+    """The caller's own connection, for one lock: nothing is set on it, and it is closed only where a lock would stay on it."""
+
+    ours = False
+    direct = False
+
+    def __init__(
+        self, connection: Connection, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo
+    ) -> None:
+        super().__init__(dbapi_connection, wire, facts)
+        self.connection = connection
+        self._fairy = connection.connection
+        self._ending = threading.RLock()
+        """Held while the driver's connection is closed, so that the pool does not give it to another user."""
+        self._with_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
+        self._with_it.append(self)
+        pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
+        if _returned not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
+            event.listen(pool, "checkin", _returned)
+        self.watch()
+        event.listen(connection, "before_cursor_execute", self._guard)
+
+    @classmethod
+    async def borrow(
+        cls, carrier: Carrier, connection: Connection, make_wire: type[DriverConnection], limit: float
+    ) -> Self:
+        """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
+        dbapi_connection: Any = await carrier.call(lambda: connection.connection.dbapi_connection)
+        wire = make_wire(connection.dialect.get_driver_connection(dbapi_connection))
+        cls.fit(connection, dbapi_connection, wire)
+        facts = cls.known_facts(connection, dbapi_connection)
+        session = cls(connection, dbapi_connection, wire, facts or server.UNKNOWN)
+        if facts is None:
+            try:
+                row = await session.row(connection.engine, server.READ_FACTS, (), limit=limit)
+                facts = server.ServerInfo.of(row, set_up=False)
+            except BaseException:
+                session.forgo()
+                raise
+            session.know(facts)
+            cls.learn(connection, dbapi_connection, facts)
+        return session
+
+    @staticmethod
+    def fit(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> None:
+        """Refuse a connection on which a session lock cannot be taken as it is."""
+        if wire.busy:
+            raise TransactionStateError(
+                "this connection is in pipeline mode, where an earlier error would hide whether the lock was taken: take"
+                " the lock outside the pipeline"
+            )
+        if in_transaction(connection, dbapi_connection, wire):
+            raise TransactionStateError(
+                "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
+                " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
+            )
+
+    @staticmethod
+    def known_facts(connection: Connection, dbapi_connection: Any) -> server.ServerInfo | None:
+        """Return what was learnt of this very connection before."""
+        known: tuple[Any, server.ServerInfo] | None = connection.info.get(_FACTS)
+        return known[1] if known is not None and known[0] is dbapi_connection else None
+
+    @staticmethod
+    def learn(connection: Connection, dbapi_connection: Any, facts: server.ServerInfo) -> None:
+        """Keep with the pooled connection what one round trip told of it."""
+        connection.info[_FACTS] = dbapi_connection, facts
+
+    def forgo(self) -> None:
+        """Leave the connection to its owner after a first statement that failed; if it was cut off, close it."""
+        if self.dead is None:
+            self.let_go()
+        else:
+            self.close()
+
+    def _guard(self, connection: Connection, *_: Any) -> None:
+        """SQLAlchemy reconnects after a lost connection without a word: refuse to go on there without the lock."""
+        if connection.connection.dbapi_connection is not self.dbapi_connection:
+            self.died(self.dead or "killed")
+            hold = self.hold
+            if hold is not None:
+                raise hold.lost_error()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the driver's connection is still that of the caller's Connection, and of no other user."""
+        connection = self.connection
+        if self.closed or connection.closed or connection.invalidated:
+            return False
+        return connection.connection.dbapi_connection is self.dbapi_connection
+
+    def expect_attached(self) -> None:
+        """Raise before a statement that would reach another user of the driver's connection."""
+        if not self.attached:
+            self.dead = self.dead or "returned"
+            raise ConnectionGoneError("the Connection was closed")
+
+    @property
+    def spoiled(self) -> bool:  # type: ignore[override]
+        """Whether the lock cannot be given back at this moment, for a transaction is open."""
+        return self.dead is None and self.attached and in_transaction(self.connection, self.dbapi_connection, self.wire)
+
+    @property
+    def shared(self) -> bool:
+        """Whether another Connection was closed, and the caller's still has the driver's connection (StaticPool)."""
+        return bool(getattr(self._fairy, "_counter", 0))
+
+    def returned(self, record: ConnectionPoolEntry) -> None:
+        """End the lock, because the Connection is given back: the pool opens another one for its next user."""
+        with self._ending:
+            if self.closed:
+                return
+            self.let_go()
+            self.dead = self.dead or "returned"
+            with contextlib.suppress(Exception):
+                self.wire.close()
+        # An async driver would be awaited: a cancel there would cost the pool a place.
+        record.invalidate(soft=self.connection.dialect.is_async)
+        self.died(self.dead)
+
+    def let_go(self, *, listed: bool = False) -> None:
+        """Leave the connection to its owner, as it was; `listed`: the pool still waits for what comes next here."""
+        if self.closed:
+            return
+        self.closed = True
+        if not listed:
+            self._unlist()
+        self.unwatch()
+        event.remove(self.connection, "before_cursor_execute", self._guard)
+
+    def _unlist(self) -> None:
+        if self in self._with_it:
+            self._with_it.remove(self)
+
+    def close(self) -> None:
+        """End the caller's connection, for a lock would stay on it; SQLAlchemy learns that it is gone."""
+        PROCESS.notice_fork()
+        with self._ending:
+            attached = self.attached
+            self.let_go(listed=attached)  # a check-in by another thread waits until the driver's connection is closed
+            self.dead = self.dead or "killed"
+            if attached:
+                with contextlib.suppress(Exception):
+                    self.wire.close()
+                with contextlib.suppress(Exception):
+                    self.invalidate()
+                self._unlist()
+
+    def invalidate(self) -> None:
+        """Tell SQLAlchemy that the connection is gone."""
+        self.connection.invalidate()
+
+    async def row(
+        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+    ) -> Any:
+        """Run a statement in autocommit and return its first row."""
+        self.expect_attached()
+        self.begin(limit)
+        before = await self.wire.set_autocommit(True)
+        try:
+            return await self.wire.query(text, args)
+        except Exception as error:
+            if told := text_error(error, args, lambda: self.wire.driver):
+                raise told from error
+            raise
+        finally:
+            self.since = 0.0
+            with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
+                await self.wire.set_autocommit(before)
+
+    async def run_script(self, engine: Engine, wait: str) -> bool:
+        self.expect_attached()
+        before = await self.wire.set_autocommit(True)
+        try:
+            return await self.wire.script(f"{wait}; {QUIET_CHECK}")
+        finally:
+            with contextlib.suppress(Exception):
+                await self.wire.set_autocommit(before)
+
+
+def in_transaction(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> bool:
+    """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
+    return wire.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
+
+
+_FACTS = "pgfence.facts"
+_LOCKS = "pgfence.locks"
+
+
+def _returned(_: Any, record: ConnectionPoolEntry) -> None:
+    """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
+    for session in list(record.info.get(_LOCKS, ())):
+        if not session.shared:
+            session.returned(record)

@@ -1,0 +1,268 @@
+"""What runs a contender: a thread, or a task of an event loop.
+
+The runtime is written once, as coroutines over a carrier. What a thread's carrier offers blocks and never suspends, so
+`run_sync` drives the same text there. Only the ways to wait are written twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pgfence._holds.cancellation import cancel_here, wait
+from pgfence._holds.queue import Contender
+from pgfence._process.lifecycle import PROCESS
+from pgfence._process.monitor import MONITOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgfence._holds.cancellation import CancelEvent
+
+R = TypeVar("R")
+
+
+class WakeEvent(Protocol):
+    """Where one contender waits to be woken once, from any thread."""
+
+    def set(self) -> None:
+        """Wake the contender."""
+        ...
+
+    async def wait(self, seconds: float, cancel: CancelEvent | None = None) -> bool:
+        """Wait at most so long and return whether it is set."""
+        ...
+
+
+class Carrier(Protocol):
+    """What the runtime needs of a thread or of a task's loop."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop of the tasks."""
+        ...
+
+    def contender(self) -> Contender:
+        """Return the contender that calls."""
+        ...
+
+    def cancel_event(self) -> CancelEvent | None:
+        """Return what can end the waits of the caller, apart from a cancel of its task."""
+        ...
+
+    def event(self) -> WakeEvent: ...
+
+    async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None: ...
+
+    async def call(self, work: Callable[[], R]) -> R:
+        """Run sync code of SQLAlchemy's over the driver."""
+        ...
+
+    def run_cleanup(self, clean: Callable[[], None]) -> None:
+        """Run a clean-up that may be run twice, to its end."""
+        ...
+
+    def run_at_home(self, work: Callable[[], object]) -> None:
+        """Run work on connections where they may be closed: at once where that is here."""
+        ...
+
+    def defer(self, work: Callable[[], object]) -> None:
+        """Run work later, out of the way of the caller, which may be a finaliser. Takes no lock."""
+        ...
+
+
+class ThreadEvent:
+    """Where one thread waits."""
+
+    __slots__ = ("_lock", "_set")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._set = False
+
+    def set(self) -> None:
+        if not self._set:
+            self._set = True
+            self._lock.release()
+
+    async def wait(self, seconds: float, cancel: CancelEvent | None = None) -> bool:
+        return wait(self._wait, seconds, cancel)
+
+    def _wait(self, seconds: float) -> bool:
+        return self._set or self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+
+class ThreadCarrier:
+    """The threads of this process."""
+
+    event = ThreadEvent
+    loop = None
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def contender(self) -> Contender:
+        try:
+            me: Contender = self._here.contender
+        except AttributeError:
+            me = self._here.contender = Contender("thread")
+        if me.pid != PROCESS.known_pid:
+            me = self._here.contender = Contender("thread")
+        return me
+
+    cancel_event = staticmethod(cancel_here)
+
+    async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None:
+        if cancel is None:
+            time.sleep(seconds)  # noqa: ASYNC251  # a thread is to block
+        else:
+            await ThreadEvent().wait(seconds, cancel)
+
+    async def call(self, work: Callable[[], R]) -> R:
+        return work()
+
+    def run_cleanup(self, clean: Callable[[], None]) -> None:
+        try:
+            clean()
+        except BaseException:  # a signal's exception tore it: once more, where none arrives
+            MONITOR.post(clean)
+            raise
+
+    def run_at_home(self, work: Callable[[], object]) -> None:
+        work()
+
+    def defer(self, work: Callable[[], object]) -> None:
+        MONITOR.post(work)
+
+
+THREADS = ThreadCarrier()
+
+
+class TaskEvent:
+    """Where one task waits."""
+
+    __slots__ = ("_future", "_loop", "_thread")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._future: asyncio.Future[None] = self._loop.create_future()
+
+    def set(self) -> None:
+        if threading.get_ident() == self._thread:
+            _resolve(self._future)
+        else:
+            run_on_loop(self._loop, lambda: _resolve(self._future))
+
+    async def wait(self, seconds: float, cancel: CancelEvent | None = None) -> bool:
+        over = self._loop.create_future()
+        timer = None if math.isinf(seconds) else self._loop.call_later(seconds, _resolve, over)
+        self._future.add_done_callback(lambda _: _resolve(over))
+        try:
+            await over
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return self._future.done()
+
+
+class TaskCarrier:
+    """The tasks of one loop."""
+
+    event = TaskEvent
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def contender(self) -> Contender:
+        return contender_of_task()
+
+    def cancel_event(self) -> None:
+        """A task is cancelled by asyncio."""
+
+    async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None:
+        await asyncio.sleep(seconds)
+
+    async def call(self, work: Callable[[], R]) -> R:
+        return await in_greenlet(work)
+
+    def run_cleanup(self, clean: Callable[[], None]) -> None:
+        clean()
+
+    def run_at_home(self, work: Callable[[], object]) -> None:
+        if is_running(self.loop):
+            work()
+        else:
+            run_on_loop(self.loop, work)
+
+    def defer(self, work: Callable[[], object]) -> None:
+        run_on_loop(self.loop, work)
+
+
+_CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[Any], Contender] = weakref.WeakKeyDictionary()
+
+
+def find_contender_of_task() -> Contender | None:
+    """Return the contender that this task is, if it ever was one; None also outside a task."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return None
+    return None if task is None else _CONTENDERS.get(task)
+
+
+def contender_of_task() -> Contender:
+    """Return the contender that this task is."""
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("an async lock is taken by a task")
+    me = _CONTENDERS.get(task)
+    if me is None or me.pid != PROCESS.known_pid:
+        me = _CONTENDERS[task] = Contender("task")
+    return me
+
+
+_TASKS: set[asyncio.Future[Any]] = set()
+
+
+def keep_task(task: asyncio.Future[Any]) -> None:
+    """Keep a task alive until it is done: the loop itself refers to it weakly."""
+    _TASKS.add(task)
+    task.add_done_callback(_TASKS.discard)
+
+
+def run_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    """Run a call on a loop, from any thread; a loop that is closed needs no news."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+def is_running(loop: asyncio.AbstractEventLoop) -> bool:
+    """Say whether this thread runs that loop at this moment."""
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+async def in_greenlet(call: Callable[[], R]) -> R:
+    """Run sync code of SQLAlchemy's over an async driver, on the calling task."""
+    from sqlalchemy.util import greenlet_spawn
+
+    result: R = await greenlet_spawn(call)
+    return result
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,105 @@
+"""One call of acquire for a lease, and what it knows of the holder it waits for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, ClassVar
+
+from pgfence._holds.wait_plan import WARN_AFTER
+from pgfence._leases.grant import Grant
+from pgfence._leases.request import AcquireRequest
+from pgfence._locks.acquisition import Acquisition
+from pgfence._process.clock import clock
+from pgfence._process.lifecycle import MUTEX
+from pgfence.errors import UnreachableError
+from pgfence.types import Holder
+
+if TYPE_CHECKING:
+    from pgfence._holds.cancellation import CancelEvent
+    from pgfence._holds.queue import Contender, LocalQueue
+    from pgfence._leases.request import Busy
+    from pgfence._locks.outages import Away
+    from pgfence.config import Config
+
+MANY_NAMES = 1000
+
+
+class HoldersSeen:
+    """Until when the holder of a name that the server named last may hold it without a renewal, on our own clock."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def note(self, claim: AcquireRequest, busy: Busy) -> None:
+        now = clock()
+        if len(self._until) > MANY_NAMES:
+            self._until = {name: until for name, until in self._until.items() if until > now}
+        # It may have been renewed since then, unseen, for a whole TTL; which is ours wherever one name has one TTL.
+        self._until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
+
+    def until(self, claim: AcquireRequest) -> float | None:
+        return self._until.get(claim.stored)
+
+    def forget(self, claim: AcquireRequest) -> None:
+        self._until.pop(claim.stored, None)
+
+
+class LeaseAcquisition(Acquisition[AcquireRequest]):
+    """One call of acquire for a lease, a slot or an attempt."""
+
+    once_only: ClassVar[str] = "a lease is not re-entrant. Pass the handle on"
+
+    __slots__ = ("_began", "_logged", "_seen")
+
+    def __init__(
+        self,
+        queue: LocalQueue,
+        config: Config,
+        seen: HoldersSeen,
+        claim: AcquireRequest,
+        owner: Contender,
+        timeout: float,
+        *,
+        lasts: bool = False,
+        cancel: CancelEvent | None = None,
+    ) -> None:
+        super().__init__(queue, config, claim.names, claim, owner, timeout, lasts=lasts, no_handoff=True, cancel=cancel)
+        self._seen = seen
+        self._began = clock()
+        self._logged = False
+
+    def note_busy(self, busy: Busy) -> None:
+        """Note who holds it, and how long that may last without a server; say once in the log that the wait is long."""
+        holders = [busy.holder] if busy.holder else []
+        self.entry.last_holder = busy.holder
+        self.note_held(holders)
+        if holders:
+            self._seen.note(self.wanted, busy)
+        age = clock() - self._began
+        if age > WARN_AFTER and not self._logged:
+            self._logged = True
+            self.log_wait(logging.WARNING, age, holders)
+
+    def ended(self, error: Away) -> Away:
+        ended = super().ended(error)
+        if isinstance(ended, UnreachableError):
+            ended._held_until = self._seen.until(self.wanted)
+        return ended
+
+    def holders_here(self) -> list[Holder]:
+        with MUTEX:
+            first = next(iter(self.queue.line(self.wanted.places[0])), None)
+            hold = None if first is None else first.hold
+        if not isinstance(hold, Grant):
+            return [first.last_holder] if first is not None and first.last_holder is not None else []
+        return [
+            Holder(
+                name=self.names[0],
+                key=None,
+                kind="lease",
+                owner=hold.label or hold.in_words,
+                pid=hold.pid,
+                token=hold.token,
+                expires_at=hold.expires_at,
+            )
+        ]

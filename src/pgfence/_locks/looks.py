@@ -1,0 +1,60 @@
+"""Looks at the server: who holds a lock at this moment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._connections.connection import STATEMENT_BUDGET, WAIT_GRACE
+from pgfence._process.callbacks import log
+from pgfence._process.lifecycle import MUTEX
+from pgfence._sql.errors import translate_connect_error
+
+if TYPE_CHECKING:
+    from pgfence._connections.connection import LockConnection
+    from pgfence._connections.pool import LockPool
+    from pgfence._sql.advisory import LockSql
+    from pgfence.types import Holder
+
+
+async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
+    """Ask the server who holds what the statements are for, on a session that holds nothing.
+
+    Raises:
+        UnreachableError: there is no server.
+        PoolerError, StandbyError, UnsupportedServerError: as an acquire.
+    """
+    session = await pool.checkout_for_query()
+    try:
+        found = await session.through(pool.engine, sql.holders, limit=STATEMENT_BUDGET)
+    except BaseException as error:
+        pool.discard(session)
+        if isinstance(error, Exception) and (told := translate_connect_error(pool.engine, error)):
+            raise told from error
+        raise
+    pool.checkin(session)
+    return found
+
+
+async def look_on(pool: LockPool, session: LockConnection, sql: LockSql) -> list[Holder]:
+    """Look on a session, for a message: nothing must fail for it."""
+    try:
+        return await session.through(pool.engine, sql.holders, limit=WAIT_GRACE)
+    except Exception:
+        log.debug("could not look who holds a lock", exc_info=True)
+        session.close_after_use = True
+        return []
+
+
+async def look_quietly(pool: LockPool, sql: LockSql) -> list[Holder]:
+    """Look if a session is idle, for a message: nothing must fail or wait for it."""
+    with MUTEX:
+        idle = pool.state.idle.pop() if pool.state.idle else None
+    if idle is None:
+        return []
+    try:
+        found = await look_on(pool, idle, sql)
+    except BaseException:
+        pool.discard(idle)
+        raise
+    pool.checkin(idle)
+    return found
