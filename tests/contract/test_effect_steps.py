@@ -471,8 +471,6 @@ async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(s
 
 async def test_a_transaction_left_open_is_reported_at_once(shop: Shop, payments: str) -> None:
     """C101: the row of the key is locked by it, and by nobody else; one look is enough to know."""
-    if shop.world.name in ("psycopg2", "psycopg_async"):
-        pytest.skip("it waits for two seconds, and the other drivers stand for these")
     sessions: list[Any] = []
 
     async def work(attempt: Any) -> str:

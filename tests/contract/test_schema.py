@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -172,36 +172,24 @@ async def test_a_search_path_that_leads_nowhere_says_what_to_do(world: World, pl
             await given(schema.create_all(open_connection))
 
 
-def test_processes_that_start_together_make_it_once(
+def test_callers_that_start_together_create_the_tables_once(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """Eight processes call `create_all` at the same moment: all of them come back, and it was made once."""
-    program = (
-        "import sys; from sqlalchemy import create_engine; from pgfence import schema; from pgfence.config import configure\n"
-        "engine = create_engine(sys.argv[1]); configure(engine, schema=sys.argv[2], prefix=sys.argv[3])\n"
-        "engine.connect().close(); print(flush=True); sys.stdin.read(); schema.create_all(engine)"
-    )
-    words = [
-        sys.executable,
-        "-c",
-        program,
-        f"postgresql+psycopg://{dsn.split('://', 1)[1]}",
-        place.schema,
-        place.prefix,
-    ]
-    crowd = [
-        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(8)
-    ]
-    for process in crowd:
-        assert process.stdout and process.stdout.readline()
-    for process in crowd:
-        assert process.stdin
-        process.stdin.close()
-    for process in crowd:
-        process.stdin = None
-        _, said = process.communicate(timeout=30)
-        assert (process.returncode, said) == (0, "")
+    """Eight callers run `create_all` at the same moment: all of them return, and the tables were created once."""
+    together = threading.Barrier(8)
+
+    def create() -> None:
+        engine = world_engine(dsn, place)
+        try:
+            engine.connect().close()
+            together.wait(30)
+            schema.create_all(engine)
+        finally:
+            engine.dispose()
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(create) for _ in range(8)]:
+            done.result()
     assert made(admin, place)[0] == TABLES
 
 
