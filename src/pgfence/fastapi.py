@@ -21,7 +21,6 @@ from pgfence._api.inputs import is_async_session
 from pgfence._http import openapi
 from pgfence._http.dependants import checked_root, declared, signature
 from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, scope_of
-from pgfence._http.key import UnusableKeyError, key_of
 from pgfence._http.problems import (
     MEDIA_TYPE,
     NAME_INVALID,
@@ -31,7 +30,7 @@ from pgfence._http.problems import (
     problem_of,
     retry_headers,
 )
-from pgfence._http.rules import RequestMarker
+from pgfence._http.rules import RequestMarker, UnusableKeyError, key_of
 from pgfence._values.codec import Codec
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent

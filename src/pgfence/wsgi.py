@@ -6,7 +6,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
-from pgfence._api.inputs import check_engine_source
+from pgfence._api.inputs import DAY, check_engine_source
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
@@ -14,7 +14,6 @@ from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules
 from pgfence.effects._attempts import Reply, StoredResult, claim
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
-from pgfence.idempotency._functions import DAY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgfence._http.answers import UNKEPT, ProblemResponse, kept, refused, replay
-from pgfence._http.key import key_of
 from pgfence._http.problems import KEY_INVALID, retry_headers
 from pgfence._http.routes import routes_of
-from pgfence._http.rules import SHOWN, HttpRequest, Rules, length_of
+from pgfence._http.rules import SHOWN, HttpRequest, Rules, key_of, length_of
 from pgfence.effects._wanted import Reply, StoredResult
 from pgfence.errors import (
     AttemptLostError,

@@ -12,8 +12,8 @@ import pytest
 from pydantic import AwareDatetime, BaseModel
 from typing_extensions import TypeAliasType
 
+from pgfence._values.annotations import check_result
 from pgfence.errors import IdempotencyMisuseError
-from pgfence.idempotency._expected import expect_result
 from support.rows import every_row
 
 T = TypeVar("T")
@@ -128,7 +128,7 @@ MISFITS: list[tuple[Any, Any, str, str]] = [
 @every_row(("announced", "value"), FITS)
 def test_a_value_that_a_type_checker_would_accept_is_accepted(announced: Any, value: Any) -> None:
     """Also where nothing can be told: an annotation that names what is not defined is no reason to refuse."""
-    expect_result(value, announced, "k")
+    check_result(value, announced, "k")
 
 
 @every_row(("announced", "value", "expected", "found"), MISFITS)
@@ -137,6 +137,6 @@ def test_the_error_names_what_was_expected_and_what_was_found(
 ) -> None:
     """The type as it is written, and the type of the value, or of the element that does not fit."""
     with pytest.raises(IdempotencyMisuseError) as caught:
-        expect_result(value, announced, "the key")
+        check_result(value, announced, "the key")
     assert f"announced as {expected}" in str(caught.value).replace(f"{__name__}.", "")
     assert f"and holds {found}. It is not stored" in str(caught.value)

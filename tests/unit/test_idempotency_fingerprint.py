@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from pgfence._api.inputs import check_key
 from pgfence._values.fingerprint import fingerprint
-from pgfence._values.keys import expect_key
 from support.rows import every_row
 
 
@@ -173,7 +173,7 @@ def test_no_payload_has_no_fingerprint_and_what_has_no_form_is_refused() -> None
 )
 def test_these_are_keys(key: str) -> None:
     """C108: up to 255 characters of any kind that can be shown."""
-    assert expect_key(key, "the key") == key
+    assert check_key(key, "the key") == key
 
 
 @every_row(
@@ -183,11 +183,11 @@ def test_these_are_keys(key: str) -> None:
 def test_these_are_not(key: str) -> None:
     """C108: empty, blank, too long, or with control characters: a ValueError that says so, and never a driver's error."""
     with pytest.raises(ValueError, match="the key"):
-        expect_key(key, "the key")
+        check_key(key, "the key")
 
 
 def test_a_key_is_a_text() -> None:
     """A number is none, and neither is nothing."""
     for key in (None, 7, b"k"):
         with pytest.raises(TypeError, match="must be a str"):
-            expect_key(key, "the key")
+            check_key(key, "the key")

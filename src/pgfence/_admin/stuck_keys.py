@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._admin.requests import audit_fields
-from pgfence._api.inputs import check_text
+from pgfence._api.inputs import check_key, check_text
 from pgfence._process.clock import seconds
 from pgfence._sql.storage import table_names
 from pgfence._sql.stuck_keys import FreeKeyRequest, StuckKeyQuery
-from pgfence._values.keys import expect_key
 from pgfence.config import config_of
 from pgfence.keys import SEPARATOR, qualified_name
 
@@ -91,8 +90,8 @@ def build_free_key_request(
     reason, actor = audit_fields(reason, actor)
     return FreeKeyRequest(
         place=table_names(engine),
-        scope=qualified_name(expect_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
-        key=expect_key(key, "the key"),
+        scope=qualified_name(check_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
+        key=check_key(key, "the key"),
         reason=reason,
         actor=actor,
     )

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast, overload
 
 from sqlalchemy import Engine
 
+from pgfence._process.clock import seconds
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
     from sqlalchemy import Connection
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     )
     from sqlalchemy.orm import Session, scoped_session, sessionmaker
     from typing_extensions import TypeIs
+
+    from pgfence._process.clock import Seconds
 
     SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
     AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
@@ -222,3 +228,60 @@ def check_int(value: object, what: str, most: int | None = None) -> int:
     if value < 1 or (most is not None and value > most):
         raise ValueError(f"{what} must be {'1 or more' if most is None else f'from 1 to {most}'}, not {value}")
     return value
+
+
+# ---------------------------------------------------------------- idempotency keys
+
+
+DAY = 86400
+LONGEST_KEY = 255
+
+
+def check_key(value: object, what: str) -> str:
+    """Return a key or a scope.
+
+    Args:
+        value: what the caller, or a client, passed.
+        what: its name in messages.
+
+    Raises:
+        TypeError: it is not a str.
+        ValueError: it is empty or blank, has more than 255 characters, a control character or half of a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
+    if not value or value.isspace():
+        raise ValueError(f"{what} must not be {'blank' if value else 'empty'}")
+    if len(value) > LONGEST_KEY:
+        raise ValueError(f"{what} must not be longer than {LONGEST_KEY} characters: {len(value)}")
+    if not value.isprintable():
+        for character in value:
+            if unicodedata.category(character) in ("Cc", "Cs"):
+                raise ValueError(f"{what} must not contain control characters: U+{ord(character):04X}")
+    # A str enum or other subclass may format itself differently on each Python: only its plain text counts.
+    return str.__str__(value)
+
+
+def check_keep(keep: Seconds) -> float:
+    """Return the seconds for which a result is kept.
+
+    Raises:
+        TypeError, ValueError: it is not a time from a second to a hundred years.
+    """
+    life = seconds(keep, "keep")
+    if not 1 <= life <= 3_153_600_000:
+        raise ValueError(f"keep must be from a second to a hundred years, not {keep!r}")
+    return life
+
+
+def check_error_classes(given: Sequence[type[Exception]], what: str = "record") -> tuple[type[Exception], ...]:
+    """Return classes of errors.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    found: tuple[object, ...] = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    for one in found:
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise TypeError(f"{what} takes classes of errors, not {one!r}")
+    return cast("tuple[type[Exception], ...]", found)

@@ -10,17 +10,17 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
+from pgfence._api.inputs import LONGEST_KEY, check_keep, check_key
 from pgfence._http.answers import UNKEPT, ProblemResponse, kept
-from pgfence._http.key import UnusableKeyError, key_of
-from pgfence._http.problems import BODY_TOO_LARGE, PRINCIPAL_MISSING
+from pgfence._http.problems import BODY_TOO_LARGE, KEY_INVALID, KEY_MISSING, KEY_REPEATED, PRINCIPAL_MISSING
 from pgfence._http.routes import among, routes_of
 from pgfence._leases.terms import ttl_of
 from pgfence.effects._wanted import EffectKey, Reply
-from pgfence.idempotency._functions import life_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, MutableMapping, Sequence
 
+    from pgfence._http.problems import Problem
     from pgfence._process.clock import Seconds
 
 OnFailure: TypeAlias = Literal["free", "lapse"]
@@ -38,7 +38,46 @@ _AGAIN = (401, 408, 425, 429)
 # A line feed goes into a row, but no server sends it: its client would be refused a replay for as long as the key is kept.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 _DIGITS = 19
+_QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
+# Visible ASCII without what makes a list, a parameter or a quotation of it: servers join repeated headers by a comma.
+_BARE = re.compile(r"[!#-+\--:<-\[\]-~]+")
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+
+
+class UnusableKeyError(ValueError):
+    """A request has no key that could be used.
+
+    Attributes:
+        problem: what is wrong; the message is for the client.
+    """
+
+    def __init__(self, problem: Problem, detail: str | None = None) -> None:
+        super().__init__(detail or problem.detail)
+        self.problem = problem
+
+
+def key_of(values: Sequence[str]) -> str:
+    """Return the key that the headers of a request give: `"k1"` with its quotes and `k1` without are the same.
+
+    Args:
+        values: of each header of that name.
+
+    Raises:
+        UnusableKeyError: there is none or more than one, or it is not a key.
+    """
+    if len(values) != 1:
+        raise UnusableKeyError(KEY_REPEATED if values else KEY_MISSING)
+    value = values[0].strip(" \t")
+    if len(value) > 2 * LONGEST_KEY + 2:
+        raise UnusableKeyError(KEY_INVALID, f"The Idempotency-Key must not be longer than {LONGEST_KEY} characters.")
+    if quoted := _QUOTED.fullmatch(value):
+        value = re.sub(r'\\(["\\])', r"\1", quoted[1])
+    elif not _BARE.fullmatch(value):
+        raise UnusableKeyError(KEY_INVALID)
+    try:
+        return check_key(value, "The Idempotency-Key")
+    except ValueError as error:
+        raise UnusableKeyError(KEY_INVALID, f"{error}.") from None
 
 
 class HttpRequest(NamedTuple):
@@ -137,7 +176,7 @@ class Rules:
             raise ValueError(f"max_body must be 0 or more bytes, not {max_body!r}")
         if on_failure not in ("free", "lapse"):
             raise ValueError(f'on_failure must be "free" or "lapse", not {on_failure!r}')
-        life, record = ttl_of(ttl), life_of(keep)
+        life, record = ttl_of(ttl), check_keep(keep)
         if record < life:
             raise ValueError(
                 f"keep={record:g} is shorter than ttl={life:g}: an answer would be forgotten before a dead request is given up"

@@ -14,8 +14,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, NamedTuple, get_args, get_origin, get_type_hints
 from uuid import UUID
 
+from pgfence.errors import IdempotencyMisuseError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from typing import TypeGuard
 
     from pydantic import BaseModel
@@ -231,3 +233,90 @@ def _check_class(one: type[object]) -> None:
 
 def _rejection(one: object, why: str) -> str:
     return f"a {getattr(one, '__qualname__', repr(one))} cannot be stored as the result of an idempotency key: {why}"
+
+
+_ACCEPTED: dict[object, tuple[type[object], ...]] = {
+    # What type checkers accept in the place of these.
+    float: (float, int),
+    bytes: (bytes, bytearray),
+    None: (types.NoneType,),
+    typing.LiteralString: (str,),
+}
+
+
+def check_result(value: object, annotation: object, what: str) -> None:
+    """Raise unless a result is of its announced type, as far as its elements, but not the fields of its classes, tell.
+
+    Args:
+        value: the result.
+        annotation: from `result=` or of the function; None announces nothing.
+        what: the key, for the message.
+
+    Raises:
+        IdempotencyMisuseError: it is not.
+    """
+    if annotation is None:
+        return
+    try:
+        found = _find_mismatch(value, annotation)
+    except RecursionError:  # a list of itself cannot be stored, and that error says so
+        return
+    if found is not None:
+        plain = isinstance(annotation, type) and get_origin(annotation) is None
+        expected = (getattr(annotation, "__qualname__", "") if plain else str(annotation)).replace("typing.", "")
+        raise IdempotencyMisuseError(
+            f"the result for {what} was announced as {expected} (result=, or the annotation of the function), and holds {found}."
+            f" It is not stored: return {expected}, or announce the type that is returned"
+        )
+
+
+def _find_mismatch(value: object, annotation: object) -> str | None:
+    """Return what was found instead of what was announced; None if it fits, or if that cannot be told."""
+    if annotation in _ACCEPTED:
+        return None if isinstance(value, _ACCEPTED[annotation]) else _describe(value)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is None:
+        return _find_class_mismatch(value, annotation)
+    if origin is Annotated:
+        return _find_mismatch(value, arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return None if any(_find_mismatch(value, one) is None for one in arguments) else _describe(value)
+    if origin is Literal:
+        return None if any(isinstance(value, type(one)) and value == one for one in arguments) else repr(value)
+    if (wrong := _find_class_mismatch(value, origin)) is not None:
+        return wrong
+    inside = next((one for one in _find_inside(value, origin, arguments) if one is not None), None)
+    return None if inside is None else f"{_describe(value)} with {inside}"
+
+
+def _find_class_mismatch(value: object, annotation: object) -> str | None:
+    if is_alias(annotation) or isinstance(annotation, typing.NewType):
+        return _find_mismatch(value, getattr(annotation, "__value__", getattr(annotation, "__supertype__", None)))
+    if not isinstance(annotation, type) or annotation is object or annotation.__module__.startswith("pydantic."):
+        return None
+    # isinstance() takes no TypedDict.
+    kind = dict if _is_typed_dict(annotation) else annotation
+    try:
+        return None if isinstance(value, kind) else _describe(value)
+    except TypeError:
+        return None
+
+
+def _find_inside(value: object, origin: object, arguments: tuple[object, ...]) -> Iterator[str | None]:
+    """Yield what is found of each element of a builtin collection."""
+    if isinstance(value, tuple) and origin is tuple and arguments[-1:] != (...,):
+        if len(value) != len(arguments):
+            yield f"{len(value)} elements"
+        yield from map(_find_mismatch, value, arguments)
+    elif isinstance(value, dict) and len(arguments) == 2:
+        for key, one in value.items():
+            yield _find_mismatch(key, arguments[0])
+            yield _find_mismatch(one, arguments[1])
+    elif isinstance(value, (list, tuple, set, frozenset)) and type(value) in CONTAINERS:
+        for one in value:
+            yield _find_mismatch(one, arguments[0])
+
+
+def _describe(value: object) -> str:
+    name = type(value).__qualname__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
-from pgfence._values.annotations import fields_of, find_classes, is_model, is_named_tuple
+from pgfence._values.annotations import check_result, fields_of, find_classes, is_model, is_named_tuple
 from pgfence.errors import IdempotencyMisuseError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Codec(Generic[T]):
     """Writes results of one type, and reads them."""
 
     def __init__(self, annotation: object) -> None:
+        self._annotation = annotation
         self.classes, self._complete = find_classes(annotation)
         self._names = {one: name for name, one in self.classes.items()}
         # A stored value may be from a time when there were two classes with this name.
@@ -61,6 +62,15 @@ class Codec(Generic[T]):
             return Codec(annotation)
         # Names that were not defined when it was cached may be defined now.
         return codec if codec._complete else Codec(annotation)
+
+    def check(self, value: object, what: str) -> None:
+        """Raise unless a result is of the type that was announced for it; `what` is the key, for the message.
+
+        Raises:
+            IdempotencyMisuseError: it is not.
+        """
+        if type(value) is not self._annotation:
+            check_result(value, self._annotation, what)
 
     def encode(self, value: object) -> str:
         """Return a value as JSON.

@@ -44,7 +44,7 @@ class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
         found = await claim_async(self._engine, self._wanted, self._timeout)
         if isinstance(found, StoredResult):
             return self._replay(found)
-        attempt = AsyncAttempt(found, self._codec, self._expect, self._check)
+        attempt = AsyncAttempt(found, self._codec, self._expect)
         try:
             given: Any = fn(attempt)
             value: T = await given if isawaitable(given) else given

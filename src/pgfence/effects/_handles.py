@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.inputs import is_async_session, is_session, reject_generator, unwrap_session
+from pgfence._api.inputs import check_key, is_async_session, is_session, reject_generator, unwrap_session
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
-from pgfence._values.keys import expect_key
 from pgfence.effects._attempts import AsyncRunning, Running
 from pgfence.effects._functions import check_plain_function, check_value
 from pgfence.errors import IdempotencyMisuseError
@@ -41,14 +40,11 @@ class _Attempt(Generic[RunningT]):
         running: RunningT,
         codec: Codec[Any],
         expect: Callable[[Callable[..., Any]], None],
-        check: Callable[[Any], None],
     ) -> None:
         self._running = running
         self._codec = codec
         self._expect = expect
         """Refuses a function whose result could not be stored, as far as its annotation tells."""
-        self._check = check
-        """Refuses a result that is not of the announced type."""
         self._completed: Any = NOTHING
         self.doing: dict[str, object] = {}
         """The steps at work, each with a mark of whoever does it."""
@@ -78,7 +74,7 @@ class _Attempt(Generic[RunningT]):
         Raises:
             TypeError, ValueError: it is no name of a step.
         """
-        if ":" in expect_key(name, "the name of a step"):
+        if ":" in check_key(name, "the name of a step"):
             raise ValueError(
                 f"the name of a step must not contain a colon, which stands between the key and it: {name!r}"
             )
@@ -120,7 +116,7 @@ class _Attempt(Generic[RunningT]):
     def _complete(self, session: Session, value: Any) -> None:
         # Not by what this process believes: the server refuses a late attempt so that its transaction cannot commit.
         self._running.expect_unfinished()
-        self._check(value)
+        self._codec.check(value, str(self._running.wanted))
         text = self._codec.encode(value)
         connection = connection_of(session)
         try:

@@ -38,10 +38,10 @@ LONGEST_PATIENCE = 30.0
 class Record:
     """An attempt at work: what was claimed, and what is known of it."""
 
-    __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_steps", "_wanted")
+    __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_steps", "wanted")
 
     def __init__(self, wanted: EffectKey, manager: EffectManager, grant: Grant) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         self._manager: Any = manager
         self._grant = grant
         self._inside = False
@@ -49,7 +49,7 @@ class Record:
         self._steps: dict[str, str] = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.number} at {self._wanted.scope!r} {self._wanted.key!r}>"
+        return f"<{type(self).__name__} {self.number} at {self.wanted.scope!r} {self.wanted.key!r}>"
 
     def __del__(self) -> None:
         grant = getattr(self, "_grant", None)  # an interrupt may have torn its making
@@ -71,7 +71,7 @@ class Record:
     @property
     def key(self) -> str:
         """What the client repeats."""
-        return self._wanted.key
+        return self.wanted.key
 
     @property
     def ours(self) -> bool:
@@ -119,25 +119,25 @@ class Record:
 
     def lapsed(self, what: str, row: Lapse | None = None) -> str:
         """Say what becomes of the key after `let_lapse` or `lapse`."""
-        return lapsed(self._wanted, self.number, what, row, self._left)
+        return lapsed(self.wanted, self.number, what, row, self._left)
 
     def freed(self, what: str, answer: bool | None) -> str:
         """Say what becomes of the key after `free`, whose answer this is."""
         if answer is False:
-            return f"attempt {self.number} at {self._wanted} ended with {what} after another attempt had taken over"
+            return f"attempt {self.number} at {self.wanted} ended with {what} after another attempt had taken over"
         free = (
             "the key is free" if answer else f"the server gave no answer, and the key is free within {self._left:.1f} s"
         )
         return (
-            f"attempt {self.number} at {self._wanted} ended with {what}, which is named in free=: {free}. The next call runs"
+            f"attempt {self.number} at {self.wanted} ended with {what}, which is named in free=: {free}. The next call runs"
             f" attempt {self.number + 1}"
         )
 
     def recorded(self, what: str) -> str:
         """Say what becomes of the key after `finish("failed", ...)`."""
         return (
-            f"attempt {self.number} at {self._wanted} ended with {what}, which is named in record=: it is stored as the result,"
-            f" and for {self._wanted.keep:g} s calls with this key raise it again"
+            f"attempt {self.number} at {self.wanted} ended with {what}, which is named in record=: it is stored as the result,"
+            f" and for {self.wanted.keep:g} s calls with this key raise it again"
         )
 
     def inside(self, text: str) -> tuple[TableNames, tuple[Any, ...]]:
@@ -154,11 +154,11 @@ class Record:
         """
         if answer is None and self._inside and self._grant.state == "held":
             raise IdempotencyMisuseError(
-                f"{self._wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
+                f"{self.wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
             )
         if answer == COMPLETE:
             raise IdempotencyMisuseError(
-                f"attempt {self.number} at {self._wanted} is complete already: a transaction with its result was committed"
+                f"attempt {self.number} at {self.wanted} is complete already: a transaction with its result was committed"
             )
         if answer != self.number:
             self._manager.heartbeat.drop(self._grant)
@@ -196,7 +196,7 @@ class Record:
         told: tuple[Any, ...] = (None, None, None)
         if reply is not None:
             told = reply.status, json.dumps(reply.headers), reply.body
-        return self._grant.place, self._sql.finish, (*self._mine, self._wanted.keep, status, text, *told, not inside)
+        return self._grant.place, self._sql.finish, (*self._mine, self.wanted.keep, status, text, *told, not inside)
 
     def _free(self) -> Statement:
         return self._grant.place, self._sql.free, self._mine
@@ -253,7 +253,7 @@ class Record:
         if silent or str(sqlstate_of(error)).startswith(_TROUBLE):
             if not silent:
                 error.add_note(
-                    f"the server is asked again for a while to store the result of attempt {self.number} at {self._wanted}: ask"
+                    f"the server is asked again for a while to store the result of attempt {self.number} at {self.wanted}: ask"
                     " for the key again to learn what came of it"
                 )
             grant = self._grant
@@ -269,7 +269,7 @@ class Record:
             return None
         again = "" if self._inside else " It is tried again in the background for a while."
         return UnreachableError(
-            f"the server gave no answer when the result of attempt {self.number} at {self._wanted} was to be stored: {error}."
+            f"the server gave no answer when the result of attempt {self.number} at {self.wanted} was to be stored: {error}."
             f"{again} Ask for the key again to learn what came of it"
         )
 
@@ -285,10 +285,10 @@ class Record:
             else "its claim was not renewed in time, or was ended"
         )
         return AttemptLostError(
-            f"attempt {self.number} at {self._wanted} does not count any more: {why}. Nothing that it says is stored; what it"
+            f"attempt {self.number} at {self.wanted} does not count any more: {why}. Nothing that it says is stored; what it"
             " did outside the database stands",
-            scope=self._wanted.scope,
-            key=self._wanted.key,
+            scope=self.wanted.scope,
+            key=self.wanted.key,
             attempt=self.number,
             newest=newest,
             retry_after=1.0,
@@ -296,4 +296,4 @@ class Record:
 
     def _over(self) -> IdempotencyMisuseError:
         why = "has ended already" if self._grant.ours else "belongs to the parent of this forked child"
-        return IdempotencyMisuseError(f"attempt {self.number} at {self._wanted} {why}")
+        return IdempotencyMisuseError(f"attempt {self.number} at {self.wanted} {why}")

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, cast
 from typing_extensions import TypeVar
 
 from pgfence._api.contexts import attach
-from pgfence._api.inputs import describe_function
+from pgfence._api.inputs import DAY, check_error_classes, check_keep, check_key, describe_function
 from pgfence._api.misuse import Guided
 from pgfence._leases.terms import ttl_of
 from pgfence._process.clock import seconds
 from pgfence._values import errors
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
-from pgfence._values.keys import expect_key
 from pgfence.effects._ends import kind_of
 from pgfence.effects._functions import unreached
 from pgfence.effects._wanted import EffectKey
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
-from pgfence.idempotency._expected import expect_result
-from pgfence.idempotency._functions import DAY, errors_of, life_of
 from pgfence.lease._request import EngineSourceT
 
 if TYPE_CHECKING:
@@ -64,11 +61,11 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
         if not isinstance(takeover, bool):
             raise TypeError(f"takeover must be True or False, not {takeover!r}")
         self._wanted = EffectKey(
-            scope=expect_key(scope, "the scope"),
-            key=expect_key(key, "the key"),
+            scope=check_key(scope, "the scope"),
+            key=check_key(key, "the key"),
             fingerprint=fingerprint(payload),
             ttl=ttl_of(ttl),
-            keep=life_of(keep),
+            keep=check_keep(keep),
             takeover=takeover,
         )
         if self._wanted.keep < self._wanted.ttl:
@@ -77,11 +74,10 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
                 " attempt is given up"
             )
         self._codec = Codec.of(result)
-        self._result = result
         self._reached = None if result is None else frozenset(self._codec.classes.values())
         self._timeout = seconds(timeout)
-        self._record = errors_of(record)
-        self._free = errors_of(free, "free")
+        self._record = check_error_classes(record)
+        self._free = check_error_classes(free, "free")
         self._engine = self._check_engine(engine, type(self).__name__)
 
     @staticmethod
@@ -101,14 +97,6 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
         if why := unreached(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
 
-    def _check(self, value: Any) -> None:
-        """Refuse a result that is not of the type of `result`.
-
-        Raises:
-            IdempotencyMisuseError: it is not.
-        """
-        expect_result(value, self._result, str(self._wanted))
-
     def _replay(self, stored: StoredResult) -> T:
         """Return what is stored, or raise the recorded error."""
         if stored.text is None:
@@ -121,7 +109,7 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
     def _encoded(self, value: Any, attempt: _Attempt[Any]) -> str:
         attempt.torn[""] = ""
         try:
-            self._check(value)
+            self._codec.check(value, str(self._wanted))
             return self._codec.encode(value)
         except BaseException as error:
             error.add_note(f"{attempt!r} was done, and nobody will know: what came of it is not stored")

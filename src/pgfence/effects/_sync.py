@@ -95,7 +95,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         found = claim(self._engine, self._wanted, self._timeout)
         if isinstance(found, StoredResult):
             return self._replay(found)
-        attempt = Attempt(found, self._codec, self._expect, self._check)
+        attempt = Attempt(found, self._codec, self._expect)
         try:
             value = check_value(fn(attempt), fn)
             if attempt._completed is not NOTHING:

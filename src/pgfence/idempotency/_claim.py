@@ -61,7 +61,6 @@ class KeyCall:
     key: str
     fingerprint: bytes | None
     codec: Codec[Any]
-    result: Any
     timeout: float | None
     keep: float
     record: tuple[type[Exception], ...]

@@ -12,9 +12,9 @@ from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pgfence._api.decorators import templates
-from pgfence._api.inputs import ASYNCIO, ORM, describe_function, loaded_classes, reject_generator
+from pgfence._api.inputs import ASYNCIO, DAY, ORM, describe_function, loaded_classes, reject_generator
 from pgfence._values.codec import Codec
-from pgfence.idempotency._functions import DAY, idempotent
+from pgfence.idempotency._functions import idempotent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

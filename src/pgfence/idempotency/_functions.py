@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from pgfence._api.inputs import is_async_session, is_session, unwrap_session
+from pgfence._api.inputs import (
+    DAY,
+    check_error_classes,
+    check_keep,
+    check_key,
+    is_async_session,
+    is_session,
+    unwrap_session,
+)
 from pgfence._process.clock import seconds
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
-from pgfence._values.keys import expect_key
 from pgfence.idempotency._claim import KeyCall
 from pgfence.idempotency._handles import AsyncIdem, Idem
 
@@ -24,7 +31,6 @@ if TYPE_CHECKING:
     SyncSession: TypeAlias = Session | scoped_session[Any]
     AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 
-DAY = 86400
 T = TypeVar("T")
 
 
@@ -149,14 +155,13 @@ def idempotent(
             f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}"
         )
     call = KeyCall(
-        scope=expect_key(scope, "the scope"),
-        key=expect_key(key, "the key"),
+        scope=check_key(scope, "the scope"),
+        key=check_key(key, "the key"),
         fingerprint=fingerprint(payload),
         codec=Codec.of(result),
-        result=result,
         timeout=None if timeout is None else seconds(timeout),
-        keep=life_of(keep),
-        record=errors_of(record),
+        keep=check_keep(keep),
+        record=check_error_classes(record),
     )
     return AsyncIdem(session, call) if asynchronous else Idem(session, call)
 
@@ -203,28 +208,3 @@ def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
     if not is_session(session):
         raise TypeError(f"insert_once() takes a Session, not a {type(session).__name__}")
     return insert(unwrap_session(session), instance, key)
-
-
-def life_of(keep: Seconds) -> float:
-    """Return the seconds for which a record is kept.
-
-    Raises:
-        TypeError, ValueError: it is no time from a second to a hundred years.
-    """
-    life = seconds(keep, "keep")
-    if not 1 <= life <= 3_153_600_000:
-        raise ValueError(f"keep must be from a second to a hundred years, not {keep!r}")
-    return life
-
-
-def errors_of(record: Sequence[type[Exception]], what: str = "record") -> tuple[type[Exception], ...]:
-    """Return classes of errors.
-
-    Raises:
-        TypeError: something else is among them.
-    """
-    found: tuple[Any, ...] = tuple(record) if isinstance(record, (tuple, list)) else (record,)
-    for one in found:
-        if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise TypeError(f"{what} takes classes of errors, not {one!r}")
-    return found

@@ -12,7 +12,6 @@ from pgfence._api.misuse import Guided
 from pgfence._values.errors import is_among
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
-from pgfence.idempotency._expected import expect_result
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -71,7 +70,7 @@ class Op(Generic[T]):
                 else "is complete already"
             )
             raise IdempotencyMisuseError(f"{self._call} {how}")
-        expect_result(value, self._call.result, str(self._call))
+        self._call.codec.check(value, str(self._call))
         self._value = value
         self._complete = True
 
