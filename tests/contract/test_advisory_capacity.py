@@ -18,16 +18,15 @@ from sqlalchemy.pool import AssertionPool, AsyncAdaptedQueuePool, NullPool, Queu
 from pgfence import AdvisoryLock
 from pgfence._connections import connection as runtime_sessions
 from pgfence.config import configure
-from pgfence.errors import CapacityError, LockTimeoutError
+from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
 from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions
 from support.waiting import FAR, eventually
-from support.worlds import NAMES, World
+from support.worlds import World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from support.servers import OwnServer
 
 pytestmark = pytest.mark.twins
 
@@ -376,66 +375,6 @@ def test_a_process_without_more_threads_keeps_its_connection_slots(
     engine.dispose()
 
 
-@pytest.fixture
-def small_server(lend_server: Callable[..., OwnServer]) -> str:
-    """The DSN of a server whose lock table has room for little more than 200 locks."""
-    return lend_server(max_connections="20", max_locks_per_transaction="10").dsn
-
-
-COUNT = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
-
-
-async def test_a_nearly_full_lock_table_is_not_filled(name: str, small_server: str) -> None:
-    """C035: a request for too many names is refused by name, holds nothing, and others can still log in and work."""
-
-    async def check(world: World, admin: psycopg.Connection[Any]) -> None:
-        engine = world.engine()
-        sets = [[f"{name}:{kind}:{n}" for n in range(size)] for kind, size in enumerate((20_000, 60, 110, 120))]
-        big, small, middle, further = (lock(world, engine, *names) for names in sets)
-        for _ in range(2):
-            with pytest.raises(CapacityError, match="max_locks_per_transaction") as caught:
-                await world.call(big.acquire)
-            assert (caught.value.limit, caught.value.retryable) == (200, True)
-        assert admin.execute(COUNT).fetchone() == (0,)
-        async with world.enter(small.hold()):
-            async with world.enter(middle.hold()):
-                assert admin.execute(COUNT).fetchone() == (170,)
-                with pytest.raises(CapacityError):
-                    await world.call(further.acquire)
-                assert admin.execute(COUNT).fetchone() == (170,)
-                psycopg.connect(small_server).close()
-        assert admin.execute(COUNT).fetchone() == (0,)
-
-    await on_every_driver(small_server, check)
-
-
-async def test_a_full_lock_table_is_a_named_error(
-    name: str, small_server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C035: where the server itself says 53200, what was taken is given back and the error is CapacityError."""
-    from pgfence._sql import server as judgement
-
-    monkeypatch.setattr(judgement, "REFUSE", 1000.0)
-
-    async def check(world: World, admin: psycopg.Connection[Any]) -> None:
-        one = lock(world, world.engine(), *(f"{name}:{n}" for n in range(5_000)))
-        with pytest.raises(CapacityError, match="max_locks_per_transaction") as caught:
-            await world.call(one.acquire)
-        assert caught.value.sqlstate == "53200"
-        await eventually(lambda: admin.execute(COUNT).fetchone() == (0,))
-
-    await on_every_driver(small_server, check)
-
-
-async def on_every_driver(dsn: str, check: Callable[[World, psycopg.Connection[Any]], Any]) -> None:
-    """One private server for all drivers: starting one costs more than the test."""
-    for driver in NAMES:
-        world = World(driver, dsn)
-        with psycopg.connect(dsn, autocommit=True) as admin:
-            await check(world, admin)
-        await world.close()
-
-
 async def test_separate_locks_do_not_share_a_session(
     world: World, name: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
@@ -496,25 +435,6 @@ def labelled_at(world: World, label: str, dsn: str) -> Any:
         {"server_settings": {"application_name": label}} if world.name == "asyncpg" else {"application_name": label}
     )
     return world.engine(dsn=dsn, connect_args=arguments)
-
-
-@pytest.mark.every_driver
-async def test_a_server_that_says_nothing_is_unreachable_in_time(
-    world: World, name: str, dsn: str, make_proxy: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rule 21: no answer is neither free nor busy; the error comes within the budget for opening, without the password."""
-    from pgfence._connections import pool
-    from pgfence.errors import UnreachableError
-
-    monkeypatch.setattr(pool, "OPEN_BUDGET", 0.3)
-    proxy = make_proxy(dsn)
-    proxy.black_hole()
-    start = time.monotonic()
-    with pytest.raises(UnreachableError) as caught:
-        await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire, timeout=0.1)
-    assert time.monotonic() - start < FAR
-    assert dsn.split("@")[0].rsplit(":", 1)[1] not in str(caught.value).replace(dsn.rsplit("/", 1)[1], "")
-    proxy.heal()
 
 
 async def test_handing_back_and_forth_opens_nothing_new(

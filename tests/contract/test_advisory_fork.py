@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from support.locking import elsewhere, give, is_free, waits
-from support.processes import alive
 from support.waiting import eventually
 from support.worlds import NAMES
 
@@ -246,24 +245,6 @@ say("child-ended", wait_child(pid))
     assert parent.read_line() == "lost"
     assert parent.read_line() == "freed"
     assert parent.read_line() == "child-ended 0"
-
-
-def test_a_living_child_does_not_keep_a_killed_parents_lock(
-    forking: Callable[..., Script], name: str, admin: psycopg.Connection[Any]
-) -> None:
-    """SIGKILL of the holder: its lock is free at once although a forked child has copies of all its descriptors."""
-    parent = forking("""
-held = await call(lock(make(), name).acquire)
-fork_child()
-say("ready")
-park()
-""")
-    parent.wait_for("ready")
-    assert not is_free(admin, name)
-    parent.kill()
-    eventually(lambda: is_free(admin, name))
-    assert parent.child is not None
-    assert alive(parent.child)
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     import psycopg
 
-    from support.servers import OwnServer
     from support.worlds import World
 
 pytestmark = pytest.mark.twins
@@ -407,71 +406,6 @@ async def test_a_cancelled_statement_of_a_waiter_leaves_nothing(
         give(holder, name)
     async with world.enter(lock(world, engine, name).hold(timeout=5)):
         pass
-
-
-@pytest.mark.every_driver
-async def test_a_restart_of_the_server_is_a_loss_and_life_goes_on(
-    world: World, name: str, own_server: OwnServer
-) -> None:
-    """Held and idle sessions alike are found dead; the next acquire works on new ones."""
-    engine = world.engine(dsn=own_server.dsn)
-    async with world.enter(lock(world, engine, name + "2").hold()):
-        held = await world.call(lock(world, engine, name).acquire)
-    await asyncio.to_thread(own_server.restart, "immediate")
-    await eventually(lambda: held.lost)
-    with pytest.raises(LockLostError):
-        await world.call(held.release)
-    for _ in range(3):
-        async with world.enter(lock(world, engine, name).hold(timeout=5)):
-            pass
-
-
-@pytest.mark.every_driver
-async def test_a_reset_connection_is_a_loss(
-    world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, admin: psycopg.Connection[Any]
-) -> None:
-    """The network's reset is noticed as fast as the server's goodbye."""
-    proxy = make_proxy(dsn)
-    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
-    proxy.cut()
-    await eventually(lambda: held.lost, 1)
-    assert held.loss_reason in ("killed", "cut off")
-    with pytest.raises(LockLostError):
-        await world.call(held.release)
-    await freed(admin, name)
-
-
-@pytest.mark.every_driver
-async def test_a_half_closed_connection_is_a_loss(
-    world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, admin: psycopg.Connection[Any]
-) -> None:
-    """The other side sends no more: that is the end, although the socket is open."""
-    proxy = make_proxy(dsn)
-    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
-    proxy.half_close("client")
-    await eventually(lambda: held.lost, 1)
-    with pytest.raises(LockLostError):
-        await world.call(held.release)
-    await freed(admin, name)
-
-
-@pytest.mark.every_driver
-async def test_an_unresponsive_server_is_noticed_by_the_next_statement(
-    world: World, name: str, make_proxy: Callable[[str], Any], dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A release without an answer ends in LockLostError within its budget, not in an endless wait."""
-    for module in ("connection", "connection_sync", "connection_async"):
-        monkeypatch.setattr(f"pgfence._connections.{module}.RELEASE_BUDGET", 0.5)
-    proxy = make_proxy(dsn)
-    held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
-    proxy.black_hole()
-    start = time.monotonic()
-    with pytest.raises(LockLostError) as caught:
-        await world.call(held.release)
-    assert time.monotonic() - start < FAR
-    assert caught.value.reason == "cut off"
-    proxy.heal()
-    proxy.cut()
 
 
 async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Connection[Any]) -> None:

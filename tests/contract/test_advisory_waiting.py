@@ -169,39 +169,6 @@ async def test_the_same_race_over_several_names(
                 assert advisory_rows() == []
 
 
-HOSTILE = {
-    "statement_timeout": "450ms",
-    "lock_timeout": "100ms",
-    "idle_session_timeout": "500ms",
-    "idle_in_transaction_session_timeout": "400ms",
-    "default_transaction_isolation": "serializable",
-    "default_transaction_read_only": "on",
-}
-
-
-@pytest.mark.every_driver
-async def test_the_sites_limits_end_neither_a_hold_nor_a_wait(
-    world: World, name: str, dsn: str, role: Callable[..., str], admin: psycopg.Connection[Any]
-) -> None:
-    """C039, C047, C010: hostile settings of a role, all at once: held idle, waited for, timed out, all for 0.9 s."""
-    engine, other, third = world.engine(dsn=role(settings=HOSTILE)), world.other(), world.other()
-    held = await world.call(lock(world, engine, name, name + ":several").acquire)
-    with elsewhere(dsn, name + "1", name + "2") as holder:
-        start = time.monotonic()
-        granted = asyncio.create_task(other.call(lock(world, engine, name + "1").acquire, timeout=5))
-        refused = asyncio.create_task(third.call(lock(world, engine, name + "2").acquire, timeout=0.9))
-        await eventually(waits(admin, name + "1"))
-        await asyncio.sleep(0.85)
-        give(holder, name + "1")
-        await other.call((await granted).release)
-        with pytest.raises(LockTimeoutError):
-            await refused
-        assert 0.88 < time.monotonic() - start < FAR
-    held.check()
-    assert not is_free(admin, name)
-    await world.call(held.release)
-
-
 async def test_a_warm_session_is_fit_again_after_a_lent_one(world: World, name: str, dsn: str) -> None:
     """The site's limits come back for the user's statements, and never stay on a session that waits."""
     engine = limited(world, {"statement_timeout": "450ms"})  # less than a slice

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from support.proxy import Proxy
     from support.worlds import World
 
-TICK = 1.0
 
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("fault", ["reset", "half-closed towards us", "half-closed towards the server"])
 async def test_a_broken_connection_is_noticed_and_the_next_acquire_works(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], fault: str

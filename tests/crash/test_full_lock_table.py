@@ -10,7 +10,6 @@ import psycopg
 import pytest
 
 from pgfence.errors import CapacityError
-from support import transactions
 from support.locking import lock
 from support.servers import own
 from support.waiting import blocking
@@ -127,16 +126,6 @@ async def test_a_table_that_others_have_filled_is_a_capacity_error_too(world: Wo
             assert _advisory(small) == 0
             async with world.enter(one.hold(timeout=5)):
                 assert _advisory(small) == 60
-
-
-async def test_a_transaction_lock_is_refused_before_it_fills_the_table(world: World, small: OwnServer) -> None:
-    """C035: the same for locks that end with a transaction: a named error, and nothing left after the rollback."""
-    async with transactions.session(world, world.engine(dsn=small.dsn)) as session:
-        with pytest.raises(CapacityError):
-            await world.call(transactions.lock(session, *names(MANY)).acquire)
-        assert_healthy(small)
-        await world.call(session.rollback)
-    assert _advisory(small) == 0
 
 
 def fill(connection: psycopg.Connection[Any]) -> None:

@@ -134,6 +134,7 @@ ENDS = (
 )
 
 
+@pytest.mark.twins
 async def test_a_forked_child_holds_nothing_and_harms_nothing(
     world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
 ) -> None:
@@ -147,42 +148,6 @@ async def test_a_forked_child_holds_nothing_and_harms_nothing(
     holding.wait_for("released")
     assert holding.go_on() == 0
     assert is_free(admin, name)
-
-
-CONTENDING_CHILD = """
-child = os.fork()
-if child == 0:
-    {contend}
-    os._exit(0)
-_, status = os.waitpid(child, 0)
-held.check()
-say("held"); park()
-"""
-CONTEND_SYNC = 'say("busy" if lock.try_acquire() is None else "both"); say(AdvisoryLock(engine, sys.argv[2] + "!").acquire().state)'
-CONTEND_ASYNC = """
-    async def contend():
-        say("busy" if await lock.try_acquire() is None else "both")
-        say((await AsyncAdvisoryLock(engine, sys.argv[2] + "!").acquire()).state)
-    thread = threading.Thread(target=asyncio.run, args=(contend(),))
-    thread.start()
-    thread.join()
-"""
-
-
-@pytest.mark.twins
-async def test_a_forked_child_contends_as_any_other_process(
-    world: World, name: str, script: Callable[..., Script], admin: psycopg.Connection[Any]
-) -> None:
-    """The same engine and lock object, used in the child, are another contender with connections of its own."""
-    contend = world.pick(CONTEND_SYNC, CONTEND_ASYNC.strip())
-    holding = script(holder(world, CONTENDING_CHILD.format(contend=contend)), world.url, name)
-    assert holding.read_line() == "busy"
-    assert holding.read_line() == "held"
-    holding.wait_for("held")
-    assert not is_free(admin, name)
-    await freed(admin, f"{name}!")
-    holding.kill()
-    await freed(admin, name)
 
 
 @pytest.mark.twins

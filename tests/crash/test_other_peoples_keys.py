@@ -9,8 +9,8 @@ import pytest
 
 from pgfence import LockKey
 from pgfence.errors import LockTimeoutError
-from support import servers, transactions
-from support.locking import elsewhere, give, is_free, labelled, lock, sessions
+from support import servers
+from support.locking import elsewhere, give, is_free, labelled, lock
 from support.transactions import statements
 from support.waiting import eventually
 
@@ -87,33 +87,6 @@ async def test_however_a_database_is_addressed_its_lock_is_one(
     async with world.enter(lock(world, world.engine(), name).hold()):
         for other in (by_name, role()):
             assert await world.call(lock(world, world.engine(dsn=other), name).try_acquire) is None
-
-
-@pytest.mark.every_driver
-async def test_looking_finds_the_exact_session_and_no_look_alike(
-    world: World, dsn: str, second_database: str, admin: psycopg.Connection[Any]
-) -> None:
-    """C117: key -5, with equal halves, the pair of the same bits and another database held by others: only its holder."""
-    key = LockKey.raw(-5)
-    same_low, same_high = LockKey.raw((7 << 32) | 0xFFFFFFFB), LockKey.raw(-6)
-    with (
-        elsewhere(dsn, key, label="A"),
-        elsewhere(dsn, same_low, same_high, label="B"),
-        elsewhere(dsn, LockKey.pair(-1, -5), label="C"),
-        elsewhere(second_database, key, label="D"),
-    ):
-        one = lock(world, world.engine(), key)
-        (seen,) = await world.call(one.holders)
-        assert (seen.application_name, seen.key, seen.key.value) == ("A", key, -5)
-        assert seen.backend_pid == sessions(admin, "A")[0].pid
-        with pytest.raises(LockTimeoutError) as caught:
-            await world.call(one.acquire, timeout=0.3)
-        assert [holder.application_name for holder in caught.value.holders] == ["A"]
-        (pair,) = await world.call(lock(world, world.engine(), LockKey.pair(-1, -5)).holders)
-        assert pair.application_name == "C"
-        async with transactions.session(world, world.engine()) as session:
-            (seen,) = await world.call(transactions.lock(session, key).holders)
-            assert seen.application_name == "A"
 
 
 async def test_a_lock_takes_its_own_keys_and_no_more(

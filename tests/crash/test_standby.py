@@ -92,21 +92,6 @@ async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_stan
         await world.call(monitoring.evict, engine, name, reason="test")
 
 
-async def test_a_transaction_lock_is_refused_on_a_standby(
-    world: World, name: str, pair: tuple[OwnServer, Standby]
-) -> None:
-    """C046: a read that was routed to a replica locks nothing on the primary."""
-    primary, copy = pair
-    engine = world.engine(dsn=copy.dsn)
-    async with transactions.session(world, engine) as session:
-        for names in ((name,), (name, f"{name}!")):
-            for verb in ("try_acquire", "acquire"):
-                with pytest.raises(StandbyError, match="primary"):
-                    await world.call(getattr(transactions.lock(session, *names), verb))
-                await world.call(session.rollback)
-    assert rows(copy) == rows(primary) == []
-
-
 @pytest.mark.twins
 async def test_a_primary_beside_it_can_carry_the_locks(
     world: World, name: str, pair: tuple[OwnServer, Standby]
