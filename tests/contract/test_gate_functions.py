@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from pgfence._sql.storage import TableNames
-from pgfence._sql.tables import creation, removal
 from support.fences import forged
+from support.installations import TableNames, creation, removal
 from support.lease_functions import Caller
 from support.waiting import eventually
 

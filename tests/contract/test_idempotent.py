@@ -574,8 +574,8 @@ async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Des
 @pytest.mark.every_driver
 async def test_autocommit_and_missing_tables_are_rejected(desk: Desk, admin: psycopg.Connection[Any]) -> None:
     """No transaction, no tables, tables of version 1: each is said before anything is done, with the way out."""
-    from pgfence._sql import tables
-    from pgfence._sql.storage import TableNames
+    from support import installations as tables
+    from support.installations import TableNames
 
     autocommit = Desk(desk.world, admin, isolation_level="AUTOCOMMIT")
     with pytest.raises(TransactionStateError, match="autocommit"):

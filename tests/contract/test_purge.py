@@ -8,24 +8,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
 from sqlalchemy import create_engine, event
 from sqlalchemy.orm import Session
 
 from pgfence import monitoring, schema
-from pgfence._sql import purge as statements
-from pgfence._sql import tables as our_tables
-from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
 from pgfence.errors import AttemptLostError, SchemaError, StandbyError, UnreachableError
 from pgfence.idempotency import idempotent
+from support import installations as tables
+from support.expired_keys import Keys
+from support.installations import TableNames
 from support.keyed import Desk, Receipt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import psycopg
     from sqlalchemy import Engine
 
     from support.worlds import World
@@ -33,33 +33,6 @@ if TYPE_CHECKING:
 WHOLE = bool(os.environ.get("PGFENCE_TEST_FAULTS"))
 MANY = 100_000 if WHOLE else 20_000
 pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
-
-FILL = (
-    "INSERT INTO pgfence_idempotency_key (scope, key, status, locked_until, result, created_at, expires_at)"
-    " SELECT %(scope)s, %(what)s || n, %(status)s, clock_timestamp() + %(claim)s * interval '1 s', '{}',"
-    " clock_timestamp() - interval '2 days', clock_timestamp() + %(life)s * interval '1 s' + n * interval '1 ms'"
-    " FROM generate_series(1, %(count)s) AS n"
-)
-
-
-class Keys:
-    """Rows of one scope, made by hand."""
-
-    def __init__(self, admin: psycopg.Connection[Any], scope: str) -> None:
-        self.admin = admin
-        self.scope = scope
-
-    def fill(
-        self, what: str, count: int, *, life: float, status: str = "done", claim: float | None = None, scope: str = ""
-    ) -> None:
-        """Make keys that end after so many seconds, each a millisecond later than the one before."""
-        values = {"what": what, "count": count, "life": life, "status": status, "claim": claim}
-        self.admin.execute(FILL, {**values, "scope": scope or self.scope})
-
-    def left(self) -> dict[str, int]:
-        """Return how many of each sort are there."""
-        query = "SELECT rtrim(key, '0123456789'), count(*) FROM pgfence_idempotency_key WHERE scope = %s GROUP BY 1"
-        return dict(self.admin.execute(query, [self.scope]).fetchall())
 
 
 @pytest.fixture
@@ -198,46 +171,6 @@ def test_four_at_once_beside_claims(keys: Keys, dsn: str, admin: psycopg.Connect
     assert max(claims.values()) < (0.2 if WHOLE else 1)
 
 
-def index_scan(admin: psycopg.Connection[Any], begin: float, size: int) -> dict[str, Any]:
-    """Return the one scan by the index in the plan of the statement as it ran; what it did is taken back."""
-    text = statements._PURGE.format("%s", "%s", table='"pgfence_idempotency_key"')
-    with admin.transaction(force_rollback=True):
-        admin.execute(statements._BY_INDEX)
-        (plan,) = admin.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {text}".encode(), [begin, size]).fetchone()
-    nodes = [plan[0]["Plan"]]
-    for node in nodes:
-        nodes += node.get("Plans", [])
-    scans = [node for node in nodes if node.get("Index Name") == "pgfence_idempotency_key_expiry"]
-    assert len(scans) == 1, plan
-    return scans[0]
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_the_index_is_used_and_a_batch_begins_where_the_last_one_ended(
-    keys: Keys, admin: psycopg.Connection[Any], dsn: str, *, counted: bool
-) -> None:
-    """C109: also right after the rows came, with statistics that know of none that is expired; and an old snapshot does not make it walk past what is gone."""
-    keys.fill("live", 5_000, life=600)
-    if counted:
-        admin.execute("ANALYZE pgfence_idempotency_key")
-    keys.fill("old", 5_000, life=-6000)
-    assert index_scan(admin, statements.BEGINNING, 100)["Actual Rows"] == 100
-    engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
-    with psycopg.connect(dsn) as old:
-        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        old.execute("SELECT 1")
-        with engine.connect() as connection:
-            end = statements.BEGINNING
-            for _ in range(40):
-                batch = statements.purge(connection, TableNames(), 100, end)
-                assert batch.number == 100
-                end = batch.end
-        walked, jumped = (index_scan(admin, begin, 100) for begin in (statements.BEGINNING, end))
-    engine.dispose()
-    assert walked["Actual Rows"] == jumped["Actual Rows"] == 100
-    assert 2 * jumped["Shared Hit Blocks"] < walked["Shared Hit Blocks"]
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -260,7 +193,7 @@ async def test_missing_and_older_tables_name_the_command(
 ) -> None:
     """With a prefix nobody installed, and with tables of version 1, the error names `pgfence install`."""
     prefix = f"old_{name[-12:]}_"
-    for texts in ((), our_tables.creation(TableNames(prefix=prefix), 1)):
+    for texts in ((), tables.creation(TableNames(prefix=prefix), 1)):
         for statement in texts:
             admin.execute(statement.encode())
         engine = world.engine()

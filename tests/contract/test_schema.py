@@ -18,12 +18,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from pgfence import schema
-from pgfence._sql import tables
-from pgfence._sql.errors import translate_error
-from pgfence._sql.rights import build_grants
-from pgfence._sql.storage import TableNames, table_names
 from pgfence.config import configure
 from pgfence.errors import SchemaError, StandbyError, TransactionStateError, UnreachableError, UnsupportedServerError
+from support import installations as tables
+from support.installations import TableNames, build_grants, table_names, translate_error
 from support.transactions import connection
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from sqlalchemy import Column, Integer, MetaData, Table, event
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgfence import schema
-from pgfence._sql.fences import COMMENT, parts_of
 from pgfence.config import configure
 from pgfence.errors import SchemaError, TransactionStateError
 from support.fences import forged
+from support.installations import COMMENT
 from support.transactions import connection
 
 if TYPE_CHECKING:
@@ -459,30 +459,6 @@ def test_columns_of_every_usable_type_are_spelled_as_python_does(
     finally:
         admin.execute(f"ALTER DATABASE {admin.info.dbname} RESET datestyle")
         admin.execute(f'DROP TABLE "{books}"; DROP TYPE {kind}; DROP DOMAIN {kind}_d')
-
-
-@pytest.mark.parametrize(
-    ("resource", "parts"),
-    [
-        ("close", ("close",)),
-        ("close:{book}", ("close:", "book", "")),
-        ("{book}{branch}", ("", "book", "", "branch", "")),
-        ("{{{book}}}", ("{", "book", "}")),
-        ("it's 100 % \\ fine", ("it's 100 % \\ fine",)),
-    ],
-)
-def test_a_resource_is_text_and_columns_in_turn(resource: str, parts: tuple[str, ...]) -> None:
-    """Text stands at even places, columns at odd ones."""
-    assert parts_of(resource, "") == parts
-
-
-@pytest.mark.parametrize(
-    "wrong", ["", "a" * 256, "{", "a{}", "{0}", "{a.b}", "{a!r}", "{a:>5}", "{a b}", "a\x00", "a\x1f"]
-)
-def test_a_resource_that_cannot_be_used_is_rejected(wrong: str) -> None:
-    """Empty, too long, half a brace, or more than the name of a column in braces."""
-    with pytest.raises(ValueError, match=r"resource"):
-        parts_of(wrong, "")
 
 
 def test_quotes_and_backslashes_in_a_resource_are_text(

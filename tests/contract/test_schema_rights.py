@@ -9,12 +9,10 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import schema
-from pgfence._sql import tables
-from pgfence._sql.errors import translate_error
-from pgfence._sql.purge import _PURGE
-from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import SchemaError
+from support import installations as tables
+from support.installations import PURGE, TableNames, translate_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -66,7 +64,7 @@ FEATURES: dict[str, tuple[dict[str, tuple[str, ...]], tuple[str, ...]]] = {
     ),
     "purge": (
         {"idempotency_key": ("SELECT", "UPDATE", "DELETE")},
-        (_PURGE.format("'-Infinity'", "10", table="{idempotency_key}"),),
+        (PURGE.format("'-Infinity'", "10", table="{idempotency_key}"),),
     ),
     "evict": (
         {"lease": ("SELECT", "UPDATE"), "gate": ("SELECT", "INSERT", "UPDATE"), "audit": ("INSERT",)},

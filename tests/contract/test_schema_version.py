@@ -14,11 +14,11 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from pgfence import AdvisoryLock, IdempotentEffect, Once, idempotent, schema
-from pgfence._sql import tables
-from pgfence._sql.storage import LEASES, VERSION, TableNames
 from pgfence.config import configure
 from pgfence.errors import SchemaError
 from pgfence.lease import AsyncLease, Lease
+from support import installations as tables
+from support.installations import LEASES, VERSION, TableNames
 from support.lease_functions import Caller
 from support.waiting import eventually
 
