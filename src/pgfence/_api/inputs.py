@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
     from pgfence._process.clock import Seconds
 
-    SyncWork: TypeAlias = Session | scoped_session[Any] | Connection
-    AsyncWork: TypeAlias = AsyncSession | async_scoped_session[Any] | AsyncConnection
+    SyncSession: TypeAlias = Session | scoped_session[Any]
+    AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
+    SyncWork: TypeAlias = SyncSession | Connection
+    AsyncWork: TypeAlias = AnyAsyncSession | AsyncConnection
 
 EngineSource: TypeAlias = Engine | Callable[[], Engine]
 AsyncEngineSource: TypeAlias = "AsyncEngine | Callable[[], AsyncEngine]"
@@ -53,12 +55,12 @@ def loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
 # ---------------------------------------------------------------- sessions
 
 
-def is_session(given: object) -> TypeIs[Session | scoped_session[Any]]:
+def is_session(given: object) -> TypeIs[SyncSession]:
     """Say whether it is a Session or a scoped_session."""
     return isinstance(given, loaded_classes(ORM, "Session", "scoped_session"))
 
 
-def is_async_session(given: object) -> TypeIs[AsyncSession | async_scoped_session[Any]]:
+def is_async_session(given: object) -> TypeIs[AnyAsyncSession]:
     """Say whether it is an AsyncSession or an async_scoped_session."""
     return isinstance(given, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"))
 
@@ -84,9 +86,9 @@ def is_async_connection(given: object) -> TypeIs[AsyncConnection]:
 
 
 @overload
-def unwrap_session(work: Session | scoped_session[Any]) -> Session: ...
+def unwrap_session(work: SyncSession) -> Session: ...
 @overload
-def unwrap_session(work: AsyncSession | async_scoped_session[Any]) -> AsyncSession: ...
+def unwrap_session(work: AnyAsyncSession) -> AsyncSession: ...
 @overload
 def unwrap_session(work: SyncWork) -> Session | Connection: ...
 @overload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sqlalchemy import table, update
 from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionError
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from pgfence._values.codec import Codec
     from pgfence.config import Config
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 log = logging.getLogger("pgfence.idempotency")
 
 # What a routing Session is asked with. It is never sent; whatever sends reads elsewhere must send this to the primary.
@@ -54,32 +57,38 @@ _CONTEXT = ErrorContext(
 
 
 @dataclass(frozen=True, slots=True)
-class KeyCall:
-    """What a key was asked for with."""
+class KeyName:
+    """A key and its scope."""
 
     scope: str
     key: str
-    fingerprint: bytes | None
-    codec: Codec[Any]
-    timeout: float | None
-    keep: float
-    record: tuple[type[Exception], ...]
 
     def __str__(self) -> str:
         return f"the idempotency key {self.key!r} of scope {self.scope!r}"
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class KeyCall(KeyName, Generic[T]):
+    """The arguments of one call of `idempotent`."""
+
+    fingerprint: bytes | None
+    codec: Codec[T]
+    timeout: float | None
+    keep: float
+    record: tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim(Generic[T]):
     """A key that was asked for: claimed, or found with its result."""
 
     row: sql.KeyRow
     replayed: bool
-    result: Any = None
+    result: T | None = None
     savepoint: SessionTransaction | None = None
 
 
-def claim(session: Session, call: KeyCall) -> Claim:
+def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
     """Claim the key in the session's transaction, which begins here if it has not yet, or return what is stored under it.
 
     Raises:
@@ -91,38 +100,40 @@ def claim(session: Session, call: KeyCall) -> Claim:
     place, config = table_names(connection), config_of(connection)
     row = sql.KeyRow(qualified_name(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
-    answer = _sent(connection, place, lambda: sql.claim(connection, place, row, 0))
+    answer = _send(connection, place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:
-        answer = _waited(connection, place, row, call, limit)
+        answer = _wait(connection, place, row, call, limit)
     match answer.outcome:
         case "fresh":
-            _tell(config, "acquired", call)
+            _emit(config, "acquired", call)
             return Claim(row, replayed=False, savepoint=session.begin_nested() if call.record else None)
         case "done":
             return Claim(row, replayed=True, result=call.codec.decode(answer.text))
         case "failed":
             raise errors.decode(answer.text, call.record, call.codec, str(call))
     if answer.outcome == "busy":
-        _tell(config, "timeout", call)
-        raise _busy(call, _sent(connection, place, lambda: sql.attempt_at(connection, place, row)), limit)
-    raise _refused(call, answer.outcome)
+        _emit(config, "timeout", call)
+        raise _busy_error(call, _send(connection, place, lambda: sql.attempt_at(connection, place, row)), limit)
+    raise _claim_error(call, answer.outcome)
 
 
-def _waited(connection: Connection, place: TableNames, row: sql.KeyRow, call: KeyCall, limit: float) -> sql.ClaimResult:
+def _wait(
+    connection: Connection, place: TableNames, row: sql.KeyRow, call: KeyCall[T], limit: float
+) -> sql.ClaimResult:
     began = clock()
-    answer: sql.ClaimResult = _sent(connection, place, lambda: sql.claim(connection, place, row, limit))
+    answer = _send(connection, place, lambda: sql.claim(connection, place, row, limit))
     if (waited := clock() - began) > WARN_AFTER:
         how = "in vain" if answer.outcome == "busy" else "while another transaction was at work under it"
         log.warning("waited %.0f s for %s, %s", waited, call, how)
     return answer
 
 
-def _tell(config: Config, event: str, call: KeyCall) -> None:
+def _emit(config: Config, event: str, call: KeyName) -> None:
     if config.on_event is not None:
         emit_event(config, event, (f"{call.scope}:{call.key}",))
 
 
-def complete(session: Session, call: KeyCall, claimed: Claim, value: Any) -> None:
+def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) -> None:
     """Store the result.
 
     Raises:
@@ -134,7 +145,7 @@ def complete(session: Session, call: KeyCall, claimed: Claim, value: Any) -> Non
     _finish(session, call, claimed, "done", text)
 
 
-def _release(session: Session, call: KeyCall, claimed: Claim, savepoint: SessionTransaction) -> None:
+def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: SessionTransaction) -> None:
     """Send what the work has left to be sent, whose error is an answer like the work's own, and keep it."""
     try:
         session.flush()
@@ -148,10 +159,10 @@ def _release(session: Session, call: KeyCall, claimed: Claim, savepoint: Session
     try:
         savepoint.commit()
     except ResourceClosedError as error:
-        raise _gone(call) from error
+        raise _claim_gone_error(call) from error
 
 
-def record(session: Session, call: KeyCall, claimed: Claim, error: Exception) -> None:
+def record(session: Session, call: KeyCall[T], claimed: Claim[T], error: Exception) -> None:
     """Take back what was done since the claim, and store the error in its place."""
     text = errors.encode(error, call.codec)
     if claimed.savepoint is not None:
@@ -159,14 +170,14 @@ def record(session: Session, call: KeyCall, claimed: Claim, error: Exception) ->
     _finish(session, call, claimed, "failed", text)
 
 
-def _finish(session: Session, call: KeyCall, claimed: Claim, status: str, text: str) -> None:
+def _finish(session: Session, call: KeyCall[T], claimed: Claim[T], status: str, text: str) -> None:
     connection = connection_of(session)
     place = table_names(connection)
-    if not _sent(connection, place, lambda: sql.finish(connection, place, claimed.row, status, text)):
-        raise _gone(call)
+    if not _send(connection, place, lambda: sql.finish(connection, place, claimed.row, status, text)):
+        raise _claim_gone_error(call)
 
 
-def _gone(call: KeyCall) -> IdempotencyMisuseError:
+def _claim_gone_error(call: KeyName) -> IdempotencyMisuseError:
     return IdempotencyMisuseError(
         f"{call} is not claimed any more: its transaction, or a savepoint around the claim, has ended inside the block."
         " Commit and roll back outside of it"
@@ -195,7 +206,7 @@ def connection_of(session: Session) -> Connection:
     return connection
 
 
-def _sent(connection: Connection, place: TableNames, send: Callable[[], Any]) -> Any:
+def _send(connection: Connection, place: TableNames, send: Callable[[], R]) -> R:
     try:
         return send()
     except DBAPIError as error:
@@ -203,7 +214,7 @@ def _sent(connection: Connection, place: TableNames, send: Callable[[], Any]) ->
         raise
 
 
-def _refused(call: KeyCall, outcome: str) -> PgfenceError:
+def _claim_error(call: KeyName, outcome: str) -> PgfenceError:
     match outcome:
         case "reused":
             return IdempotencyKeyReusedError(
@@ -230,7 +241,7 @@ def _refused(call: KeyCall, outcome: str) -> PgfenceError:
     )
 
 
-def _busy(call: KeyCall, attempt: sql.EffectAttempt | None, limit: float) -> IdempotencyInProgressError:
+def _busy_error(call: KeyName, attempt: sql.EffectAttempt | None, limit: float) -> IdempotencyInProgressError:
     """Return the error for a key that another transaction, or an attempt at an effect, has."""
     if attempt is None:
         waited = f", which did not end within {limit:g} s" if limit else ""

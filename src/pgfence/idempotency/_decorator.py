@@ -9,7 +9,7 @@ import string
 import sys
 import warnings
 from types import SimpleNamespace, UnionType
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pgfence._api.decorators import templates
 from pgfence._api.inputs import ASYNCIO, DAY, ORM, describe_function, loaded_classes, reject_generator
@@ -27,11 +27,11 @@ R = TypeVar("R")
 _SESSION = re.compile(r"\b(?:Session|AsyncSession|scoped_session|async_scoped_session)\b")
 
 
-class _Given(string.Formatter):
+class _RequiredFields(string.Formatter):
     """`str.format`, where no field may be None: it would be one key for all calls that have no value of their own."""
 
-    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        found = super().get_field(field_name, args, kwargs)
+    def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, str]:
+        found: tuple[object, str] = super().get_field(field_name, args, kwargs)
         if found[0] is None:
             raise ValueError(f"{{{field_name}}} of the key or the scope is None: a call without it has no key")
         return found
@@ -83,24 +83,25 @@ def idempotent_call(
 class _Decorator:
     """What `idempotent_call` returns. One that decorates nothing warns when it is dropped."""
 
-    def __init__(self, key: str, scope: str, payload: Sequence[str] | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, key: str, scope: str, payload: Sequence[str] | None, options: Mapping[str, object]) -> None:
         self._arguments = key, scope, payload, options
         self._used = False
 
-    def __call__(self, fn: Callable[..., Any], /) -> Any:
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]:
         self._used = True
-        calls = _Calls(fn, *self._arguments)
+        calls = _CallTemplate(fn, *self._arguments)
         if inspect.iscoroutinefunction(fn):
 
             @functools.wraps(fn)
-            async def run_async(*args: Any, **kwargs: Any) -> Any:
-                return await calls.keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+            async def run_async(*args: P.args, **kwargs: P.kwargs) -> object:
+                return await calls.build_key(args, kwargs).run(functools.partial(fn, *args, **kwargs))
 
-            return run_async
+            return cast("Callable[P, R]", run_async)
 
         @functools.wraps(fn)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return calls.keyed(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            value: R = calls.build_key(args, kwargs).run(functools.partial(fn, *args, **kwargs))
+            return value
 
         return run
 
@@ -114,24 +115,24 @@ class _Decorator:
             )
 
 
-class _Calls:
-    """What calls of one function are asked for with."""
+class _CallTemplate:
+    """How the key of a call of one function is built from its arguments."""
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         key: str,
         scope: str,
         payload: Sequence[str] | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         reject_generator(fn)
         if isinstance(payload, str):
             raise TypeError(f"payload is a list of names: [{payload!r}]")
-        hints, unknown = _hints(fn)
+        hints, unknown = _resolve_hints(fn)
         self._signature = inspect.signature(fn)
-        self._session = _session(fn, self._signature, hints)
-        self._options = {**options, "result": hints.get("return")}
+        self._session = _find_session(fn, self._signature, hints)
+        self._options: dict[str, Any] = {**options, "result": hints.get("return")}
         self._late = fn if "return" in unknown else None
         Codec.of(self._options["result"])
         if strangers := set(payload or ()) - set(self._signature.parameters):
@@ -140,23 +141,23 @@ class _Calls:
             )
         self._payload = payload
         self._plain = key, scope
-        self._naming = templates((key, scope), fn, _Given().format)
+        self._naming = templates((key, scope), fn, _RequiredFields().format)
 
-    def keyed(self, args: Any, kwargs: Any) -> Any:
+    def build_key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Return the key of one call, in the transaction of its session."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
-        named: Any = self._plain if self._naming is None else self._naming(args, kwargs)
+        named = self._plain if self._naming is None else tuple(map(str, self._naming(args, kwargs)))
         payload = None if self._payload is None else {name: values[name] for name in self._payload}
         if self._late is not None:  # what it names may be there by now
-            self._options["result"] = _hints(self._late)[0].get("return")
+            self._options["result"] = _resolve_hints(self._late)[0].get("return")
         return idempotent(values[self._session], named[0], scope=named[1], payload=payload, **self._options)
 
 
-def _hints(fn: Callable[..., Any]) -> tuple[dict[str, Any], set[str]]:
+def _resolve_hints(fn: Callable[..., object]) -> tuple[dict[str, object], set[str]]:
     """Return the annotations, and the names of those that are texts still, for they name what is not known, or not yet."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     unknown = set()
     for name, annotation in getattr(fn, "__annotations__", {}).items():
         one: Any = SimpleNamespace(__annotations__={name: annotation})
@@ -168,7 +169,7 @@ def _hints(fn: Callable[..., Any]) -> tuple[dict[str, Any], set[str]]:
     return found, unknown
 
 
-def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[str, Any]) -> str:
+def _find_session(fn: Callable[..., object], signature: inspect.Signature, hints: dict[str, object]) -> str:
     found = [name for name in signature.parameters if _is_session(hints.get(name))]
     if len(found) != 1:
         told = " and ".join(found) if found else "none"
@@ -179,7 +180,7 @@ def _session(fn: Callable[..., Any], signature: inspect.Signature, hints: dict[s
     return found[0]
 
 
-def _is_session(annotation: Any) -> bool:
+def _is_session(annotation: object) -> bool:
     if isinstance(annotation, str):
         return bool(_SESSION.search(annotation))
     classes = (

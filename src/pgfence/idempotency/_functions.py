@@ -21,15 +21,11 @@ from pgfence.idempotency._handles import AsyncIdem, Idem
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
-    from typing import TypeAlias
 
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-    from sqlalchemy.orm import QueryableAttribute, Session, scoped_session
+    from sqlalchemy.orm import QueryableAttribute
 
+    from pgfence._api.inputs import AnyAsyncSession, SyncSession
     from pgfence._process.clock import Seconds
-
-    SyncSession: TypeAlias = Session | scoped_session[Any]
-    AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
 
 T = TypeVar("T")
 
@@ -83,16 +79,16 @@ def idempotent(
     record: Sequence[type[Exception]] = (),
 ) -> Idem[Any]: ...
 def idempotent(
-    session: Any,
+    session: SyncSession | AnyAsyncSession,
     key: str,
     *,
     scope: str,
     payload: object = None,
-    result: Any = None,
+    result: type[T] | None = None,
     timeout: Seconds | None = None,
     keep: Seconds = DAY,
     record: Sequence[type[Exception]] = (),
-) -> Any:
+) -> Idem[T] | AsyncIdem[T]:
     """Do the work of a request once, however often the request comes, and give everybody the same answer.
 
     ::
@@ -149,8 +145,7 @@ def idempotent(
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
-    asynchronous = is_async_session(session)
-    if not asynchronous and not is_session(session):
+    if not is_async_session(session) and not is_session(session):
         raise TypeError(
             f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}"
         )
@@ -163,7 +158,7 @@ def idempotent(
         keep=check_keep(keep),
         record=check_error_classes(record),
     )
-    return AsyncIdem(session, call) if asynchronous else Idem(session, call)
+    return AsyncIdem(session, call) if is_async_session(session) else Idem(session, call)
 
 
 @overload
@@ -172,7 +167,9 @@ def insert_once(
 ) -> Coroutine[Any, Any, T]: ...
 @overload
 def insert_once(session: SyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]) -> T: ...
-def insert_once(session: Any, instance: Any, key: Sequence[Any]) -> Any:
+def insert_once(
+    session: SyncSession | AnyAsyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]
+) -> T | Coroutine[Any, Any, T]:
     """Insert a row whose own unique key says that it is there once; who comes second gets the row of who came first.
 
     ::

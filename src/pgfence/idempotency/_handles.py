@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from pgfence._api.contexts import attach
 from pgfence._api.inputs import reject_coroutine, unwrap_session
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-    from sqlalchemy.orm import Session, scoped_session
+    from sqlalchemy.ext.asyncio import AsyncSession
+    from sqlalchemy.orm import Session
+
+    from pgfence._api.inputs import AnyAsyncSession, SyncSession
 
 T = TypeVar("T")
 
@@ -26,11 +28,11 @@ T = TypeVar("T")
 class Op(Generic[T]):
     """One pass through a block under an idempotency key."""
 
-    def __init__(self, call: _claim.KeyCall, claim: _claim.Claim) -> None:
+    def __init__(self, call: _claim.KeyCall[T], claim: _claim.Claim[T]) -> None:
         self._call = call
         self._claim = claim
         self._read = False
-        self._value: Any = claim.result
+        self._value = claim.result
         self._complete = claim.replayed
 
     def __repr__(self) -> str:
@@ -74,7 +76,7 @@ class Op(Generic[T]):
         self._value = value
         self._complete = True
 
-    def _owes(self) -> IdempotencyMisuseError | None:
+    def _find_omission(self) -> IdempotencyMisuseError | None:
         """Return what a block that ends without an error has left undone."""
         if self._claim.replayed and not self._read:
             return IdempotencyMisuseError(
@@ -87,7 +89,7 @@ class Op(Generic[T]):
             )
         return None
 
-    def _recorded(self, error: BaseException | None) -> bool:
+    def _is_recorded(self, error: BaseException | None) -> bool:
         return error is not None and is_among(error, self._call.record) and not self._claim.replayed
 
 
@@ -96,7 +98,7 @@ class _KeyBase(Guided, Generic[T]):
 
     _decorator = "idempotent(...).run(fn), or decorate the function with @idempotent_call(key=..., scope=...)"
 
-    def __init__(self, call: _claim.KeyCall) -> None:
+    def __init__(self, call: _claim.KeyCall[T]) -> None:
         self._call = call
         self._op: Op[T] | None = None
         self._used = False
@@ -115,11 +117,11 @@ class _KeyBase(Guided, Generic[T]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._call.scope!r} {self._call.key!r}>"
 
-    def _enter(self, claim: _claim.Claim) -> Op[T]:
+    def _start(self, claim: _claim.Claim[T]) -> Op[T]:
         self._op = Op(self._call, claim)
         return self._op
 
-    def _once(self) -> None:
+    def _mark_entered(self) -> None:
         self._used = True
         if self._op is not None:
             raise IdempotencyMisuseError(f"the block of {self._call} was entered before: ask for the key again")
@@ -130,7 +132,7 @@ class Idem(_KeyBase[T]):
 
     _block = "idempotent(...).run(fn), or `with idempotent(...) as op:`"
 
-    def __init__(self, session: Session | scoped_session[Any], call: _claim.KeyCall) -> None:
+    def __init__(self, session: SyncSession, call: _claim.KeyCall[T]) -> None:
         super().__init__(call)
         self._given = session
 
@@ -156,19 +158,19 @@ class Idem(_KeyBase[T]):
         raise AssertionError  # the block above swallows nothing
 
     def __enter__(self) -> Op[T]:
-        self._once()
-        return self._enter(_claim.claim(self._session, self._call))
+        self._mark_entered()
+        return self._start(_claim.claim(self._session, self._call))
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
         assert self._op is not None
         if exc is None:
-            if owed := self._op._owes():
+            if owed := self._op._find_omission():
                 raise owed
             if not self._op._claim.replayed:
-                _claim.complete(self._session, self._call, self._op._claim, self._op._value)
-        elif self._op._recorded(exc):
+                _claim.complete(self._session, self._call, self._op._claim, self._op.result)
+        elif self._op._is_recorded(exc):
             try:
                 _claim.record(self._session, self._call, self._op._claim, cast("Exception", exc))
             except Exception as failure:
@@ -184,7 +186,7 @@ class AsyncIdem(_KeyBase[T]):
 
     _block = "await idempotent(...).run(fn), or `async with idempotent(...) as op:`"
 
-    def __init__(self, session: AsyncSession | async_scoped_session[Any], call: _claim.KeyCall) -> None:
+    def __init__(self, session: AnyAsyncSession, call: _claim.KeyCall[T]) -> None:
         super().__init__(call)
         self._given = session
 
@@ -207,19 +209,19 @@ class AsyncIdem(_KeyBase[T]):
         raise AssertionError  # the block above swallows nothing
 
     async def __aenter__(self) -> Op[T]:
-        self._once()
-        return self._enter(await self._session.run_sync(_claim.claim, self._call))
+        self._mark_entered()
+        return self._start(await self._session.run_sync(_claim.claim, self._call))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
         assert self._op is not None
         if exc is None:
-            if owed := self._op._owes():
+            if owed := self._op._find_omission():
                 raise owed
             if not self._op._claim.replayed:
-                await self._session.run_sync(_claim.complete, self._call, self._op._claim, self._op._value)
-        elif self._op._recorded(exc):
+                await self._session.run_sync(_claim.complete, self._call, self._op._claim, self._op.result)
+        elif self._op._is_recorded(exc):
             try:
                 await self._session.run_sync(_claim.record, self._call, self._op._claim, cast("Exception", exc))
             except Exception as failure:

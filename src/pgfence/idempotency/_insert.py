@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from sqlalchemy import Table, UniqueConstraint, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.orm import Mapper, QueryableAttribute
+from sqlalchemy.orm import InstanceState, QueryableAttribute
 
 from pgfence._api.transactions import connected
 from pgfence._sql.idempotency import doubled
@@ -16,28 +16,30 @@ from pgfence.errors import IdempotencyInProgressError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import Select
-    from sqlalchemy.orm import Session
+    from sqlalchemy import ColumnElement, Select
+    from sqlalchemy.orm import Mapper, Session
+
+T = TypeVar("T")
 
 _TRIES = 2
 """The second one for a row that went away again between the INSERT and the look at it."""
 
 
-class _Wanted(NamedTuple):
-    query: Select[Any]
+class _UniqueKey(NamedTuple, Generic[T]):
+    query: Select[T]
     columns: frozenset[str]
     shown: str
 
 
-def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
+def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute[Any]]) -> T:
     """Insert an instance, or return the one that has its key; see `insert_once`."""
-    state: Any = inspect(instance, raiseerr=False)
-    mapper = getattr(state, "mapper", None)
-    if mapper is None or isinstance(state, Mapper):
+    state: InstanceState[T] | None = inspect(instance, raiseerr=False)
+    if not isinstance(state, InstanceState):
         raise TypeError(f"insert_once() takes a new instance of a mapped class, not a {type(instance).__name__}")
     if state.key is not None:
         raise ValueError(f"this {type(instance).__name__} is a row of the database already")
-    wanted = _wanted(mapper, instance, key)
+    mapper = state.mapper
+    wanted = _build_query(mapper, instance, key)
     if state.session is session:
         session.expunge(instance)
     connected(session, {"mapper": mapper, "clause": wanted.query})
@@ -60,7 +62,7 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
             if sqlstate_of(error) != SERIALIZATION_FAILURE:
                 raise
             # In SERIALIZABLE, of a row that was committed during the wait for it: nobody may look at that any more.
-            raise _unseen("there may be", mapper, instance, wanted) from error
+            raise _invisible_row_error("there may be", mapper, instance, wanted) from error
         else:
             return instance
     if (found := session.scalars(wanted.query).one_or_none()) is not None:
@@ -73,10 +75,12 @@ def insert(session: Session, instance: Any, key: Sequence[Any]) -> Any:
             f"there is a {type(instance).__name__} with {wanted.shown}, which a query of that class does not find"
         )
         raise refused
-    raise _unseen("there is", mapper, instance, wanted)
+    raise _invisible_row_error("there is", mapper, instance, wanted)
 
 
-def _unseen(there_is: str, mapper: Mapper[Any], instance: Any, wanted: _Wanted) -> IdempotencyInProgressError:
+def _invisible_row_error(
+    there_is: str, mapper: Mapper[T], instance: T, wanted: _UniqueKey[T]
+) -> IdempotencyInProgressError:
     return IdempotencyInProgressError(
         f"{there_is} a {type(instance).__name__} with {wanted.shown}, and this transaction cannot see it, for its snapshot is"
         " older: a new transaction can",
@@ -86,7 +90,9 @@ def _unseen(there_is: str, mapper: Mapper[Any], instance: Any, wanted: _Wanted) 
     )
 
 
-def _wanted(mapper: Mapper[Any], instance: Any, key: Any) -> _Wanted:
+def _build_query(
+    mapper: Mapper[T], instance: T, key: Sequence[str | QueryableAttribute[Any]] | QueryableAttribute[Any]
+) -> _UniqueKey[T]:
     if isinstance(key, (str, QueryableAttribute)):
         raise TypeError(f"key is a list of attributes: [{repr(key) if isinstance(key, str) else key}]")
     if strange := [one for one in key if not issubclass(mapper.class_, getattr(one, "class_", object))]:
@@ -94,8 +100,8 @@ def _wanted(mapper: Mapper[Any], instance: Any, key: Any) -> _Wanted:
     names = [one if isinstance(one, str) else one.key for one in key]
     if unknown := [name for name in names if name not in mapper.column_attrs]:
         raise ValueError(f"{mapper.class_.__name__} has no column attribute {unknown[0]!r}")
-    columns: list[Any] = [mapper.column_attrs[name].columns[0] for name in names]
-    if not any(set(columns) == unique for unique in _unique(columns)):
+    columns = [mapper.column_attrs[name].columns[0] for name in names]
+    if not any(set(columns) == unique for unique in _find_unique(columns)):
         raise ValueError(
             f"{mapper.class_.__name__} declares no primary key, unique constraint or whole unique index of ({', '.join(names)}):"
             " without one PostgreSQL would insert both rows"
@@ -104,14 +110,14 @@ def _wanted(mapper: Mapper[Any], instance: Any, key: Any) -> _Wanted:
     if empty := [name for name, value in values.items() if value is None]:
         raise ValueError(f"{mapper.class_.__name__}.{empty[0]} is None, and NULL is equal to nothing")
     criteria = [getattr(mapper.class_, name) == value for name, value in values.items()]
-    return _Wanted(
+    return _UniqueKey(
         select(mapper.class_).where(*criteria),
         frozenset(column.name for column in columns),
         ", ".join(f"{name} {value!r}" for name, value in values.items()),
     )
 
 
-def _unique(columns: Sequence[Any]) -> Iterator[set[Any]]:
+def _find_unique(columns: Sequence[ColumnElement[Any]]) -> Iterator[set[object]]:
     for table in {column.table for column in columns}:
         if isinstance(table, Table):
             yield set(table.primary_key.columns)
@@ -120,9 +126,9 @@ def _unique(columns: Sequence[Any]) -> Iterator[set[Any]]:
                     yield set(one.columns)
             for index in table.indexes:
                 if index.unique and index.dialect_options["postgresql"]["where"] is None:
-                    yield {_ordered(one) for one in index.expressions}
+                    yield {_strip_order(one) for one in index.expressions}
 
 
-def _ordered(expression: Any) -> Any:
+def _strip_order(expression: object) -> object:
     """Return the column of `column.desc()`; anything else as it is."""
     return getattr(expression, "element", expression) if getattr(expression, "modifier", None) else expression
