@@ -16,10 +16,10 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.pool import AssertionPool, AsyncAdaptedQueuePool, NullPool, QueuePool, SingletonThreadPool, StaticPool
 
 from pgfence import AdvisoryLock
-from pgfence._connections import connection as runtime_sessions
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import LockKey
+from support.limits import set_limit
 from support.locking import background, elsewhere, give, is_free, labelled, lock, run, sessions
 from support.waiting import FAR, eventually
 from support.worlds import World
@@ -217,7 +217,7 @@ async def test_idle_connections_are_closed_after_a_while(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a call of ours: a process that locks rarely keeps no connection."""
-    monkeypatch.setattr(runtime_sessions, "WARM_FOR", 0.1)
+    set_limit(monkeypatch, "WARM_FOR", 0.1)
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).hold()):
         pass

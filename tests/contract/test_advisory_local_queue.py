@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._holds import wait_plan
-from pgfence._locks import acquisition
-from pgfence._locks import manager as domains
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
+from support.limits import set_limit
 from support.locking import (
     background,
     elsewhere,
@@ -179,7 +177,7 @@ async def test_a_long_wait_behind_a_neighbour_warns_once(
     world: World, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rule 19: any wait over the limit logs once at WARNING, with the name: also one that never gets to the server."""
-    monkeypatch.setattr(acquisition, "WARN_AFTER", 0.2)
+    set_limit(monkeypatch, "WARN_AFTER", 0.2)
     engine = world.engine()
     async with world.enter(lock(world, engine, name).hold()):
         with caplog.at_level(logging.WARNING, "pgfence"), pytest.raises(LockTimeoutError):
@@ -192,7 +190,7 @@ async def test_a_long_wait_in_the_server_warns_once(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rule 19: with name, holder and age."""
-    monkeypatch.setattr(wait_plan, "WARN_AFTER", 0.2)
+    set_limit(monkeypatch, "WARN_AFTER", 0.2)
     with elsewhere(dsn, name, label="other-deploy") as holder:
         with caplog.at_level(logging.WARNING, "pgfence"), pytest.raises(LockTimeoutError):
             await world.call(lock(world, world.engine(), name).acquire, timeout=1.6)
@@ -263,7 +261,7 @@ async def test_a_crowd_does_not_keep_the_lock_from_other_processes(world: World,
 
 async def test_hand_overs_in_a_row_are_counted(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 15: at most 16 times in a row the lock goes on without the server, then it is given back for once."""
-    monkeypatch.setattr(domains, "BURST_TIME", 60)
+    set_limit(monkeypatch, "BURST_TIME", 60)
     engine, served, unlocks = world.engine(), [], []
     count_unlocks(engine, unlocks, served)
     held = await world.call(lock(world, engine, name).acquire)
@@ -337,7 +335,7 @@ async def test_a_nested_wait_is_cut_and_names_both_locks(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 19: whoever holds a lock waits for another at most a minute by default; what the call says stands."""
-    monkeypatch.setattr(acquisition, "NESTED_LIMIT", 0.2)
+    set_limit(monkeypatch, "NESTED_LIMIT", 0.2)
     engine = world.engine()
     configure(engine, default_timeout=300)
     inner = lock(world, engine, name + "inner")
@@ -351,14 +349,13 @@ async def test_a_nested_wait_is_cut_and_names_both_locks(
             with pytest.raises(LockTimeoutError) as caught:
                 await world.call(inner.acquire, timeout=0.4)
             assert caught.value.timeout == 0.4
-    assert wait_plan.NESTED_LIMIT == 60
 
 
 async def test_a_nested_wait_through_another_engine_is_cut_too(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock that is held may belong to another engine of the process."""
-    monkeypatch.setattr(acquisition, "NESTED_LIMIT", 0.2)
+    set_limit(monkeypatch, "NESTED_LIMIT", 0.2)
     one, two = world.engine(), world.engine()
     configure(two, default_timeout=300)
     with elsewhere(dsn, name + "inner"):

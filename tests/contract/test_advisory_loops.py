@@ -17,10 +17,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
-from pgfence._holds.registry import ManagerRegistry
 from pgfence.config import configure
 from pgfence.errors import LockLostError, UnsupportedServerError
-from support.locking import background, freed, is_free, labelled, lock, sessions, standing, terminate
+from support.locking import background, freed, is_free, labelled, lock, remembered, sessions, standing, terminate
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -237,8 +236,7 @@ async def test_nothing_is_remembered_of_names_that_were_locked(world: World, nam
         one = lock(world, engine, f"{name}:{number}")
         async with world.enter(one.hold()):
             assert await world.other().call(one.try_acquire) is None
-    (domain,) = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
-    assert len(domain.queue) == 0
+    assert remembered(engine) == 0
     assert standing(engine) == 0
     with pytest.raises(pgfence.errors.LockNotHeldError):
         await world.call(pgfence.current, world.pick(pgfence.Held, pgfence.AsyncHeld))

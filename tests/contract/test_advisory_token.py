@@ -14,13 +14,11 @@ from sqlalchemy import create_engine, event, text
 
 import pgfence
 from pgfence import AdvisoryLock, AsyncOnce, Once, monitoring, schema
-from pgfence._holds.registry import ManagerRegistry
 from pgfence.config import configure
 from pgfence.errors import (
     LockLostError,
     LockNotHeldError,
     LockTimeoutError,
-    PoolerError,
     SchemaError,
     StaleFencingTokenError,
     TransactionStateError,
@@ -324,24 +322,6 @@ async def test_a_row_that_stays_locked_counts_as_busy(world: World, name: str, a
         assert is_free(admin, name)
     async with world.enter(one.hold()) as held:
         assert held.token == 2
-
-
-@pytest.mark.every_driver
-async def test_another_server_process_takes_neither_lock_nor_token(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
-    """A statement that reaches another backend than it was meant for is refused as a pooler's doing."""
-    engine = world.engine()
-    one = lock(world, engine, name, token=True)
-    async with world.enter(one.hold()):
-        pass
-    (domain,) = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
-    (idle,) = domain.pool.state.idle
-    idle.pid += 1
-    with pytest.raises(PoolerError):
-        await world.call(one.try_acquire)
-    assert is_free(admin, name)
-    assert row(admin, name) == (1, False)
 
 
 @pytest.mark.every_driver

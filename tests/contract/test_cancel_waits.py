@@ -12,8 +12,6 @@ import pytest
 from sqlalchemy import create_engine
 
 from pgfence import AdvisoryLock, Lease, WaitCancelledError, cancel_waits, configure
-from pgfence._holds.queue import QueueEntry
-from pgfence._locks import manager
 from support.locking import elsewhere, freed, standing, waits
 from support.waiting import eventually
 
@@ -104,26 +102,6 @@ async def test_a_waiter_for_a_connection_is_cancelled(engine: Engine, other: Thr
         one = AdvisoryLock(engine, name)
         await cancelled(other, lambda: (began.set(), one.acquire(timeout=math.inf)), began.is_set, name)
     with one.hold(timeout=20):
-        pass
-
-
-async def test_a_lock_that_is_handed_over_as_the_wait_is_cancelled_is_free(
-    engine: Engine, other: ThreadPoolExecutor, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The holder in this process releases it just before the waiter leaves the queue: it stays with none of the two."""
-    one = AdvisoryLock(engine, name)
-    held = one.acquire()
-    discard = QueueEntry.discard_partial
-
-    def late(entry: QueueEntry) -> None:
-        if held.state == "held":
-            held.release()
-        discard(entry)
-
-    monkeypatch.setattr(manager, "BURST_TIME", math.inf)  # however long this takes, the lock is handed over
-    monkeypatch.setattr(QueueEntry, "discard_partial", late)
-    await cancelled(other, lambda: one.acquire(timeout=math.inf), lambda: standing(engine) == 1, name)
-    with one.hold(timeout=5):
         pass
 
 

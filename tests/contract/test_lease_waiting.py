@@ -11,12 +11,10 @@ import psycopg
 import pytest
 from sqlalchemy import event
 
-from pgfence._holds.registry import ManagerRegistry
-from pgfence._leases import manager
-from pgfence._sql.storage import TableNames
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, UnreachableError
 from support.leases import lapse, lease, rival, row
+from support.limits import set_limit
 from support.locking import background
 from support.waiting import FAR, eventually
 
@@ -64,7 +62,7 @@ async def test_a_release_wakes_who_waits(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by NOTIFY: the next look at the row would come later than the end of the wait, and so would the end of the TTL."""
-    monkeypatch.setattr(manager, "LONGEST_SLEEP", 60)
+    set_limit(monkeypatch, "LONGEST_SLEEP", 60)
     one = lease(world, world.engine(), name, ttl=120)
     for _ in range(2):
         assert rival(admin, name, 120)
@@ -235,30 +233,6 @@ async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
         with pytest.raises(UnreachableError) as caught:
             await world.call(call)
         assert "hunter2" not in str(caught.value)
-
-
-async def test_a_notification_during_an_outage_causes_one_more_question(
-    world: World, name: str, admin: psycopg.Connection[Any], proxy: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may arrive while this waiter finds no server: it asks again at once, and from then on with growing pauses."""
-    engine = world.engine(dsn=proxy.dsn)
-    sync_engine = getattr(engine, "sync_engine", engine)
-    one = lease(world, engine, name, ttl=60)
-    await world.call((await world.call(one.acquire)).release)
-    assert rival(admin, name, 60)
-    async with background(world.other().call(one.acquire, timeout=3)) as waiting:
-        beat = await eventually(lambda: ManagerRegistry.of(sync_engine).get("heartbeat"))
-        await eventually(lambda: beat._agenda.ears)
-        asked: list[Any] = []
-        event.listen(sync_engine, "do_connect", lambda *_: asked.append(1))
-        proxy.refuse()
-        proxy.cut()
-        await eventually(lambda: "no server while waiting" in caplog.text)
-        beat._heard(TableNames().channel, name)
-        with pytest.raises(UnreachableError, match="it was held"):
-            await waiting
-    assert len(asked) < 40
-    proxy.heal()
 
 
 @pytest.mark.async_only

@@ -11,7 +11,6 @@ from sqlalchemy import NullPool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from pgfence._holds.carriers import THREADS, contender_of_task
 from pgfence.config import configure
 from pgfence.errors import (
     CapacityError,
@@ -22,6 +21,8 @@ from pgfence.errors import (
 )
 from pgfence.keys import LockKey
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
+from support import locking
+from support.limits import set_limit
 from support.transactions import connection, factory, lock, run, session, statements, value
 
 if TYPE_CHECKING:
@@ -255,9 +256,7 @@ async def test_a_full_lock_table_is_a_capacity_error(
     world: World, lend_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C035: should the table be full all the same, 53200 has a name, and nothing is left behind."""
-    from pgfence.transaction import _request
-
-    monkeypatch.setattr(_request, "MANY_KEYS", 1_000_000)
+    set_limit(monkeypatch, "MANY_KEYS", 1_000_000)
     server = lend_server(max_connections="20", max_locks_per_transaction="10")
     engine = world.engine(dsn=server.dsn)
     async with connection(world, engine) as work:
@@ -272,30 +271,20 @@ async def test_a_full_lock_table_is_a_capacity_error(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("default", "limit"), [(3600, 60), (float("inf"), 60), (5, 5)])
+@pytest.mark.parametrize(("default", "limit"), [(3600, 0.05), (float("inf"), 0.05), (0.02, 0.02)])
 async def test_the_default_is_cut_while_a_session_lock_is_held(
     world: World, name: str, default: float, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody sees a circle between processes, so a default of more than 60 s is cut there; the error names both locks."""
-
-    class Held:
-        names = ("outer",)
-
-    engine = world.engine()
+    """No server sees a deadlock between a session lock and this wait, so a long default is cut; the error names both locks."""
+    set_limit(monkeypatch, "NESTED_LIMIT", 0.05)
+    engine, outer = world.engine(), f"{name}:outer"
     configure(engine, default_timeout=default)
-    async with connection(world, engine) as holder, connection(world, engine) as work:
-        await world.call(lock(holder, name).acquire)
-        me = await world.call(contender_of_task if world.is_async else THREADS.contender)
-        me.holds.append(Held)
-        try:
-            with monkeypatch.context() as patch:
-                # Its own wait is cut short, not its say.
-                patch.setattr("pgfence.transaction._request.milliseconds", lambda _: 20)
-                with pytest.raises(LockTimeoutError, match="outer") as caught:
-                    await world.call(lock(work, name).acquire)
-            assert (caught.value.timeout, caught.value.held_here) == (limit, ("outer",))
-        finally:
-            me.holds.remove(Held)
+    async with world.enter(locking.lock(world, engine, outer).hold(timeout=20)):
+        async with connection(world, engine) as holder, connection(world, engine) as work:
+            await world.call(lock(holder, name).acquire)
+            with pytest.raises(LockTimeoutError, match=outer) as caught:
+                await world.call(lock(work, name).acquire)
+    assert (caught.value.timeout, caught.value.held_here) == (limit, (outer,))
 
 
 def test_a_session_of_several_engines_needs_no_engine_of_its_own(dsn: str, name: str) -> None:

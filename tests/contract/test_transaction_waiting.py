@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from pgfence.config import configure
 from pgfence.errors import DeadlockError, LockTimeoutError, PgfenceError
 from pgfence.keys import LockKey
-from support.limits import shorten
+from support.limits import set_limit
 from support.locking import limited
 from support.rows import every_row
 from support.transactions import connection, lock, run, session, statements, value
@@ -152,7 +152,7 @@ async def test_a_long_wait_is_logged(
     async with connection(world, engine) as holder, connection(world, engine) as work:
         await world.call(lock(holder, name).acquire)
         for limit, told in ((30, 0), (0.01, 1)):
-            shorten(monkeypatch, "WARN_AFTER", limit)
+            set_limit(monkeypatch, "WARN_AFTER", limit)
             with pytest.raises(LockTimeoutError):
                 await world.call(lock(work, name).acquire, timeout=0.05)
             assert [

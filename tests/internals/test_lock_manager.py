@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import event
 
+from pgfence import AdvisoryLock, WaitCancelledError, cancel_waits
+from pgfence._holds.queue import QueueEntry
+from pgfence._holds.registry import ManagerRegistry
+from pgfence._sql.storage import TableNames
 from pgfence.advisory import _named as named
 from pgfence.config import configure
+from pgfence.errors import PoolerError, UnreachableError
 from pgfence.keys import LockKey
-from support.locking import background, lock
+from support.leases import lease, rival, row
+from support.limits import set_limit
+from support.locking import background, is_free, lock, standing
+from support.waiting import eventually
 
 if TYPE_CHECKING:
     import psycopg
 
+    from support.proxy import Proxy
     from support.worlds import World
 
-pytestmark = pytest.mark.twins
+pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 
 @pytest.mark.sync_only
@@ -48,3 +59,76 @@ async def test_the_first_use_by_two_threads_is_one_lock(
                 assert held.keys == (LockKey.of(name, namespace="configured"),)
                 await place.call(held.release)
     assert (mine is None) != (theirs is None)
+
+
+@pytest.mark.every_driver
+async def test_another_server_process_takes_neither_lock_nor_token(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A statement that reaches another backend than it was meant for is refused as a pooler's doing."""
+    engine = world.engine()
+    one = lock(world, engine, name, token=True)
+    async with world.enter(one.hold()):
+        pass
+    (domain,) = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
+    (idle,) = domain.pool.state.idle
+    idle.pid += 1
+    with pytest.raises(PoolerError):
+        await world.call(one.try_acquire)
+    assert is_free(admin, name)
+    found = row(admin, name)
+    assert (found.token, found.lease_id) == (1, None)
+
+
+async def test_a_notification_during_an_outage_causes_one_more_question(
+    world: World, name: str, admin: psycopg.Connection[Any], proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may arrive while this waiter finds no server: it asks again at once, and from then on with growing pauses."""
+    engine = world.engine(dsn=proxy.dsn)
+    sync_engine = getattr(engine, "sync_engine", engine)
+    one = lease(world, engine, name, ttl=60)
+    await world.call((await world.call(one.acquire)).release)
+    assert rival(admin, name, 60)
+    async with background(world.other().call(one.acquire, timeout=3)) as waiting:
+        beat = await eventually(lambda: ManagerRegistry.of(sync_engine).get("heartbeat"))
+        await eventually(lambda: beat._agenda.ears)
+        asked: list[Any] = []
+        event.listen(sync_engine, "do_connect", lambda *_: asked.append(1))
+        proxy.refuse()
+        proxy.cut()
+        await eventually(lambda: "no server while waiting" in caplog.text)
+        beat._heard(TableNames().channel, name)
+        with pytest.raises(UnreachableError, match="it was held"):
+            await waiting
+    assert len(asked) < 40
+    proxy.heal()
+
+
+@pytest.mark.one_driver
+async def test_a_lock_that_is_handed_over_as_the_wait_is_cancelled_is_free(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder in this process releases it just before the waiter leaves the queue: it stays with none of the two."""
+    engine, stop = world.engine(), threading.Event()
+    one = AdvisoryLock(engine, name)
+    held = one.acquire()
+    discard = QueueEntry.discard_partial
+
+    def late(entry: QueueEntry) -> None:
+        if held.state == "held":
+            held.release()
+        discard(entry)
+
+    def wait() -> None:
+        with cancel_waits(stop):
+            one.acquire(timeout=math.inf)
+
+    set_limit(monkeypatch, "BURST_TIME", math.inf)  # however long this takes, the lock is handed over
+    monkeypatch.setattr(QueueEntry, "discard_partial", late)
+    async with background(world.other().call(wait)) as waiting:
+        await eventually(lambda: standing(engine) == 1)
+        stop.set()
+        with pytest.raises(WaitCancelledError):
+            await waiting
+    with one.hold(timeout=5):
+        pass

@@ -1,4 +1,4 @@
-"""Limits inside the package that a test shortens, so that it need not wait for them."""
+"""Limits inside the package that a test sets, so that it need not wait for them, or is not ended by them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def shorten(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
+def set_limit(monkeypatch: pytest.MonkeyPatch, limit: str, value: float) -> None:
     """Set a limit, by the name of its constant, in every module of the package that uses it.
 
     Raises:

@@ -117,6 +117,12 @@ def standing(engine: Any) -> int:
     )
 
 
+def remembered(engine: Any) -> int:
+    """Return for how many keys the lock manager of an engine keeps a queue."""
+    (manager,) = ManagerRegistry.of(getattr(engine, "sync_engine", engine)).values()
+    return len(manager.queue)
+
+
 def terminate(admin: psycopg.Connection[Any], pid: int) -> None:
     """End a backend as an operator does."""
     assert admin.execute("SELECT pg_terminate_backend(%s, 5000)", [pid]).fetchone()[0]

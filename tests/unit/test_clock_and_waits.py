@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._holds.wait_plan import first_slice, milliseconds, pause, slice_for
+from pgfence._holds.wait_plan import NESTED_LIMIT, first_slice, milliseconds, pause, slice_for
 from pgfence._leases.terms import retry_after
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence.retrying._rules import pause_after
@@ -134,6 +134,11 @@ def test_lock_timeout_counts_per_key(length: float, keys: int, limit: int) -> No
 def test_a_wait_for_ever_is_cut_to_what_the_server_takes() -> None:
     """math.inf becomes 24.8 days, the largest lock_timeout there is."""
     assert milliseconds(math.inf) == 2_147_483_647
+
+
+def test_a_nested_wait_lasts_a_minute_by_default() -> None:
+    """The documented limit of a wait under another lock."""
+    assert NESTED_LIMIT == 60
 
 
 @given(spans)
