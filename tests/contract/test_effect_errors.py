@@ -104,7 +104,7 @@ async def test_without_takeover_the_error_says_that_an_operator_must_free_the_ke
 
 
 async def test_the_time_of_a_key_comes_from_its_claim_and_not_from_the_callers_ttl(shop: Shop) -> None:
-    """A claim of ten minutes that has not been renewed for four hundred seconds is free in two hundred, whoever asks."""
+    """A claim of ten minutes that was last renewed four hundred seconds ago is free in two hundred, for any caller."""
     gate = Gate()
 
     async def slow(attempt: Any) -> str:

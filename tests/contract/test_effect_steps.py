@@ -236,7 +236,7 @@ class Away(Exception):
 @pytest.mark.matrix
 @pytest.mark.parametrize("option", ["free", "record"])
 async def test_an_error_while_another_step_is_running_leaves_the_outcome_unknown(shop: Shop, option: str) -> None:
-    """C101: whatever `free` and `record` say, nobody does the step a second time while the first is on its way."""
+    """C101: in spite of `free` and `record`, no other attempt repeats a step while the first one is still running."""
     others: list[Any] = []
 
     async def work(attempt: Any) -> str:
@@ -355,7 +355,7 @@ async def test_a_late_attempt_leaves_no_row(shop: Shop, payments: str) -> None:
 
 @pytest.mark.every_driver
 async def test_a_late_attempt_that_swallows_its_rejection_commits_nothing(shop: Shop, payments: str) -> None:
-    """C100: PostgreSQL has aborted its transaction. One that nobody has followed may still commit, whatever it believes."""
+    """C100: PostgreSQL has aborted its transaction. A late attempt with no successor may still commit."""
     gates = {"followed": Gate(), "alone": Gate()}
 
     async def late(attempt: Any, key: str) -> str:
@@ -450,7 +450,7 @@ async def test_no_attempt_takes_over_between_complete_and_commit(shop: Shop, pay
 
 
 async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(shop: Shop, payments: str) -> None:
-    """C101: complete() alone stores nothing, and the function that forgot its commit is told so."""
+    """C101: complete() alone stores nothing, and a function that forgot its commit raises an error that says so."""
 
     async def work(attempt: Any) -> str:
         with pytest.raises(IdempotencyMisuseError, match="holds a Shop"):
@@ -470,7 +470,7 @@ async def test_a_transaction_that_was_not_committed_leaves_the_outcome_unknown(s
 
 
 async def test_a_transaction_left_open_is_reported_at_once(shop: Shop, payments: str) -> None:
-    """C101: the row of the key is locked by it, and by nobody else; one look is enough to know."""
+    """C101: only that transaction locks the row of the key, so one look is enough to know."""
     sessions: list[Any] = []
 
     async def work(attempt: Any) -> str:
@@ -506,7 +506,7 @@ async def test_a_transaction_that_is_done_again_finds_its_steps(shop: Shop, paym
 async def test_the_session_may_be_of_another_driver_but_not_of_another_database(
     shop: Shop, payments: str, dsn: str
 ) -> None:
-    """What completes is sent as the session's driver wants it; a database without the key is no loss of the attempt."""
+    """`complete()` is sent in the style of the session's driver; a database without the key does not lose the attempt."""
     others = {"psycopg": "psycopg2", "psycopg2": "psycopg", "psycopg_async": "asyncpg", "asyncpg": "psycopg"}
     scheme = f"postgresql+{others[shop.world.name]}"
     make = shop.world.pick(create_engine, create_async_engine)

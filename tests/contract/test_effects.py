@@ -76,7 +76,7 @@ async def test_the_work_runs_once_and_every_caller_gets_its_result(shop: Shop) -
 
 
 async def test_a_second_caller_raises_in_progress_at_once(shop: Shop) -> None:
-    """Without a timeout the loser does not wait; it learns when to ask again, or that nobody renews the claim any more."""
+    """Without a timeout the second caller does not wait; the error says when to retry, or that the claim is no longer renewed."""
     gate = Gate()
 
     async def slow(attempt: Any) -> str:
@@ -149,7 +149,7 @@ async def test_what_comes_back_is_equal_and_of_the_same_type(shop: Shop) -> None
 
 @pytest.mark.every_driver
 async def test_an_unknown_failure_keeps_the_claim_until_its_time_is_over(shop: Shop) -> None:
-    """C101: nobody knows what was done, so nobody runs at once; after the ttl the next attempt has the steps that were saved."""
+    """C101: no attempt runs before the claim has expired; the next one has the steps that were saved."""
 
     async def work(attempt: Any) -> str:
         receipt = await shop.charge(attempt)
@@ -239,7 +239,7 @@ async def test_what_was_done_and_not_saved_is_unknown_whatever_the_error(shop: S
 
 
 async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop: Shop) -> None:
-    """C101: `record=[Exception]` does not keep a lost attempt, or a lock that was not free, as the answer for a day."""
+    """C101: an error that a retry would cure is not stored for a day because `record` names `Exception`."""
     gate = Gate()
 
     async def late(attempt: Any) -> str:
@@ -271,7 +271,7 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(shop:
 async def test_a_result_that_a_server_in_trouble_rejects_is_stored_later(
     shop: Shop, admin: psycopg.Connection[Any], state: str
 ) -> None:
-    """A full disk, a cancelled statement: the caller is told, the work is not done again, and its result is there when it can be."""
+    """After a full disk or a cancelled statement the call raises, the work is not repeated, and its result is stored later."""
     named = f"trouble_{secrets.token_hex(6)}"
     admin.execute(
         f"CREATE FUNCTION {named}() RETURNS trigger LANGUAGE plpgsql AS"
@@ -358,7 +358,7 @@ async def test_a_long_attempt_is_renewed(shop: Shop) -> None:
 
 
 async def test_what_a_lost_attempt_has_saved_outlives_its_claim(shop: Shop) -> None:
-    """C101: with the shortest `keep` it is no new key: without takeover that is said, and with it no step is done again."""
+    """C101: with the shortest `keep` the key is not new: without takeover the error says so, with it no step is repeated."""
 
     async def dies(attempt: Any) -> str:
         await shop.charge(attempt)
@@ -429,7 +429,7 @@ async def test_an_attempt_whose_claim_expired_raises_before_its_next_step(shop: 
 
 
 async def test_without_takeover_only_an_operator_frees_the_key(shop: Shop) -> None:
-    """C099: what a lost attempt did is unknown, and stays so for everybody; the operator looks and decides."""
+    """C099: the outcome of a lost attempt stays unknown for all callers, until an operator has looked and decided."""
 
     async def fail(attempt: Any) -> str:
         raise ZeroDivisionError
@@ -474,7 +474,7 @@ async def test_an_operator_ends_an_attempt_that_is_running(shop: Shop) -> None:
 
 
 async def test_another_payload_is_rejected_first(shop: Shop) -> None:
-    """C104, C102: while an attempt is at work, with or without a wait, when it was lost, failed or is done."""
+    """C104, C102: while an attempt is running, with or without a wait, and after it was lost, failed or finished."""
     gate = Gate()
 
     async def slow(attempt: Any) -> str:
@@ -634,7 +634,7 @@ def test_arguments_that_cannot_be_used_are_rejected(options: dict[str, Any], mes
 
 
 def test_types_that_cannot_be_used_are_rejected() -> None:
-    """C105: a class whose instances cannot be stored, what is no class of errors, a coroutine function, what is no engine."""
+    """C105: a class whose instances cannot be stored, `record` without exception classes, a coroutine function, another engine."""
     kind: Any = IdempotentEffect
     for options in ({"result": Gate}, {"record": ["x"]}, {"free": [int]}, {"takeover": None}):
         with pytest.raises(TypeError):

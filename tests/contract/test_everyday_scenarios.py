@@ -118,7 +118,7 @@ async def test_a_session_lock_where_the_open_transaction_has_the_name_locked(
 async def test_several_wait_for_the_loss_of_a_lock_that_is_released(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """All of them are told False, and a callback is not called: not at the release, and not when the session ends later."""
+    """wait_lost() returns False to all of them, and no callback is called, at the release or when the session ends later."""
     engine = labelled(world, name)
     held = await world.call(lock(world, engine, name).acquire)
     told: list[str] = []
@@ -154,7 +154,7 @@ async def test_the_sessions_of_an_engine_do_not_add_up(
 async def test_odd_names_are_names_for_every_kind(
     world: World, name: str, tables: None, admin: psycopg.Connection[Any]
 ) -> None:
-    """Each is a lock, a transaction lock and a lease of its own, and is found by that name."""
+    """Each name is a separate lock, transaction lock and lease, and is found by that name."""
     engine = world.engine()
     names = [name[-12:] + odd if key != "long" else odd[: -len(name)] + name for key, odd in ODD.items()]
     for kind in (lock, lease):

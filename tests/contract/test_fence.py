@@ -184,7 +184,7 @@ async def test_a_connection_and_a_scoped_session_have_transactions_too(world: Wo
 
 
 async def test_a_gate_entered_after_a_read_is_rejected_and_can_be_allowed(world: World, name: str, ledger: str) -> None:
-    """What was read before may be older than the last holder's commit: an error, unless the caller says that it is no harm."""
+    """What was read before may be older than the last holder's commit: an error, unless `after_reads=True`."""
     async with session(world, world.engine()) as work:
         await value(world, work, f"SELECT amount FROM {ledger}")
         with pytest.raises(TransactionStateError, match="first statement"):
@@ -342,7 +342,7 @@ def test_bad_resources_and_tokens_are_rejected_before_a_statement(
 
 
 async def test_what_has_no_transaction_of_its_own_is_rejected(world: World, name: str) -> None:
-    """An engine or a factory is no transaction: the message says what to do."""
+    """An engine or a factory has no transaction: the message says what to do."""
     engine = world.engine()
     for thing in (engine, factory(world, engine)):
         with pytest.raises(TypeError, match="open a transaction first"):
@@ -353,7 +353,7 @@ async def test_what_has_no_transaction_of_its_own_is_rejected(world: World, name
 
 @pytest.mark.every_driver
 async def test_without_the_tables_the_command_is_named(world: World, name: str) -> None:
-    """A fence in a schema where nothing is installed: SchemaError, with the way out."""
+    """A fence in a schema where nothing is installed raises SchemaError, which says how to fix it."""
     engine = world.engine()
     configure(engine, schema="nowhere")
     async with session(world, engine) as work:
@@ -423,7 +423,7 @@ async def test_an_overtaken_holder_cannot_write_by_any_statement(
 async def test_a_savepoint_rolled_back_takes_the_gate_with_it(
     world: World, name: str, guarded: str, admin: Any
 ) -> None:
-    """What was entered inside a savepoint is gone after it, here as in the server, and must be entered again."""
+    """A gate that was entered inside a savepoint is left with its rollback, and must be entered again."""
     async with session(world, world.engine()) as work:
         nested = await world.call(work.begin_nested)
         await world.call(fence, work, name, 1)
@@ -446,7 +446,7 @@ async def test_a_savepoint_rolled_back_takes_the_gate_with_it(
 async def test_a_rejection_inside_a_savepoint_blocks_the_commit(
     world: World, name: str, ledger: str, admin: Any
 ) -> None:
-    """Whoever catches the error and goes on writes nothing: the commit is refused until the outermost rollback."""
+    """If the caller catches the error and continues, the commit is rejected until the outermost rollback."""
     overtake(admin, name, 2)
     engine = world.engine()
     async with session(world, engine) as work:

@@ -77,7 +77,7 @@ async def test_the_commit_after_a_rejected_one_commits_none_of_the_rejected_writ
 async def test_after_a_rollback_the_same_session_works_on(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, opened: Any
 ) -> None:
-    """The poison goes with the transaction: rolled back, the session enters with the newest token and writes."""
+    """The block on the commit ends with the transaction: after the rollback the session enters with the newest token and writes."""
     overtake(admin, name, 2)
     async with opened(world, world.engine()) as work:
         for _ in range(2):
@@ -104,7 +104,7 @@ async def test_a_block_that_swallows_the_rejection_raises_it_at_its_end(
 async def test_an_error_swallowed_in_the_server_opens_no_guarded_table(
     world: World, admin: psycopg.Connection[Any], name: str, table: str
 ) -> None:
-    """A function that catches PF001 and goes on meets the gate again at its next statement."""
+    """A function that catches PF001 and continues is rejected again at its next statement."""
     overtake(admin, name, 2)
     body = f"""
         DO $$ BEGIN
@@ -313,7 +313,7 @@ async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
 def test_a_forged_setting_opens_no_table(
     admin: psycopg.Connection[Any], dsn: str, name: str, token: str, state: str
 ) -> None:
-    """The statement trigger lets nobody pass on the word of a setting: only a locked gate of that very token counts."""
+    """The statement trigger does not trust a setting: only a locked gate of that very token counts."""
     with guarded(admin, dsn, name) as table:
         overtake(admin, name, 2)
         admin.execute(f"SELECT {forged(name, token, stays=True)}".encode())

@@ -38,7 +38,7 @@ async def seen_by(world: World, engine: Any, name: str) -> list[str]:
 
 
 async def test_hooks_see_the_entry_also_when_they_come_later(world: World, name: str) -> None:
-    """Whoever traces an engine sees each entry, on connections that were fenced unseen before as well."""
+    """A tracer of the engine sees each entry, also on connections that were fenced before it was registered."""
     engine = world.engine(pool_size=1, max_overflow=0)
     async with connection(world, engine) as work:
         await world.call(fence, work, name, 1)
@@ -93,7 +93,7 @@ async def test_a_connection_that_breaks_at_the_entry_is_given_up(
 async def test_an_entry_that_is_cancelled_leaves_no_connection_behind(
     world: World, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
-    """A task that is cancelled at the gate takes its connection with it: the answer would come to somebody else."""
+    """A task that is cancelled at the gate closes its connection, so that no other task reads the response."""
     if not world.is_async:
         pytest.skip("tasks are cancelled")
     engine = world.engine(pool_size=1, max_overflow=0)
@@ -146,7 +146,7 @@ async def test_all_writers_in_the_gate_are_named_as_holders(world: World, name: 
 
 
 async def test_a_listener_that_executes_itself_cannot_hide_a_rollback(world: World, name: str) -> None:
-    """C017: what is sent in SQLAlchemy's place goes unseen, so nothing is taken for held or entered that might not be."""
+    """C017: statements that a listener executes are not seen, so nothing counts as held or entered that might not be."""
     engine = world.engine()
 
     def instead(cursor: Any, statement: str, parameters: Any, _context: Any) -> bool:

@@ -167,7 +167,7 @@ async def test_a_new_holder_waits_for_a_stale_writer_in_the_gate(
     stale_write: Any,
     eventually: Any,
 ) -> None:
-    """Whoever entered before the new holder may still commit: the new one is let in after that, and sees it."""
+    """A writer that entered before the new holder may still commit: the new one enters after that, and sees it."""
     engine, second = world.engine(), world.other()
     async with session(world, engine) as stale, session(world, engine, second) as new:
         await stale_write(world, stale, overlap)
@@ -265,7 +265,7 @@ async def test_new_holders_at_one_gate_do_not_deadlock(world: World, name: str) 
 
 
 async def test_gates_named_in_any_order_are_entered_in_one(world: World, name: str) -> None:
-    """Four writers, three resources in random order, tokens that grow: nobody meets a deadlock."""
+    """Four writers, three resources in random order, tokens that grow: there is no deadlock."""
     engine = world.engine(pool_size=4)
 
     async def writer(seed: int) -> None:

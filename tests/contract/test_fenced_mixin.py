@@ -457,7 +457,7 @@ async def test_behind_the_gate_of_one_resource_such_statements_pass(world: World
     ],
 )
 async def test_a_statement_that_sets_the_token_itself_is_rejected(world: World, made: Any) -> None:
-    """Nobody but the fence says which token wrote a row."""
+    """Only the fence writes the column that says which token wrote a row."""
     engine = world.engine()
     cls = await entry(world, engine)
     with pytest.raises(ValueError, match="is set by the fence"):
@@ -557,7 +557,7 @@ async def test_a_row_written_under_a_newer_token_is_rejected_to_an_older_one(wor
 
 @pytest.mark.parametrize("act", ["change", "delete", "bulk update by key"])
 async def test_writing_a_deleted_row_is_an_error_in_mode_row(world: World, act: str) -> None:
-    """A row deleted meanwhile is an error in mode "row": whoever puts it back might be the newer holder."""
+    """A row that was deleted meanwhile is an error, because the newer holder may be the one to insert it again."""
     engine = world.engine()
     cls = await entry(world, engine, mode="row")
     await under(world, engine, own(cls, 3), adding(cls, 1))
@@ -686,7 +686,7 @@ async def test_mode_row_is_rejected_in_autocommit(world: World, name: str) -> No
 
 @pytest.mark.twins
 async def test_a_held_lease_alone_lets_nothing_through_a_gate(world: World, name: str) -> None:
-    """In mode "gate" the transaction itself must have entered: a lease in the hand is no fence."""
+    """In mode "gate" the transaction itself must have entered: holding the lease is not enough."""
     engine = world.engine()
     cls = await entry(world, engine, resource=lambda row: row.book)
     lease = world.pick(Lease, AsyncLease)(engine, name, ttl=30)

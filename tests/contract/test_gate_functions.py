@@ -287,7 +287,7 @@ def test_a_lock_with_a_token_is_busy_while_a_lease_is_held(one: Caller, other: C
 def test_a_lock_ends_an_expired_lease_for_good(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """C073: the clock is set back after the lock was taken: whoever held the lease does not get the lock's token."""
+    """C073: the clock is set back after the lock was taken: the former holder of the lease does not get the lock's token."""
     one.acquire()
     admin.execute(
         "UPDATE pgfence_lease SET expires_at = now() - interval '1 s', free_at = 'epoch' WHERE name = %s", [name]

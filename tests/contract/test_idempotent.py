@@ -85,7 +85,7 @@ async def test_it_adds_two_statements_and_a_replay_is_one(desk: Desk) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("fails", [False, True], ids=["all is well", "the winner fails at random"])
 async def test_of_twenty_callers_one_does_the_work(desk: Desk, fails: bool) -> None:
-    """C095: however many ask at once and whoever fails, one effect is committed and all answers are equal."""
+    """C095: however many call at once and whichever fails, one effect is committed and all results are equal."""
     callers = [desk.world.contender() for _ in range(CALLERS)]
 
     async def call(who: Any, key: str) -> Any:
@@ -122,7 +122,7 @@ async def test_another_scope_and_another_namespace_are_other_keys(desk: Desk) ->
 
 
 async def test_scoped_sessions_are_taken_too(desk: Desk) -> None:
-    """A scoped_session stands for the session of the moment, in both worlds."""
+    """A scoped_session is the session of the current thread or task, sync and async."""
     if desk.world.is_async:
         registry: Any = async_scoped_session(async_sessionmaker(desk.engine), asyncio.current_task)
     else:
@@ -170,7 +170,7 @@ async def test_a_key_is_new_again_when_its_time_is_over(desk: Desk) -> None:
 
 
 async def test_a_key_is_kept_from_the_end_of_the_work_on(desk: Desk) -> None:
-    """Whoever waited for work that took longer than `keep` gets its result."""
+    """A caller that waited for work that took longer than `keep` gets its result."""
     earlier = text(
         "UPDATE pgfence_idempotency_key SET created_at = created_at - interval '2 h', expires_at = expires_at - interval '2 h'"
         " WHERE key = 'k'"
@@ -187,7 +187,7 @@ async def test_a_key_is_kept_from_the_end_of_the_work_on(desk: Desk) -> None:
 
 @pytest.mark.every_driver
 async def test_a_prepared_transaction_has_the_key_until_it_is_decided(world: World, lend_server: Any) -> None:
-    """C104: it has no process to look for, and another payload is told at once all the same."""
+    """C104: it has no backend to look for, and another payload is rejected at once all the same."""
     server = lend_server(max_prepared_transactions="2")
     with psycopg.connect(server.dsn, autocommit=True) as admin:
         there = Desk(World(world.name, server.dsn), admin)
@@ -242,7 +242,7 @@ async def test_a_waiter_does_the_work_when_the_first_caller_rolls_back(
 
 @pytest.mark.every_driver
 async def test_a_waiter_continues_when_the_first_caller_dies(desk: Desk, eventually: Callable[..., Any]) -> None:
-    """C099: a key in progress ends with the connection of whoever works under it, not with the time it is kept for."""
+    """C099: a key in progress is free when the connection of its caller ends, not when `keep` is over."""
     loser = desk.world.other()
     task = None
     with pytest.raises(DBAPIError):
@@ -301,7 +301,7 @@ async def test_another_payload_is_rejected_at_once_done_or_in_progress(desk: Des
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_a_result_after_the_snapshot_raises_40001_and_aborts_nothing(desk: Desk, level: str) -> None:
-    """C097: who cannot see the result is not told "fresh", and gets 40001 without an aborted transaction."""
+    """C097: a caller that cannot see the result does not run, and gets 40001 without an aborted transaction."""
     async with desk.world.enter(desk.session()) as session:
         options = {"execution_options": {"isolation_level": level}}
         await desk.world.call(session.connection, **options)
@@ -322,7 +322,7 @@ async def test_a_result_after_the_snapshot_raises_40001_and_aborts_nothing(desk:
 async def test_keys_in_opposite_order_are_a_deadlock_that_aborts_nothing(
     desk: Desk, eventually: Callable[..., Any]
 ) -> None:
-    """One of the two is told, its transaction is usable, and when it has ended the other one goes on."""
+    """One of the two raises DeadlockError and stays usable; when it has ended, the other one continues."""
     here, there = desk.world.other(), desk.world.other()
 
     async def both(who: Any, first: str, second: str, ready: asyncio.Event, go: asyncio.Event) -> str:
@@ -379,7 +379,7 @@ async def test_the_settings_of_the_caller_neither_end_the_wait_nor_change(
 async def test_a_transaction_that_is_about_to_end_is_not_taken_for_another_request(
     desk: Desk, eventually: Callable[..., Any]
 ) -> None:
-    """The server gives the locks of an ending transaction back one after the other; the last one alone refuses nobody."""
+    """The server releases the locks of an ending transaction one after the other; the last one alone rejects no caller."""
     lock = "(hashtextextended(%s || chr(31) || 'k', 'pgfence_idempotency_key'::regtype::oid::bigint))"
     busy = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'claim_key' AND state = 'active'"
     desk.admin.execute(f"SELECT pg_advisory_lock{lock}".encode(), [desk.scope])
@@ -396,7 +396,7 @@ async def test_a_transaction_that_is_about_to_end_is_not_taken_for_another_reque
 
 @pytest.mark.every_driver
 async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
-    """C101: whoever swallows the exception and commits is refused by the server, and the key is free."""
+    """C101: if the caller swallows the exception and commits, the server rejects the commit, and the key is free."""
     async with desk.world.enter(desk.session()) as session:
 
         def work(_: Any) -> Receipt:
@@ -465,7 +465,7 @@ async def test_a_recorded_error_is_an_answer(desk: Desk) -> None:
 
 
 async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(desk: Desk) -> None:
-    """C101: what another try would cure is not kept for a day because somebody has said `Exception`."""
+    """C101: an error that a retry would cure is not stored for a day because `record` names `Exception`."""
 
     def busy(session: Any) -> Receipt:
         raise IdempotencyInProgressError("an inner key", scope="s", key="inner")
@@ -485,7 +485,7 @@ async def test_an_error_of_ours_is_an_answer_only_where_its_class_is_named(desk:
 
 
 async def test_of_two_recorded_classes_of_one_name_the_one_that_was_raised_comes_back(desk: Desk) -> None:
-    """C102: `except` of whoever asks again finds it, as it did the first time."""
+    """C102: `except` catches it in a later call, as it did in the first."""
 
     def declined(module: str) -> type[Declined]:
         return type("Declined", (Declined,), {"__module__": module, "__qualname__": "Declined"})
@@ -551,7 +551,7 @@ async def test_a_block_says_whether_it_is_a_replay(desk: Desk) -> None:
 
 
 async def test_a_commit_inside_the_block_is_rejected(desk: Desk) -> None:
-    """What was claimed and not finished does not commit, whoever says commit."""
+    """A claim without a result cannot be committed, by any caller."""
     with pytest.raises(IdempotencyMisuseError, match="must be rolled back"):
         await desk.pay("k", work=lambda session: (desk.charge("k")(session), session.commit()))
     assert desk.effects() == 0
@@ -573,7 +573,7 @@ async def test_a_result_that_cannot_be_stored_takes_the_effect_with_it(desk: Des
 
 @pytest.mark.every_driver
 async def test_autocommit_and_missing_tables_are_rejected(desk: Desk, admin: psycopg.Connection[Any]) -> None:
-    """No transaction, no tables, tables of version 1: each is said before anything is done, with the way out."""
+    """No transaction, no tables, tables of version 1: each error comes before the work and says how to fix it."""
     from support import installations as tables
     from support.installations import TableNames
 

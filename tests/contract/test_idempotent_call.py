@@ -110,7 +110,7 @@ def test_the_session_is_found_by_its_annotation() -> None:
 
 
 def test_unusable_functions_are_rejected_at_decoration() -> None:
-    """A field or a payload that is no argument, a generator, a result that cannot be stored."""
+    """A field or a payload that is not an argument, a generator, a result that cannot be stored."""
 
     def plain(session: Session, a: int) -> int: ...  # type: ignore[empty-body]
 

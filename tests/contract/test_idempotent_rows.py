@@ -87,7 +87,7 @@ async def test_a_row_removed_during_the_wait_is_claimed_again(desk: Desk, eventu
 async def test_a_claim_waits_for_a_row_that_is_being_written(
     desk: Desk, dsn: str, eventually: Callable[..., Any], end: str
 ) -> None:
-    """C098: the claim stands at the unique index; then it is fresh, with one row, or gets what is stored."""
+    """C098: the claim waits at the unique index; then it is fresh, with one row, or gets what is stored."""
     with psycopg.connect(dsn) as writer:
         writer.execute(STORE, [desk.scope, -1 if end == "expired" else 60])
         task = asyncio.create_task(desk.pay("k", who=desk.world.other()))
@@ -101,7 +101,7 @@ async def test_a_claim_waits_for_a_row_that_is_being_written(
 
 
 async def test_one_caller_works_at_a_time_while_keys_are_purged(desk: Desk, dsn: str) -> None:
-    """C098, C109: keys expire and are purged under six callers: nobody is fresh without a row, no two at once, none fails."""
+    """C098, C109: keys expire and are purged under six callers: each run has a row, no two run at once, and none fails."""
     callers = [desk.world.contender() for _ in range(6)]
     inside, done, removed = 0, 0, 0
     stop = False
@@ -173,7 +173,7 @@ async def test_an_impossible_key_or_scope_leaves_the_transaction_usable(desk: De
 
 
 async def test_a_scope_that_is_too_long_with_its_namespace_is_rejected(desk: Desk, admin: Any) -> None:
-    """C108: together they have 255 characters at most; the transaction goes on."""
+    """C108: together they have 255 characters at most; the transaction stays usable."""
     other = Desk(desk.world, admin)
     configure(other.engine, namespace="n" * 100)
     try:
@@ -214,7 +214,7 @@ async def test_a_result_outlives_what_it_refers_to(desk: Desk) -> None:
 
 
 async def test_events_for_claims_and_failed_waits(desk: Desk, admin: Any) -> None:
-    """on_event hears "acquired" when work begins and "timeout" when a wait has ended; nothing of a replay."""
+    """`on_event` gets "acquired" when work begins and "timeout" when a wait has failed; nothing for a replay."""
     told: list[Event] = []
     heard = Desk(desk.world, admin)
     heard.scope = desk.scope
@@ -270,7 +270,7 @@ async def test_a_long_wait_is_a_warning(
 
 @pytest.mark.every_driver
 async def test_an_unfinished_key_is_reported_on_every_connection(desk: Desk) -> None:
-    """The refusal of an unfinished key is told as such on every connection of the engine, also where it is asked for early."""
+    """A commit of an unfinished key is rejected with our error on every connection, and so is SET CONSTRAINTS."""
     async with desk.world.enter(desk.session()) as session:
         with pytest.raises(ConnectionError):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, _fail))

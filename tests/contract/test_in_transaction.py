@@ -125,7 +125,7 @@ def test_unusable_arguments_are_rejected_at_once(source: Any, fn: Any, match: st
 
 
 def test_a_function_with_an_attempt_argument_is_told_where_the_number_is() -> None:
-    """Who wants the number of the attempt as an argument hears that the session has it."""
+    """The TypeError for an `attempt` argument says that the session has the number."""
     with pytest.raises(TypeError, match=r"asks for attempt too.*session\.info\['pgfence_attempt'\]"):
         run_transaction(UNUSED, asks)
 

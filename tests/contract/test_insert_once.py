@@ -216,7 +216,7 @@ async def test_a_row_outside_the_snapshot_is_reported(desk: Desk) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_a_row_outside_the_snapshot_is_reported_after_a_wait(desk: Desk, eventually: Any, level: str) -> None:
-    """C096: of two SERIALIZABLE transactions, too, where the server has an error of its own; the transaction is usable."""
+    """C096: in SERIALIZABLE, where the server raises its own error, too; the transaction is usable."""
     other = desk.world.other()
 
     async def second() -> None:
@@ -308,7 +308,7 @@ async def test_a_mapped_dataclass_with_a_natural_key(desk: Desk) -> None:
 
 
 def test_a_key_that_is_not_unique_is_rejected() -> None:
-    """No such key, one of some rows only, over a function, or deferred; a None, a name, an instance that is no row, or one already."""
+    """No such key, a partial one, one over a function, a deferred one; a None, a name, an instance that is stored already."""
     session = Session()
     for key in (["amount"], [], ["tenant"], ["note"], ["tenant", "number", "id"], ["nothing"]):
         with pytest.raises(ValueError, match="declares no|has no column"):

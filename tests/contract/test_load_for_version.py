@@ -183,7 +183,7 @@ async def test_a_rejected_load_sends_one_select_only(desk: Desk) -> None:
 
 @pytest.mark.parametrize("lock", [False, True])
 async def test_an_older_copy_in_the_session_neither_passes_nor_stays(desk: Desk, lock: bool) -> None:
-    """C072: what the session has loaded before is read anew, so its old version is no match, and the new one is."""
+    """C072: what the session has loaded before is read again, so its old version does not match, and the new one does."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
     for expected, passes in ((1, False), (3, True)):
@@ -212,7 +212,7 @@ async def test_a_row_that_is_gone_is_a_conflict_with_nothing_found(desk: Desk, e
 
 
 async def test_a_write_in_between_makes_the_flush_fail(desk: Desk) -> None:
-    """The version that was loaded guards the flush: that conflict is no longer the client's, so it is retryable."""
+    """The loaded version guards the flush: that conflict is retryable, because the client's version was right."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"))
     for kind, failure in ((VersionedSession, VersionConflictError), (Session, StaleDataError)):
@@ -227,7 +227,7 @@ async def test_a_write_in_between_makes_the_flush_fail(desk: Desk) -> None:
 
 @pytest.mark.twins
 async def test_a_lock_keeps_the_row_until_the_transaction_ends(desk: Desk, admin: psycopg.Connection[Any]) -> None:
-    """With `lock=True` nobody else writes the row, so the flush cannot fail; without it anybody may."""
+    """With `lock=True` no other session writes the row, so the flush cannot fail; without it any may."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"), cls(id=2, title="old"))
     theirs = f"SELECT 1 FROM {cls.__tablename__} WHERE id = %s FOR UPDATE NOWAIT"
@@ -263,7 +263,7 @@ async def test_the_session_is_usable_after_a_conflict(desk: Desk) -> None:
 async def test_an_expected_version_of_the_wrong_type_is_rejected_before_anything_is_sent(
     desk: Desk, expected: Any
 ) -> None:
-    """C072: None and "1" are no versions, and neither is silently no check; the message says which type it is."""
+    """C072: None and "1" are not versions, and neither silently skips the check; the message says which type it is."""
     cls = page()
     async with desk.open() as session:
         with pytest.raises(TypeError, match=r"version of Page is of type int.* int\(\.\.\.\)"):
@@ -302,7 +302,7 @@ def test_other_classes_and_sessions_are_rejected() -> None:
 
 @pytest.mark.twins
 async def test_changes_that_are_not_flushed_are_neither_lost_nor_sent(desk: Desk) -> None:
-    """To read anew would overwrite them, a flush would write them unchecked: the call is refused, and they stay."""
+    """Reading again would overwrite them, a flush would write them unchecked: the call raises, and they stay."""
     cls = page()
     await desk.make(cls, cls(id=1, title="old"), cls(id=2, title="old"))
     async with desk.open() as session:
@@ -579,7 +579,7 @@ def test_a_row_that_is_not_in_the_database_has_no_tag() -> None:
     ],
 )
 def test_a_tag_of_any_table_is_one_that_a_header_can_carry(table: str, schema: str | None, named: str) -> None:
-    """The form of a tag is fixed, whoever makes it: the table, `-`, the version; whatever the names, ASCII without a comma."""
+    """The form of a tag is fixed: the table, `-`, the version; for any name it is ASCII without a comma."""
     cls = page(table=table, __table_args__={"schema": schema})
     row = cls(id=1, title="old")
     make_transient_to_detached(row)

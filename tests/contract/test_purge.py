@@ -45,7 +45,7 @@ def keys(admin: psycopg.Connection[Any], name: str) -> Iterator[Keys]:
 
 @pytest.mark.every_driver
 async def test_only_expired_keys_are_deleted(world: World, keys: Keys) -> None:
-    """C109: done, failed or freed, of whatever namespace; a key in time stays, and one at work, whatever its time."""
+    """C109: done, failed or freed, of any namespace; a key in time stays, and so does a running one, whatever its time."""
     for what, status in (("done", "done"), ("failed", "failed"), ("freed", "free")):
         keys.fill(what, 7, life=-10, status=status)
     keys.fill("other", 2, life=-10, scope=f"{keys.scope}\x1f{keys.scope}")
@@ -87,7 +87,7 @@ async def test_each_batch_is_a_transaction_of_its_own(world: World, keys: Keys, 
 
 
 async def test_a_key_that_is_claimed_again_is_not_purged(world: World, keys: Keys) -> None:
-    """An expired key under which a transaction is at work is not waited for, and not taken away afterwards."""
+    """purge() does not wait for an expired key that a transaction has claimed, and does not delete it afterwards."""
     desk = Desk(world, keys.admin)
     desk.scope = keys.scope
     keys.fill("k", 2, life=-10)
@@ -102,7 +102,7 @@ async def test_a_key_that_is_claimed_again_is_not_purged(world: World, keys: Key
 
 
 async def test_an_attempt_running_keeps_its_key_and_one_that_is_over_has_none(world: World, keys: Keys) -> None:
-    """C109, C110: the record's time is over and the claim is not: it stays. Claim over too: it goes, and a late end is refused."""
+    """C109, C110: an expired record with a valid claim stays; when the claim has expired too, it is deleted, and a late end is rejected."""
     engine = world.engine()
     expire = "UPDATE pgfence_idempotency_key SET expires_at = clock_timestamp() - interval '1 s' WHERE scope = %s"
     lose = expire.replace("expires_at =", "locked_until = clock_timestamp(), expires_at =")
@@ -143,7 +143,7 @@ def purge_of(engine: Engine, longest: list[float]) -> int:
 
 
 def test_four_at_once_beside_claims(keys: Keys, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """C109: all expired keys go, each once; live ones, one at work and those claimed meanwhile stay; nobody waits for long."""
+    """C109: all expired keys are deleted, each once; live, running and newly claimed ones stay; no caller waits for long."""
     engines = [create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}") for _ in range(5)]
     keys.fill("old", MANY, life=-MANY)
     keys.fill("live", 10, life=600)
@@ -176,7 +176,7 @@ def test_four_at_once_beside_claims(keys: Keys, dsn: str, admin: psycopg.Connect
 
 @pytest.mark.every_driver
 async def test_a_role_with_the_documented_rights_purges(world: World, keys: Keys, role: Callable[..., str]) -> None:
-    """SELECT, UPDATE and DELETE on the one table; without them the error names the GRANT, and nothing is gone."""
+    """SELECT, UPDATE and DELETE on the one table; without them the error has the GRANT, and nothing is deleted."""
     login = role()
     user = login.split("//")[1].split(":")[0]
     keys.fill("old", 3, life=-10)
@@ -191,7 +191,7 @@ async def test_a_role_with_the_documented_rights_purges(world: World, keys: Keys
 async def test_missing_and_older_tables_name_the_command(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """With a prefix nobody installed, and with tables of version 1, the error names `pgfence install`."""
+    """With a prefix that is not installed, and with tables of version 1, the error has the `pgfence install` command."""
     prefix = f"old_{name[-12:]}_"
     for texts in ((), tables.creation(TableNames(prefix=prefix), 1)):
         for statement in texts:

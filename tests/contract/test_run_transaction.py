@@ -85,7 +85,7 @@ async def test_eight_workers_add_up_exactly(
 
 
 async def test_a_version_conflict_is_retried(world: World, admin: psycopg.Connection[Any]) -> None:
-    """The conflict that a flush tells of by row and version is one that another attempt cures; a last one goes on."""
+    """A conflict that a flush reports is cured by another attempt; that of the last attempt is raised."""
     row = Row(admin, versioned=True)
     engine = world.engine()
     told: list[Any] = []
@@ -245,7 +245,7 @@ async def test_any_other_error_ends_it_at_once(world: World, row: Row, error: Ex
 
 
 async def test_an_error_raised_from_a_conflict_is_the_callers_own(world: World) -> None:
-    """Whoever turns a conflict into an error of his own has decided what becomes of it."""
+    """A conflict that the function turns into its own error is not retried."""
     calls: list[int] = []
 
     def work(_session: Session) -> None:
@@ -264,7 +264,7 @@ async def test_an_error_raised_from_a_conflict_is_the_callers_own(world: World) 
 async def test_a_constraint_that_fails_at_commit_is_raised_once(
     world: World, row: Row, admin: psycopg.Connection[Any]
 ) -> None:
-    """A deferred constraint that fails at COMMIT is an answer: its error goes to the caller, once, nothing is written."""
+    """A deferred constraint that fails at COMMIT leaves no doubt: its error is raised once, nothing is written."""
     admin.execute(f"UPDATE {row.table} SET n = 1 WHERE id = 2")
     admin.execute(f"ALTER TABLE {row.table} ADD CONSTRAINT {row.table}_u UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
     calls: list[int] = []
@@ -326,7 +326,7 @@ async def test_no_attempt_begins_after_the_timeout(world: World, timeout: Any) -
 
 
 async def test_each_attempt_is_an_event_with_its_pause(world: World, row: Row) -> None:
-    """`configure(on_event=...)` hears of every attempt: what ended it, and a pause within the bound of that attempt."""
+    """`configure(on_event=...)` gets every attempt: what ended it, and a pause within the bound of that attempt."""
     engine = world.engine()
     told: list[TransactionAttempt] = []
 

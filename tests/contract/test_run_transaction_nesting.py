@@ -97,7 +97,7 @@ async def test_the_function_itself_joins_the_open_transaction(world: World, row:
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["session", "connection", "scoped"])
 async def test_a_session_or_connection_is_rejected(world: World, row: Row, kind: str) -> None:
-    """There is nothing to make a fresh session with; an open transaction says so, with the reason and the way out."""
+    """A fresh session cannot be created from it; for an open transaction the error gives the reason and the alternative."""
     engine = world.engine()
     add = on_session(world, row.add_one)
     call: Any = in_transaction(factory(world, engine))(add)
@@ -190,7 +190,7 @@ async def test_a_snapshot_is_not_retried_in_a_savepoint(world: World, row: Row, 
 async def test_the_open_transaction_of_a_connection_is_never_ended(
     world: World, row: Row, mode: str, inside_savepoint: bool, allowed: bool
 ) -> None:
-    """Where a rollback or commit would end what somebody else began, nothing is run."""
+    """Nothing runs where a rollback or commit would end a transaction that the caller began."""
     async with connection(world, world.engine()) as outer:
         await run(world, outer, "SELECT 1")
         if inside_savepoint:
@@ -207,7 +207,7 @@ async def test_the_open_transaction_of_a_connection_is_never_ended(
 
 
 async def test_a_connection_without_a_transaction_is_as_good_as_an_engine(world: World, row: Row) -> None:
-    """Nobody else has begun anything there: each attempt begins and commits on it."""
+    """No transaction is open there: each attempt begins and commits on it."""
     calls: list[int] = []
 
     def work(session: Session) -> None:

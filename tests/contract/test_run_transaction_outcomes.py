@@ -106,7 +106,7 @@ async def test_a_failed_flush_that_was_swallowed_is_raised(world: World, row: Ro
 async def test_a_lost_connection_that_was_swallowed_is_raised(
     world: World, row: Row, admin: psycopg.Connection[Any]
 ) -> None:
-    """Whoever goes on without a connection has nothing that could be committed."""
+    """Work that continues without its connection has nothing that could be committed."""
 
     def work(session: Session) -> None:
         row.add_one(session)
@@ -166,7 +166,7 @@ async def test_an_error_undone_by_a_savepoint_does_not_stop_the_commit(world: Wo
 
 
 async def test_work_after_a_commit_of_its_own_is_rejected(world: World, row: Row) -> None:
-    """A function that commits and goes on would be done twice in part: it is stopped, and not tried again."""
+    """A function that commits and continues would be repeated in part: it raises, and is not retried."""
     calls: list[int] = []
 
     def work(session: Session) -> None:
@@ -249,7 +249,7 @@ async def test_autocommit_is_rejected_before_anything_is_sent(world: World, row:
 
 
 def test_another_kind_of_server_is_rejected() -> None:
-    """The rules are PostgreSQL's: SQLite is told so when the session begins there."""
+    """The rules are PostgreSQL's: a session that begins on SQLite raises an error that says so."""
     engine = create_engine("sqlite://")
     with pytest.raises(UnsupportedServerError):
         run_transaction(sessionmaker(engine), lambda session: session.execute(text("SELECT 1")))

@@ -285,7 +285,7 @@ async def test_tables_that_differ_are_not_altered(
 async def test_what_is_missing_is_created_again(
     world: World, place: TableNames, admin: psycopg.Connection[Any], missing: str
 ) -> None:
-    """A function or a table that is gone comes back, and the rest keeps its rows."""
+    """A missing function or table is created again, and the rest keeps its rows."""
     engine = engine_at(world, place)
     await given(schema.create_all(engine))
     take(admin, place, "a")
@@ -323,7 +323,7 @@ async def test_nothing_there_is_an_error_that_names_the_command(world: World, pl
 
 @pytest.mark.every_driver
 async def test_no_server_is_an_unreachable_error(world: World) -> None:
-    """Where nobody listens the error is typed, says where, and shows no password."""
+    """Without a listening server the error is typed, names the address, and shows no password."""
     engine = world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d")
     with pytest.raises(UnreachableError, match=r"(?s)127\.0\.0\.1:1/d.*Nothing was made") as caught:
         await given(schema.create_all(engine))
@@ -340,7 +340,7 @@ async def test_a_server_that_takes_no_writes_is_a_standby_error(world: World, ro
 
 
 def test_other_servers_and_drivers_are_rejected_by_name(dsn: str) -> None:
-    """No PostgreSQL; an old one; and something that is no engine at all."""
+    """Another database, an old PostgreSQL, and an argument that is not an engine."""
     with pytest.raises(UnsupportedServerError, match="sqlite"):
         schema.create_all(create_engine("sqlite://"))
     old = world_engine(dsn, TableNames("nowhere"))
@@ -360,7 +360,7 @@ def test_other_servers_and_drivers_are_rejected_by_name(dsn: str) -> None:
 async def test_a_role_that_may_not_create_tables_gets_the_command(
     world: World, place: TableNames, role: Callable[..., str]
 ) -> None:
-    """The error carries the server's reason and the command for somebody else."""
+    """The error carries the server's reason and the command for a role that may."""
     engine = engine_at(world, place, dsn=role())
     with pytest.raises(SchemaError, match="as a role that may") as caught:
         await given(schema.create_all(engine))
@@ -428,7 +428,7 @@ async def test_each_listed_right_is_needed(
 
 
 def test_the_tables_live_in_the_users_metadata_once() -> None:
-    """They take the schema of the MetaData unless told otherwise, and a second call gives the same ones."""
+    """They take the schema of the MetaData unless one is given, and a second call returns the same ones."""
     metadata = MetaData(schema="app")
     first = schema.tables(metadata)
     assert {table.fullname for table in first} == {f"app.pgfence_{name}" for name in TABLES}
@@ -495,7 +495,7 @@ def test_rows_that_change_often_have_room_on_their_page(
 def test_no_row_can_have_a_token_below_one(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any], table: str, token: int
 ) -> None:
-    """A CHECK refuses it, whoever writes."""
+    """A CHECK rejects it from every writer."""
     engine = world_engine(dsn, place)
     schema.create_all(engine)
     engine.dispose()
@@ -538,7 +538,7 @@ def test_a_repeated_script_neither_waits_nor_blocks(
 
 
 def test_tables_in_the_users_metadata_can_be_made_where_its_tests_run() -> None:
-    """With SQLite in tests `metadata.create_all` goes through; nothing of pgfence works there, and nothing has to."""
+    """With SQLite in tests `metadata.create_all` passes; pgfence does not work there."""
     metadata = MetaData()
     schema.tables(metadata)
     engine = create_engine("sqlite://")

@@ -130,7 +130,7 @@ async def test_a_fenced_table_rejects_writes_outside_the_gate(
 async def test_a_fence_by_row_asks_for_the_gate_of_each_row(
     world: World, books: str, resource: str, write: Callable[..., str | None]
 ) -> None:
-    """A row is written by whoever is behind its own gate; a row that moves needs both; TRUNCATE is nobody's."""
+    """A row needs its own gate; a row that moves needs both; TRUNCATE is always rejected."""
     await given(schema.add_fence(world.engine(), books, resource=resource + ":{book}:{branch}"))
     gates = {f"{resource}:1:a": 1, f"{resource}:2:a": 1}
     for book in (1, 2):
@@ -464,7 +464,7 @@ def test_columns_of_every_usable_type_are_spelled_as_python_does(
 def test_quotes_and_backslashes_in_a_resource_are_text(
     engine: Any, books: str, resource: str, write: Callable[..., str | None], admin: psycopg.Connection[Any]
 ) -> None:
-    """Whatever stands in a resource comes out as it went in, with either meaning of a backslash."""
+    """A resource is stored unchanged, with either meaning of a backslash."""
     odd = resource + " it's \\' 100 % \\\\"
     for setting in ("on", "off"):
         admin.execute(f"ALTER DATABASE {admin.info.dbname} SET standard_conforming_strings = {setting}")
@@ -512,7 +512,7 @@ async def test_a_fence_is_part_of_the_callers_transaction(
 
 
 def test_the_search_path_of_a_writer_does_not_change_the_gate(engine: Any, dsn: str, books: str, resource: str) -> None:
-    """The triggers find pgfence's tables by schema, and a temporary table of their name deceives nobody."""
+    """The triggers find pgfence's tables by schema, so a temporary table of their name has no effect."""
     schema.add_fence(engine, books, resource=resource)
     with psycopg.connect(dsn) as raw:
         raw.execute(ENTER, [[resource], [5]])

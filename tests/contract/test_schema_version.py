@@ -61,7 +61,7 @@ async def given(answer: Any) -> Any:
 async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
     world: World, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
-    """The tables go back to an older version and forth again while the lease is held: it is renewed and goes on."""
+    """The tables are downgraded and upgraded again while the lease is held: it is renewed throughout."""
     make(admin, tables.creation(place))
     engine = world.engine()
     configure(engine, schema=place.schema)
@@ -117,7 +117,7 @@ def test_each_version_can_be_created_twice_upgraded_and_downgraded(
 def test_tables_of_a_newer_release_serve_this_one(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
-    """Another column, another function and a higher version are no error; `create_all` of this release changes nothing."""
+    """Another column, another function and a higher version are accepted; `create_all` of this release changes nothing."""
     make(admin, tables.creation(place))
     newer = VERSION + 1
     make(

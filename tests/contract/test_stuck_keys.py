@@ -46,7 +46,7 @@ def engine(dsn: str) -> Iterator[Engine]:
 
 @pytest.mark.every_driver
 async def test_what_is_known_of_an_attempt_is_shown_and_what_is_stored_is_not(world: World, attempts: Attempts) -> None:
-    """C099: one at work and one that was lost, the oldest first; names of steps, and no word of what they returned."""
+    """C099: a running attempt and a lost one, the oldest first; names of steps, without what they returned."""
     attempts.claim("fresh")
     attempts.claim("old")
     attempts.step("old", "ship")
@@ -115,7 +115,7 @@ def test_stuck_keys_waits_for_no_lock_and_writes_nothing(engine: Engine, attempt
 
 @pytest.mark.every_driver
 async def test_a_freed_key_is_taken_at_once_and_a_late_attempt_is_rejected(world: World, attempts: Attempts) -> None:
-    """C101: the next attempt begins with the steps that are done; the one that was at work can neither renew nor store."""
+    """C101: the next attempt begins with the steps that are done; the former one can neither renew nor store."""
     number = attempts.claim("k", ttl=3600)
     attempts.step("k", "charge")
     found = await world.call(monitoring.free_key, world.engine(), attempts.scope, "k", reason="hung", actor="ann")
@@ -132,7 +132,7 @@ async def test_a_freed_key_is_taken_at_once_and_a_late_attempt_is_rejected(world
 
 
 async def test_an_effect_whose_key_was_freed_stores_nothing_any_more(world: World, attempts: Attempts) -> None:
-    """C100, C101: while it is at work another caller is the next attempt, with its steps; the late step and result are refused."""
+    """C100, C101: while it runs, another caller is the next attempt, with its steps; the late step and result are rejected."""
     engine, seen = world.engine(), []
 
     def effect() -> Any:
@@ -217,7 +217,7 @@ async def test_times_are_read_whatever_sessions_and_drivers_make_of_them(
 
 
 async def test_a_record_may_be_kept_for_good(world: World, attempts: Attempts, admin: psycopg.Connection[Any]) -> None:
-    """Somebody has set its end to infinity by hand: the last time that Python knows."""
+    """An end that was set to infinity manually is shown as the last time that Python has."""
     attempts.claim("k")
     admin.execute("UPDATE pgfence_idempotency_key SET expires_at = 'infinity' WHERE scope = %s", [attempts.scope])
     (seen,) = await world.call(monitoring.stuck_keys, world.engine(), prefix=attempts.scope)
@@ -225,7 +225,7 @@ async def test_a_record_may_be_kept_for_good(world: World, attempts: Attempts, a
 
 
 async def test_where_nothing_is_stuck_nothing_is_done(world: World, attempts: Attempts) -> None:
-    """A key that is unknown, done or free already is no error, and no line in the audit."""
+    """An unknown, finished or free key is not an error, and adds no row to the audit."""
     attempts.claim("done")
     attempts.finish("done")
     attempts.claim("free")

@@ -189,7 +189,7 @@ async def test_a_conflict_names_every_row_before_anything_is_sent(world: World, 
 
 
 async def test_a_conflict_in_a_savepoint_leaves_the_transaction(world: World) -> None:
-    """After a conflict inside begin_nested() the outer transaction goes on, and the instance is read again."""
+    """After a conflict inside begin_nested() the outer transaction continues, and the instance is read again."""
     engine = world.engine()
     cls = await page(world, engine)
 
@@ -343,7 +343,7 @@ async def test_a_missing_version_trigger_is_reported(world: World) -> None:
 
 @pytest.mark.every_driver
 async def test_autocommit_is_rejected_where_a_row_lock_has_to_last(world: World) -> None:
-    """In autocommit the lock ends with its statement: the rows of a batch, or of a pending change, would be compared in vain."""
+    """In autocommit the lock ends with its statement, so comparing the rows of a batch or a pending change would be useless."""
     engine = world.engine()
     cls = await page(world, engine)
 

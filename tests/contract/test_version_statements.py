@@ -216,7 +216,7 @@ async def test_returned_instances_have_the_new_version(world: World, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_reader_notices_a_delete(world: World, kind: str) -> None:
-    """delete() of the class needs no version: the row is gone for those who have read it."""
+    """delete() of the class needs no version: sessions that have read the row find it deleted."""
     engine = world.engine()
     cls = await page(world, engine, kind)
 
@@ -666,7 +666,7 @@ async def test_an_update_by_primary_key_with_criteria_of_its_own_is_rejected(wor
 
 @pytest.mark.every_driver
 async def test_a_row_given_twice_is_a_value_error(world: World) -> None:
-    """C068: the same primary key twice in one batch is an error of its own."""
+    """C068: the same primary key twice in one batch is a separate error."""
     engine = world.engine()
     cls = await page(world, engine)
     given = [{"id": 1, "version": 1, "title": "x"}, {"id": 1, "version": 1, "title": "y"}]
@@ -706,7 +706,7 @@ async def refused_on_its_second_table(world: World, engine: Any, cls: Any) -> No
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_session_can_refuse_statements(world: World, form: Callable[[Any], Any]) -> None:
-    """With bulk="refuse" no statement that would have to raise versions goes out."""
+    """With bulk="refuse" a statement that would have to raise versions is not sent."""
     engine = world.engine()
     cls = await page(world, engine)
     with pytest.raises(VersionRequiredError, match='bulk="refuse"'):
@@ -786,7 +786,7 @@ async def test_a_session_that_rejects_lets_through_what_is_guarded(world: World)
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_a_session_can_leave_statements_alone(world: World, form: Callable[[Any], Any]) -> None:
-    """With bulk="ignore" a statement goes out as it is."""
+    """With bulk="ignore" a statement is sent unchanged."""
     engine = world.engine()
     cls = await page(world, engine)
     expected = 1

@@ -53,7 +53,7 @@ async def test_every_update_counts_once(world: World, admin: psycopg.Connection[
 
 
 async def test_made_twice_and_dropped_twice(world: World, admin: psycopg.Connection[Any], table: str) -> None:
-    """A second add changes nothing, a drop ends the count, and a second drop is no error."""
+    """A second add changes nothing, a drop ends the count, and a second drop is accepted."""
     engine = world.engine()
     await world.call(schema.add_version_trigger, engine, table)
     before = admin.execute("SELECT oid FROM pg_trigger WHERE tgrelid = %s::regclass", [table]).fetchall()
@@ -84,7 +84,7 @@ def engine(dsn: str) -> Iterator[Any]:
 
 
 def test_a_table_may_be_named_with_its_schema(engine: Any, admin: psycopg.Connection[Any]) -> None:
-    """Schema and names may need quotes; a disabled trigger is made anew."""
+    """Schema and names may need quotes; a disabled trigger is created again."""
     place = f"Team {secrets.token_hex(4)}"
     admin.execute(f'CREATE SCHEMA "{place}"'.encode())
     admin.execute(f'CREATE TABLE "{place}"."Note \'s" (id int PRIMARY KEY, version int NOT NULL)'.encode())

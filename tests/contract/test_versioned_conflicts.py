@@ -115,7 +115,7 @@ async def test_columns_of_an_expired_instance_are_read_with_its_version(
 @pytest.mark.parametrize("check", ["row", "batch"])
 @pytest.mark.parametrize("change", ["update", "delete"])
 def test_a_row_that_was_read_without_its_version_is_rejected(engine: Any, check: Any, change: str) -> None:
-    """SQL text that leaves the version out gives an instance of which nobody knows what it was read at."""
+    """An instance from SQL text that omits the version has no known version to compare."""
     with engine.connect() as connection:
         Base.metadata.create_all(connection)
         with VersionedSession(connection, conflict_check=check) as session:
@@ -181,7 +181,7 @@ async def test_exactly_the_rows_that_others_have_written_are_listed(
 async def test_rows_written_before_in_the_same_transaction_are_not_listed(
     world: World, admin: psycopg.Connection[Any], mode: str
 ) -> None:
-    """What an earlier flush or statement of the transaction has changed or added is no conflict when all is rolled back."""
+    """What an earlier flush or statement of the transaction has changed or added is not a conflict when all is rolled back."""
     engine = world.engine()
     cls = await pages(world, engine, mode=mode)
     before = versions(admin, cls)
@@ -224,7 +224,7 @@ async def test_a_row_that_was_deleted_and_created_again_is_a_conflict_by_uuid(
 async def test_an_expired_instance_whose_row_is_gone_is_a_conflict(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody knows any more at which version it was read; found is None."""
+    """The version it was read at is not known any more; found is None."""
     engine = world.engine()
     cls = await pages(world, engine)
 
@@ -392,7 +392,7 @@ class Note(Base):
 @pytest.mark.parametrize("mode", ["create_savepoint", "conditional_savepoint", "rollback_only"])
 @pytest.mark.parametrize("check", ["row", "batch"])
 def test_two_sessions_on_one_connection_are_in_conflict_as_elsewhere(engine: Any, mode: Any, check: Any) -> None:
-    """A fixture that rolls all back at its end: rows that nobody else sees, and a rollback that takes the other's write back."""
+    """In a test that rolls everything back: rows that no other connection sees, and a rollback that undoes the other's write."""
     with engine.connect() as connection:
         outer = connection.begin()
         Base.metadata.create_all(connection)
@@ -467,7 +467,7 @@ async def test_merge_without_a_version_overwrites_nothing(world: World, admin: p
 
 
 async def test_merge_of_what_was_read_before_compares_the_version(world: World, admin: psycopg.Connection[Any]) -> None:
-    """A detached instance may overwrite the version it was read at, no other one, and no row that is gone comes back by it."""
+    """A detached instance overwrites only the version it was read at, and does not bring back a deleted row."""
     engine = world.engine()
     cls = await pages(world, engine)
     kept = [await on_session(world, engine, lambda session, n=n: session.get_one(cls, n)) for n in (1, 2, 3)]

@@ -104,7 +104,7 @@ async def test_a_stale_row_is_not_overwritten(
 
 
 def test_it_adds_no_argument_to_a_dataclass() -> None:
-    """The version is no field: `__init__` does not take it, and it takes no part in equality."""
+    """The version is not a field: `__init__` does not take it, and equality ignores it."""
     cls = page_class("dataclass")
     assert [field.name for field in dataclasses.fields(cls)] == ["id", "title"]
     with pytest.raises(TypeError, match="version"):
@@ -338,7 +338,7 @@ async def test_a_child_that_changes_alone_counts_each_time(world: World, mode: s
 
 @pytest.mark.parametrize("which", [1, 2])
 async def test_inheritance_is_guarded_as_a_whole(world: World, admin: psycopg.Connection[Any], which: int) -> None:
-    """A subclass in a table of its own or of its parent: a change through the base class and one through it meet."""
+    """A subclass in its own table or in its parent's: changes through the base class and through the subclass conflict."""
     engine = world.engine()
     cls = family()[which]
     await made(world, engine, cls)
@@ -476,7 +476,7 @@ async def test_a_post_update_counts_once_and_does_not_spoil_the_delete(
 @pytest.mark.every_driver
 @pytest.mark.parametrize("number", [2**31, 2**32 - 1])
 async def test_xmin_is_compared_beyond_half_of_its_range(world: World, number: int) -> None:
-    """C071: an xmin of 2**31 and more goes there and back, and compares as unsigned."""
+    """C071: an xmin of 2**31 and more is read, sent and compared as unsigned."""
     cls = page_class(mode="xmin")
     kind = cls.version.type
 
@@ -506,7 +506,7 @@ async def test_xmin_needs_no_column_and_sees_plain_sql(world: World, admin: psyc
 async def test_a_rewrite_of_the_table_changes_xmin_and_no_real_version(
     world: World, admin: psycopg.Connection[Any]
 ) -> None:
-    """C071: VACUUM FULL between read and write is no conflict for a column of its own."""
+    """C071: VACUUM FULL between read and write is not a conflict for a version column."""
     engine = world.engine()
     cls = await pages(world, engine)
 
@@ -602,7 +602,7 @@ async def test_a_row_without_a_version_is_rejected_with_the_way_to_fill_it(
 
 @pytest.mark.twins
 async def test_a_missing_trigger_is_noticed(world: World, admin: psycopg.Connection[Any]) -> None:
-    """In the mode "server" a write that nobody has counted is refused, and the error says how to make the trigger."""
+    """In the mode "server" a write that no trigger counted is rejected, and the error says how to create the trigger."""
     engine = world.engine()
     cls = await pages(world, engine, mode="server")
     await world.call(schema.drop_version_trigger, engine, cls)
@@ -632,7 +632,7 @@ async def test_a_plain_session_is_guarded_as_well(world: World, admin: psycopg.C
 
 
 def test_a_table_of_its_own_may_bring_the_column() -> None:
-    """A Table that was written by hand has to have the column, and the mixin says so."""
+    """A Table that is passed to the class must have the column, and the mixin says so."""
 
     class Base(DeclarativeBase):
         pass

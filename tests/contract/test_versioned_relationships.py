@@ -334,7 +334,7 @@ async def test_an_order_is_counted_by_a_column_that_can_be_written(world: World)
 
 
 async def test_a_trigger_needs_a_column_to_write(world: World) -> None:
-    """In the mode "server" a row of key and version alone cannot be written once more as it is, and the error says so."""
+    """In the mode "server" a row of key and version alone cannot be updated without a change, and the error says so."""
     engine = world.engine()
     one = await shop(world, engine, mode="server", bare=True)
 

@@ -41,7 +41,7 @@ async def taken(shop: Shop, **options: Any) -> Any:
 
 @pytest.mark.every_driver
 async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
-    """C105: status, headers in their order and repeated ones, and a body that is no text."""
+    """C105: status, headers in their order and repeated ones, and a binary body."""
     reply = Reply(201, (("location", "/p/7"), ("x", "1"), ("x", "é")), bytes(range(256)))
     running = await taken(shop)
     assert (running.number, running.steps, 25 < running.remaining() <= 30) == (1, {}, True)
@@ -90,7 +90,7 @@ async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:
 
 
 async def test_events_for_each_attempt(shop: Shop) -> None:
-    """`on_event` hears of a claim, of its end and of its loss, with the attempt as the token."""
+    """`on_event` gets a claim, its end and its loss, with the attempt as the token."""
     events: list[Any] = []
     configure(shop.engine, on_event=events.append)
     running = await taken(shop)

@@ -82,7 +82,7 @@ async def test_begin_takes_a_factory_and_nothing_else(world: World) -> None:
 async def test_begin_allows_settings_sent_by_a_begin_hook(
     world: World, admin: psycopg.Connection[Any], name: str, ledger: str
 ) -> None:
-    """`begin` opened the transaction itself: what a hook of the application sends there is no read."""
+    """`begin` opened the transaction itself: what a hook of the application sends there is not a read."""
     engine = world.engine()
     sync = getattr(engine, "sync_engine", engine)
     event.listen(sync, "begin", lambda connection: connection.exec_driver_sql("SET LOCAL work_mem = '4MB'"))
