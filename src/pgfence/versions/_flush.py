@@ -6,17 +6,19 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Column, event, inspect
 from sqlalchemy.orm.attributes import flag_modified
+from sqlalchemy.orm.base import NO_VALUE
 
-from pgfence._orm import sends_update
+from pgfence._orm import identity_of, sends_update
+from pgfence.errors import VersionRequiredError
 from pgfence.versions._batch import NOW, batch_of, compare
-from pgfence.versions._conflicts import switched
+from pgfence.versions._conflicts import switched, without
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column
-from pgfence.versions._reading import expect_read
-from pgfence.versions._sent import expect_version, raise_version
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from sqlalchemy import Connection
-    from sqlalchemy.orm import Mapper
+    from sqlalchemy.orm import Mapper, QueryContext
 
     from pgfence._orm import State
 
@@ -156,4 +158,48 @@ def _spare_column(target: object) -> str | None:
     return found
 
 
+# ------------------------------------------------------------ the version that was read
+
+
+def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
+    """Let the UPDATE of a batch write the next version."""
+    if mapper.version_id_generator:
+        state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
+        flag_modified(state.obj(), ATTRIBUTE)
+
+
+def expect_version(mapper: Mapper[object], state: State) -> None:
+    """Raise unless a row that is about to be written has a version; read it if it is not loaded."""
+    if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
+        raise without(mapper, identity_of(state))
+
+
+def _refreshed(state: State, _context: QueryContext, names: Iterable[str] | None) -> None:
+    """Read columns of an expired instance again, with the version: `refresh()` of some columns and deferred ones leave it out."""
+    session, target = state.session, state.obj()
+    if ATTRIBUTE in state.dict or names is None or session is None or target is None:
+        return
+    loaded = [name for name in names if name in state.mapper.column_attrs]
+    if loaded:
+        with session.no_autoflush:
+            session.refresh(target, [*loaded, ATTRIBUTE])
+
+
+def expect_read(mapper: Mapper[object], state: State) -> None:
+    """Raise if columns of a row that is about to be written were read without its version.
+
+    Raises:
+        VersionRequiredError: some were.
+    """
+    keys = {prop.key for prop in mapper._identity_key_props}
+    for name in set(mapper.column_attrs.keys()) - keys:
+        if name in state.dict and state.committed_state.get(name) is not NO_VALUE:
+            raise VersionRequiredError(
+                f"{mapper.class_.__name__} {tuple(state.identity or ())} was read without its version, so that changes of other"
+                f" sessions since then would be lost: select the column of {mapper.class_.__name__}.{ATTRIBUTE} as well, or call"
+                " session.refresh() before you change the instance"
+            )
+
+
 event.listen(VersionedBase, "before_delete", _before_delete, propagate=True, raw=True, insert=True)
+event.listen(VersionedBase, "refresh", _refreshed, propagate=True, raw=True, restore_load_context=True)

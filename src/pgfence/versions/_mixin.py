@@ -15,7 +15,7 @@ from pgfence.versions import _relationships, _statements  # noqa: F401
 from pgfence.versions._assigned import assigned_error
 from pgfence.versions._mapper import VersionedMapper
 from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, is_versioned, version_in, version_table
-from pgfence.versions._xmin import Xid
+from pgfence.versions._rows import Xid
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Mapped, MappedColumn

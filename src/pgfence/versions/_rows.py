@@ -31,8 +31,9 @@ from pgfence.versions._mapping import version_column
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Column, ColumnElement, Connection, TableValuedAlias
+    from sqlalchemy import BindParameter, Column, ColumnElement, Connection, Dialect, TableValuedAlias
     from sqlalchemy.orm import Mapper
+    from sqlalchemy.sql.type_api import _BindProcessorType, _ResultProcessorType
     from sqlalchemy.types import TypeEngine
 
     from pgfence._orm import AnySelect, Key
@@ -148,6 +149,29 @@ def _written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
         else_=status == "in progress",
     )
     return select(rows.c.place).where(here), names
+
+
+class Xid(UserDefinedType[int]):
+    """An int here, an xid there. It is sent as text: PostgreSQL compares no integer with an xid, and half of them are negative."""
+
+    cache_ok = True
+
+    @property
+    def python_type(self) -> type[int]:
+        return int
+
+    def get_col_spec(self, **_: object) -> str:
+        return "XID"
+
+    def bind_expression(self, bindvalue: BindParameter[int]) -> ColumnElement[int]:
+        return cast(cast(bindvalue, Text), Xid)
+
+    def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:
+        return lambda value: None if value is None else str(value)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
+        # psycopg and psycopg2 give a str, asyncpg an int.
+        return lambda value: None if value is None else int(value)
 
 
 class _Xid8(UserDefinedType[int]):
