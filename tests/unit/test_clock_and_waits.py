@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pgfence._holds.wait_plan import NESTED_LIMIT, first_slice, milliseconds, pause, slice_for
 from pgfence._leases.terms import retry_after
 from pgfence._process.clock import Deadline, clock, seconds
-from pgfence.retrying._rules import pause_after
+from pgfence.retrying._rules import pick_pause
 from support.rows import every_row
 
 moments = st.floats(0, 1e9)
@@ -158,7 +158,7 @@ def test_a_program_that_seeds_random_puts_no_pauses_in_step_and_keeps_its_number
 
     def drawn() -> list[float]:
         random.seed(7)
-        pauses = [pause(1.0), retry_after(1, 10.0), pause_after(3)]
+        pauses = [pause(1.0), retry_after(1, 10.0), pick_pause(3)]
         assert random.random() == first
         return pauses
 

@@ -14,7 +14,7 @@ from pgfence.errors import (
     UnreachableError,
     VersionConflictError,
 )
-from pgfence.retrying._rules import curable, of_a_snapshot, pause_after
+from pgfence.retrying._rules import is_curable, is_snapshot_error, pick_pause
 from support.rows import every_row
 
 
@@ -33,13 +33,13 @@ def refused(sqlstate: str | None, *, lost: bool = False) -> DBAPIError:
 @given(st.integers(1, 10**6))
 def test_a_pause_lies_between_nothing_and_a_bound_that_doubles(attempt: int) -> None:
     """Full jitter: from 0 to 5 ms after the first attempt, to 10 ms after the second, never over 500 ms."""
-    assert 0 <= pause_after(attempt) <= min(0.5, 0.005 * 2 ** min(attempt - 1, 20))
+    assert 0 <= pick_pause(attempt) <= min(0.5, 0.005 * 2 ** min(attempt - 1, 20))
 
 
 @every_row(("attempt", "bound"), [(1, 0.005), (2, 0.010), (20, 0.5)])
 def test_pauses_are_spread_over_the_whole_span(attempt: int, bound: float) -> None:
     """Those who met at one row do not meet again at one moment."""
-    pauses = sorted(pause_after(attempt) for _ in range(2000))
+    pauses = sorted(pick_pause(attempt) for _ in range(2000))
     assert pauses[100] < bound / 10
     assert pauses[-100] > bound * 9 / 10
 
@@ -48,21 +48,21 @@ def test_pauses_are_spread_over_the_whole_span(attempt: int, bound: float) -> No
 def test_two_sqlstates_are_curable_wherever_they_stand(state: str) -> None:
     """Of SQLAlchemy's error, or of the driver's own where somebody works past SQLAlchemy."""
     for error in (refused(state), DriverError(state)):
-        assert curable(error)
-        assert of_a_snapshot(error)
+        assert is_curable(error)
+        assert is_snapshot_error(error)
 
 
 def test_errors_of_ours_are_judged_by_their_class() -> None:
     """Of all that call themselves retryable only conflicts and deadlocks are done again: a wait was a wait."""
-    assert curable(VersionConflictError("x", items=[]))
-    assert not of_a_snapshot(VersionConflictError("x", items=[]))
-    assert not curable(VersionConflictError("x", items=[], precondition=True))
-    assert curable(DeadlockError("x"))
-    assert curable(IdempotencyInProgressError("x", scope="s", key="k", sqlstate="40001"))
-    assert not curable(IdempotencyInProgressError("x", scope="s", key="k"))
-    assert of_a_snapshot(DeadlockError("x"))
+    assert is_curable(VersionConflictError("x", items=[]))
+    assert not is_snapshot_error(VersionConflictError("x", items=[]))
+    assert not is_curable(VersionConflictError("x", items=[], precondition=True))
+    assert is_curable(DeadlockError("x"))
+    assert is_curable(IdempotencyInProgressError("x", scope="s", key="k", sqlstate="40001"))
+    assert not is_curable(IdempotencyInProgressError("x", scope="s", key="k"))
+    assert is_snapshot_error(DeadlockError("x"))
     for error in (LockLostError("x"), UnreachableError("x"), UnreachableError("x", sqlstate="40001")):
-        assert not curable(error)
+        assert not is_curable(error)
 
 
 def test_other_errors_are_not_curable() -> None:
@@ -70,7 +70,7 @@ def test_other_errors_are_not_curable() -> None:
     mine = LookupError()
     mine.__cause__ = refused("40001")
     for error in (mine, refused("23505"), refused(None, lost=True), IntegrityError("x", {}, DriverError("23505"))):
-        assert not curable(error)
+        assert not is_curable(error)
 
 
 @every_row("state", ["40001", "40P01", "23505", "23503", "PF001", "P0001", "57014"])

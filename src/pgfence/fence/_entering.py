@@ -113,7 +113,7 @@ def enter(
         TransactionStateError: autocommit; or something was sent in this transaction already.
         SchemaError: the tables or functions are missing, or this role may not use them.
     """
-    connection, fresh, known = _transaction(work)
+    connection, fresh, known = _open_transaction(work)
     if named:
         namespace = config_of(connection).namespace
         tokens = {qualified_name(name, namespace, "a resource"): token for name, token in tokens.items()}
@@ -163,7 +163,7 @@ def _enter(
     place = table_names(connection)
     if issued is not None:
         _check_same_tables(place, issued, tokens)
-    record, first = _record(connection, tokens, fresh=fresh)
+    record, first = _get_record(connection, tokens, fresh=fresh)
     missing = {name: token for name, token in tokens.items() if record.token(place, name) != token}
     if not missing:
         return
@@ -211,11 +211,11 @@ def save_checkpoint(
         StaleFencingTokenError: a newer holder has taken over. The transaction cannot commit any more.
         TransactionStateError: autocommit.
     """
-    connection, fresh, _ = _transaction(work)
+    connection, fresh, _ = _open_transaction(work)
     place = table_names(connection)
     if issued is not None:
         _check_same_tables(place, issued, (name,))
-    record, _ = _record(connection, {name: token}, fresh=fresh)
+    record, _ = _get_record(connection, {name: token}, fresh=fresh)
     try:
         gates.save_checkpoint(connection, place, record, name, token, data)
     except DBAPIError as error:
@@ -242,7 +242,7 @@ def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:
     gates.block_commit(connection, error)
 
 
-def _transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
+def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     """Return the connection, whether it begins just now, and whether it can be known what ran in it before."""
     session = unwrap_session(work)
     if isinstance(session, Connection):
@@ -263,7 +263,7 @@ def _transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     return connection, bool(begun), known
 
 
-def _record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[EnteredGates, bool]:
+def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[EnteredGates, bool]:
     """Return what the transaction has entered, and whether the next statement counts as its first."""
     gates.translate(connection)
     state = sql.driver_state(connection)

@@ -54,7 +54,7 @@ class _Flush:
             token = self._tokens[key] = token_for(cls, resource, connection)
         return token
 
-    def replaced_by(self, mapper: Mapper[object], target: Guarded) -> object:
+    def find_replaced(self, mapper: Mapper[object], target: Guarded) -> object:
         """Return the deleted object whose row a new object takes over, or None.
 
         SQLAlchemy sends one UPDATE for a DELETE and an INSERT of the same key, and calls no hook for the deleted object.
@@ -83,7 +83,7 @@ def before_insert(mapper: Mapper[object], connection: Connection, target: Guarde
     """Check the token for a new row, and for the row it replaces, and write it into the row."""
     cls, flush = type(target), _flush_of(target)
     token = flush.token_for(cls, resource_in_flush(cls, target), connection)
-    replaced = flush.replaced_by(mapper, target)
+    replaced = flush.find_replaced(mapper, target)
     if isinstance(replaced, Guarded):
         check_old_row(flush, inspect(type(replaced)), connection, replaced)
     set_attribute(target, ATTRIBUTE, token)
@@ -115,16 +115,18 @@ def forget_token(_mapper: Mapper[object], _connection: Connection, target: objec
 def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
     """Raise unless this transaction may write the row as it stands in the table."""
     cls = type(target)
-    row = None if has_single_resource(cls) else View(cls, lambda name: _loaded(mapper, connection, target, name))
+    row = (
+        None if has_single_resource(cls) else View(cls, lambda name: _read_old_value(mapper, connection, target, name))
+    )
     resource = resource_of(cls, row)
     token = flush.token_for(cls, resource, connection)
     if cls.__fence__ == "row":
-        newest = _newest(flush, mapper, connection, target)
+        newest = _read_newest(flush, mapper, connection, target)
         if newest > token:
             reject_stale(connection, resource, token, newest)
 
 
-def _loaded(mapper: Mapper[object], connection: Connection, target: object, name: str) -> object:
+def _read_old_value(mapper: Mapper[object], connection: Connection, target: object, name: str) -> object:
     """Return the value of a column before the change that is being flushed."""
     history = instance_state(target).attrs[name].history
     if history.deleted:
@@ -152,10 +154,10 @@ def prelock_rows(session: Session, context: UOWTransaction, _instances: object) 
             rows.setdefault(inspect(type(target)), []).append(target)
     for mapper, targets in rows.items():
         connection = session.connection(bind_arguments={"mapper": mapper})
-        flush.locked.update(_lock(connection, mapper, [identity_of(instance_state(target)) for target in targets]))
+        flush.locked.update(_lock_rows(connection, mapper, [identity_of(instance_state(target)) for target in targets]))
 
 
-def _newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
+def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
     """Return the token in a row, which is locked from now on; most were locked by `prelock_rows`.
 
     Raises:
@@ -164,7 +166,7 @@ def _newest(flush: _Flush, mapper: Mapper[object], connection: Connection, targe
     key = column_of(mapper), identity_of(instance_state(target))
     found = flush.locked.get(key)
     if found is None:
-        found = _lock(connection, mapper, [key[1]]).get(key)
+        found = _lock_rows(connection, mapper, [key[1]]).get(key)
     if found is None:
         raise StaleDataError(
             f"the row {key[1]!r} of {type(target).__name__} that was to be written is not there any more"
@@ -172,11 +174,11 @@ def _newest(flush: _Flush, mapper: Mapper[object], connection: Connection, targe
     return found
 
 
-def _lock(connection: Connection, mapper: Mapper[object], keys: list[Key]) -> dict[tuple[object, Key], int]:
+def _lock_rows(connection: Connection, mapper: Mapper[object], keys: list[Key]) -> dict[tuple[object, Key], int]:
     token = column_of(mapper)
     columns = key_columns(mapper, token.table)
     found: dict[tuple[object, Key], int] = {}
-    for some in _chunks(sorted(keys, key=repr)):
+    for some in _split(sorted(keys, key=repr)):
         query: AnySelect = (
             select(*columns, token).where(tuple_(*columns).in_(some)).order_by(*columns).with_for_update()
         )
@@ -184,7 +186,7 @@ def _lock(connection: Connection, mapper: Mapper[object], keys: list[Key]) -> di
     return found
 
 
-def _chunks(keys: list[Key]) -> Iterator[Iterable[Key]]:
+def _split(keys: list[Key]) -> Iterator[Iterable[Key]]:
     for start in range(0, len(keys), CHUNK):
         yield keys[start : start + CHUNK]
 

@@ -99,7 +99,7 @@ class View:
             if found is _MISSING:
                 raise AttributeError(f"{self._cls.__name__} has no attribute {name!r}", name=name, obj=self)
             return found.__get__(self, self._cls) if hasattr(found, "__get__") else found
-        why = _unusable(attributes[name])
+        why = _explain_unusable(attributes[name])
         if why is not None:
             raise AttributeError(f"{self._cls.__name__}.__fence_resource__ may look at columns, and {name} {why}")
         return self._look(name)
@@ -110,7 +110,7 @@ class View:
         def __class__(self):  # noqa: ANN204
             """The class of the row, for isinstance()."""
             if not self._exact and len(list(mapped(self._cls).self_and_descendants)) > 1:
-                raise undetermined(
+                raise undetermined_error(
                     self._cls, "the resource of a row depends on its class, which the statement does not determine"
                 )
             return self._cls
@@ -118,13 +118,13 @@ class View:
     def _expect_shared(self, name: str, found: object) -> None:
         for mapper in mapped(self._cls).self_and_descendants:
             if inspect.getattr_static(mapper.class_, name, _MISSING) is not found:
-                raise undetermined(
+                raise undetermined_error(
                     self._cls,
                     f"the resource of a row depends on {name}, which differs in the subclass {mapper.class_.__name__}",
                 )
 
 
-def _unusable(attribute: object) -> str | None:
+def _explain_unusable(attribute: object) -> str | None:
     """Return why a resource cannot depend on an attribute: its value is not that of the row before or after a write."""
     if not isinstance(attribute, ColumnProperty) or not isinstance(attribute.columns[0], Column):
         return "is none"
@@ -140,7 +140,7 @@ _UNSTEADY: WeakKeyDictionary[type[Guarded], bool] = WeakKeyDictionary()
 
 def _is_unsteady(cls: type[Guarded]) -> bool:
     columns = mapped(cls).column_attrs
-    found = any(prop.key != ATTRIBUTE and _unusable(prop) is not None for prop in columns)
+    found = any(prop.key != ATTRIBUTE and _explain_unusable(prop) is not None for prop in columns)
     _UNSTEADY[cls] = found
     return found
 
@@ -148,14 +148,14 @@ def _is_unsteady(cls: type[Guarded]) -> bool:
 def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
     """Return a row of these values; to look at another column of it is an error."""
 
-    def look(name: str) -> object:
+    def read(name: str) -> object:
         if name not in values:
-            raise undetermined(
+            raise undetermined_error(
                 cls, f"the resource of a row depends on {name}, which is not known before the statement runs"
             )
         return values[name]
 
-    return View(cls, look, exact=False)
+    return View(cls, read, exact=False)
 
 
 def resource_of(cls: type[Guarded], row: object) -> str:
@@ -196,7 +196,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
                 f"{cls.__name__} is fenced, and the connection is in autocommit, where a row that was compared is not locked"
                 " any more when it is written: use a connection without AUTOCOMMIT"
             )
-        token = _held_here(name, table_names(connection))
+        token = _find_held_token(name, table_names(connection))
     if token is None:
         raise FenceRequiredError(
             f"{cls.__name__} is fenced by {display_name(name)!r}, and this transaction brought no token for it: write inside"
@@ -206,7 +206,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
     return token
 
 
-def _held_here(name: str, place: TableNames) -> int | None:
+def _find_held_token(name: str, place: TableNames) -> int | None:
     owner = find_contender_of_task() or THREADS.contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
@@ -215,7 +215,7 @@ def _held_here(name: str, place: TableNames) -> int | None:
     return None
 
 
-def undetermined(cls: type[Guarded], why: str) -> FenceRequiredError:
+def undetermined_error(cls: type[Guarded], why: str) -> FenceRequiredError:
     """Return the error for a statement whose rows cannot be told beforehand."""
     return FenceRequiredError(
         f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or by an update() or delete() of the class"
@@ -248,15 +248,15 @@ def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     """Return the token for a row that is inserted past the flush, one row after the other."""
     statement = context.compiled and context.compiled.statement
     if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
-        raise undetermined(cls, "the rows that an upsert meets cannot be told before it runs")
+        raise undetermined_error(cls, "the rows that an upsert meets cannot be told before it runs")
     if has_single_resource(cls):
         return token_for(cls, resource_of(cls, None), context.root_connection)
     if getattr(statement, "select", None) is not None:
-        raise undetermined(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
-    return token_for(cls, resource_of(cls, view_of(cls, _given(cls, context))), context.root_connection)
+        raise undetermined_error(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
+    return token_for(cls, resource_of(cls, view_of(cls, _collect_given(cls, context))), context.root_connection)
 
 
-def _given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:
+def _collect_given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:
     """Return what an INSERT gives to the columns of the row whose default is asked for."""
     # Not by context.get_current_parameters(), which fails for several VALUES and columns of mapped classes.
     values, column, compiled = context.current_parameters, context.current_column, context.compiled

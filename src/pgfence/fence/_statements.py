@@ -37,7 +37,7 @@ from pgfence.fence._rows import (
     resource_of,
     schema_options,
     token_for,
-    undetermined,
+    undetermined_error,
     view_of,
 )
 
@@ -86,7 +86,7 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
         _bind_to_rows(work)
         return None
     if state.is_delete or state.execution_options.get("dml_strategy") == "core_only":
-        raise undetermined(
+        raise undetermined_error(
             work.cls, "a statement that is sent once for each set of parameters cannot be told beforehand"
         )
     return _guard_batch(work)
@@ -96,16 +96,16 @@ def _guard_insert(work: Work) -> None:
     """Reject what the column's default, which is asked for each row, does not see."""
     statement, cls = work.state.statement, work.cls
     if not isinstance(statement, Insert):
-        raise undetermined(cls, "an INSERT inside another statement cannot be given its token")
+        raise undetermined_error(cls, "an INSERT inside another statement cannot be given its token")
     if statement.select is not None and not (
         has_single_resource(cls) and statement.include_insert_from_select_defaults
     ):
-        raise undetermined(cls, "the rows of this INSERT from SELECT cannot be told before it runs")
+        raise undetermined_error(cls, "the rows of this INSERT from SELECT cannot be told before it runs")
     upsert = upsert_of(statement)
     if upsert is None:
         return
     if not has_single_resource(cls) or cls.__fence__ == "row":
-        raise undetermined(cls, "the rows that an upsert meets cannot be told before it runs")
+        raise undetermined_error(cls, "the rows that an upsert meets cannot be told before it runs")
     assert isinstance(statement, postgresql.Insert)
     token = column_of(work.mapper)
     work.state.statement = set_on_conflict(
@@ -140,16 +140,16 @@ def _bind_to_rows(work: Work) -> None:
     statement, parameters, token = work.state.statement, work.state.parameters or {}, column_of(work.mapper)
     assert isinstance(parameters, Mapping)
     if not isinstance(statement, (Update, Delete)):
-        raise undetermined(work.cls, "the rows of a statement inside another one cannot be told before it runs")
+        raise undetermined_error(work.cls, "the rows of a statement inside another one cannot be told before it runs")
     inside = token.table is work.mapper.local_table
     if work.cls.__fence__ == "row" and not inside:
-        raise undetermined(work.cls, "its fencing column is in another table than this statement")
-    query = _query(work, _changes(work)).where(*statement._where_criteria)
+        raise undetermined_error(work.cls, "its fencing column is in another table than this statement")
+    query = _build_query(work, _collect_changes(work)).where(*statement._where_criteria)
     rows = _read(work, query, parameters)
     tokens = [_token_for(work, row) for row in rows]
     keys = key_columns(work.mapper, work.mapper.local_table)
-    listed = _listed(keys, [_key_in(work, row) for row in rows], tokens)
-    bound = statement.where(*_same(keys, listed))
+    listed = _build_key_table(keys, [_key_of(work, row) for row in rows], tokens)
+    bound = statement.where(*_match_keys(keys, listed))
     work.state.statement = bound.values({ATTRIBUTE: listed.c[_NEW]}) if isinstance(bound, Update) and inside else bound
     if work.state.execution_options.get("synchronize_session") == "evaluate":
         work.state.update_execution_options(synchronize_session="fetch")
@@ -161,7 +161,7 @@ def _read(work: Work, query: AnySelect, parameters: Mapping[str, object]) -> Seq
     return work.state.session.execute(query, parameters, execution_options=options, bind_arguments=where).all()
 
 
-def _query(work: Work, changes: dict[str, object]) -> AnySelect:
+def _build_query(work: Work, changes: dict[str, object]) -> AnySelect:
     """Return the SELECT of the columns that matter, in one order and with a lock; `changes` are their values to be."""
     columns = {prop.key: prop.class_attribute for prop in work.mapper.column_attrs if _is_needed(work, prop)}
     asked = [attribute.label(key) for key, attribute in columns.items()]
@@ -180,7 +180,7 @@ def _is_needed(work: Work, prop: ColumnProperty[object]) -> bool:
     return prop.key == ATTRIBUTE or any(column in work.mapper.primary_key for column in prop.columns)
 
 
-def _changes(work: Work) -> dict[str, object]:
+def _collect_changes(work: Work) -> dict[str, object]:
     """Return the new values that an UPDATE gives to columns."""
     if has_single_resource(work.cls) or not work.state.is_update:
         return {}
@@ -199,39 +199,41 @@ def _token_for(work: Work, row: AnyRow, given: Mapping[str, object] | None = Non
     if has_single_resource(cls) or work.state.is_delete:
         return token
     new = old | {key.removeprefix(_NEW): value for key, value in old.items() if key.startswith(_NEW)}
-    new |= _given(work) if given is None else given
+    new |= _collect_given(work) if given is None else given
     return token_for(cls, resource_of(cls, view_of(cls, new)), work.connection)
 
 
-def _given(work: Work) -> dict[str, object]:
+def _collect_given(work: Work) -> dict[str, object]:
     """Return the new values that stand in the statement as they are."""
     parameters = work.state.parameters or {}
     assert isinstance(parameters, Mapping)
     found: dict[str, object] = {key: value for key, value in parameters.items() if key in work.mapper.column_attrs}
-    for key, value in _changes(work).items():
+    for key, value in _collect_changes(work).items():
         if isinstance(value, BindParameter):
             found[key] = parameters.get(value.key, value.effective_value)
     return found
 
 
-def _key_in(work: Work, row: AnyRow) -> Key:
+def _key_of(work: Work, row: AnyRow) -> Key:
     keys = [work.mapper.get_property_by_column(column).key for column in work.mapper.primary_key]
     return tuple(row._mapping[key] for key in keys)
 
 
-def _listed(keys: Sequence[ColumnElement[object]], rows: Sequence[Key], tokens: Sequence[int]) -> TableValuedAlias:
+def _build_key_table(
+    keys: Sequence[ColumnElement[object]], rows: Sequence[Key], tokens: Sequence[int]
+) -> TableValuedAlias:
     """Return a table of primary keys, each with its token: one array for each column, however many rows there are."""
-    arrays = [_array([row[i] for row in rows], key.type) for i, key in enumerate(keys)]
+    arrays = [_build_array([row[i] for row in rows], key.type) for i, key in enumerate(keys)]
     columns = [column(f"key_{i}", key.type) for i, key in enumerate(keys)]
-    rows_of = func.unnest(*arrays, _array(tokens, BigInteger())).table_valued(*columns, column(_NEW, BigInteger))
+    rows_of = func.unnest(*arrays, _build_array(tokens, BigInteger())).table_valued(*columns, column(_NEW, BigInteger))
     return rows_of.alias("pgfence_rows").render_derived()
 
 
-def _array(values: Sequence[object], kind: TypeEngine[_T]) -> ColumnElement[object]:
+def _build_array(values: Sequence[object], kind: TypeEngine[_T]) -> ColumnElement[object]:
     return cast(bindparam(None, list(values), type_=ARRAY(kind)), ARRAY(kind))
 
 
-def _same(keys: Sequence[ColumnElement[object]], listed: TableValuedAlias) -> list[ColumnElement[bool]]:
+def _match_keys(keys: Sequence[ColumnElement[object]], listed: TableValuedAlias) -> list[ColumnElement[bool]]:
     return [key == listed.c[f"key_{i}"] for i, key in enumerate(keys)]
 
 
@@ -245,8 +247,10 @@ def _guard_batch(work: Work) -> AnyResult:
     names = [work.mapper.get_property_by_column(column).key for column in work.mapper.primary_key]
     wanted = [tuple(row[name] for name in names) for row in parameters]
     keys = list(work.mapper.primary_key)
-    listed = _listed(keys, wanted, [0] * len(wanted))
-    found = {_key_in(work, row): row for row in _read(work, _query(work, {}).where(*_same(keys, listed)), {})}
+    listed = _build_key_table(keys, wanted, [0] * len(wanted))
+    found = {
+        _key_of(work, row): row for row in _read(work, _build_query(work, {}).where(*_match_keys(keys, listed)), {})
+    }
     if missing := [key for key in wanted if key not in found]:
         raise StaleDataError(f"rows of {work.cls.__name__} that were to be written are not there: {missing[:5]}")
     tokens = [_token_for(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]

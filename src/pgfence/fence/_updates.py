@@ -24,7 +24,7 @@ from pgfence.fence._rows import (
     resource_of,
     schema_options,
     token_for,
-    undetermined,
+    undetermined_error,
 )
 from pgfence.fence._statements import values_of
 
@@ -49,15 +49,15 @@ def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
         return token_for(cls, resource_of(cls, None), connection)
     row = _lock_row(cls, context)
     cls = _class_of(row, mapped(cls))
-    resource = resource_of(cls, View(cls, lambda name: row._mapping[_column(cls, name)]))
+    resource = resource_of(cls, View(cls, lambda name: row._mapping[_find_column(cls, name)]))
     token = token_for(cls, resource, connection)
     if cls.__fence__ == "row":
-        newest = row._mapping[_column(cls, ATTRIBUTE)]
+        newest = row._mapping[_find_column(cls, ATTRIBUTE)]
         if newest > token:
             reject_stale(connection, resource, token, newest)
     if has_single_resource(cls):
         return token
-    new = View(cls, lambda name: _changed(cls, context, row, _column(cls, name)))
+    new = View(cls, lambda name: _read_changed(cls, context, row, _find_column(cls, name)))
     return token_for(cls, resource_of(cls, new), connection)
 
 
@@ -69,10 +69,10 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
         StaleDataError: there is none. A row that appears there until the UPDATE runs would be written unseen.
     """
     table = column_of(mapped(cls)).table
-    named = _named_row(context)
+    named = _find_named_row(context)
     columns = key_columns(mapped(cls), table)
     if not named.keys() >= set(columns):
-        raise undetermined(cls, "the rows of this UPDATE cannot be told before it runs")
+        raise undetermined_error(cls, "the rows of this UPDATE cannot be told before it runs")
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
     options = schema_options(context.execution_options)
     row = context.root_connection.execute(query, execution_options=options).one_or_none()
@@ -82,13 +82,13 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     return row
 
 
-def _named_row(context: DefaultExecutionContext) -> dict[object, object]:
+def _find_named_row(context: DefaultExecutionContext) -> dict[object, object]:
     """Return the values that columns of the row must have, from the criteria of a statement that all have to be met."""
     parameters, compiled = context.current_parameters, context.compiled
     assert parameters is not None
     assert isinstance(compiled, SQLCompiler)
     found: dict[object, object] = {}
-    for criterion in _conjuncts(getattr(compiled.statement, "_where_criteria", ())):
+    for criterion in _iterate_conjuncts(getattr(compiled.statement, "_where_criteria", ())):
         column, value = getattr(criterion, "left", None), getattr(criterion, "right", None)
         if (
             getattr(criterion, "operator", None) is operators.eq
@@ -99,10 +99,10 @@ def _named_row(context: DefaultExecutionContext) -> dict[object, object]:
     return found
 
 
-def _conjuncts(criteria: Iterable[object]) -> Iterator[object]:
+def _iterate_conjuncts(criteria: Iterable[object]) -> Iterator[object]:
     for criterion in criteria:
         if getattr(criterion, "operator", None) is operators.and_:
-            yield from _conjuncts(getattr(criterion, "clauses", ()))
+            yield from _iterate_conjuncts(getattr(criterion, "clauses", ()))
         else:
             yield criterion
 
@@ -113,27 +113,29 @@ def _class_of(row: AnyRow, mapper: Mapper[Guarded]) -> type[Guarded]:
         return mapper.class_
     told = mapper.polymorphic_on
     if told is None or told not in row._mapping:
-        raise undetermined(mapper.class_, "the class of a row cannot be told from the table with the fencing column")
+        raise undetermined_error(
+            mapper.class_, "the class of a row cannot be told from the table with the fencing column"
+        )
     return mapper.polymorphic_map.get(row._mapping[told], mapper).class_
 
 
-def _column(cls: type[Guarded], name: str) -> Column[object]:
+def _find_column(cls: type[Guarded], name: str) -> Column[object]:
     """Return the column of an attribute in the table of the token."""
     mapper = mapped(cls)
     table = column_of(mapper).table
     for column in mapper.column_attrs[name].columns:
         if isinstance(column, Column) and column.table is table:
             return column
-    raise undetermined(
+    raise undetermined_error(
         cls, f"the resource of a row depends on {name}, which is in another table than the fencing column"
     )
 
 
-def _changed(cls: type[Guarded], context: DefaultExecutionContext, row: AnyRow, column: Column[object]) -> object:
+def _read_changed(cls: type[Guarded], context: DefaultExecutionContext, row: AnyRow, column: Column[object]) -> object:
     """Return the value of a column after the UPDATE."""
     parameters = context.current_parameters or {}
     if column.key in parameters:
         return parameters[column.key]
     if column.key in dict(values_of(context.compiled and context.compiled.statement)):
-        raise undetermined(cls, f"the resource of a row depends on {column.key}, which an expression computes")
+        raise undetermined_error(cls, f"the resource of a row depends on {column.key}, which an expression computes")
     return row._mapping[column]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     AS = TypeVar("AS", bound=AsyncSession)
 
 
-def _tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
+def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, ...]) -> Mapping[str, int]:
     """Return the gates to enter, as they stand in the table: those named, else the handle's own."""
     handle.check()
     own = handle._hold.stored
@@ -125,7 +125,7 @@ class FencedHeld(_HasToken, Held):
             SchemaError: the tables are missing, or not open to this role.
             ValueError: the session is configured for another schema or prefix, whose installation has not issued this token.
         """
-        enter(session, _tokens(self, resources), issued=self._hold.place)
+        enter(session, _collect_tokens(self, resources), issued=self._hold.place)
 
     @overload
     def begin(self, factory: sessionmaker[S], *resources: str) -> AbstractContextManager[S, None]: ...
@@ -144,7 +144,7 @@ class FencedHeld(_HasToken, Held):
         Raises:
             PgfenceError: on entering, as `fence`; inside, when a statement meets a fence.
         """
-        return begin_fenced(factory, _tokens(self, resources), self._hold.place)
+        return begin_fenced(factory, _collect_tokens(self, resources), self._hold.place)
 
 
 class HeldLease(_Leased, FencedHeld):
@@ -209,7 +209,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
 
         Arguments and errors are those of the sync twin.
         """
-        tokens, issued = _tokens(self, resources), self._hold.place
+        tokens, issued = _collect_tokens(self, resources), self._hold.place
         await unwrap_session(session).run_sync(lambda work: enter(work, tokens, issued=issued))
 
     @overload
@@ -221,7 +221,7 @@ class AsyncFencedHeld(_HasToken, AsyncHeld):
 
         Promises, arguments and errors are those of the sync twin.
         """
-        return begin_fenced_async(factory, _tokens(self, resources), self._hold.place)
+        return begin_fenced_async(factory, _collect_tokens(self, resources), self._hold.place)
 
 
 class AsyncHeldLease(_Leased, AsyncFencedHeld):

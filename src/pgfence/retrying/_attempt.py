@@ -45,7 +45,7 @@ class AttemptRun:
     def __init__(self, session: Session, number: int) -> None:
         self.number = number
         self.began = clock()
-        self.joined = _joins(session)
+        self.joined = _sets_savepoint(session)
         self._session = session
         self._ending = False
         self._connections: set[Connection] = set()
@@ -60,7 +60,7 @@ class AttemptRun:
         bind = next(iter(self._connections), None) or bind_of(self._session)
         return DEFAULT if bind is None else config_of(bind)
 
-    def end(self, session: Session) -> None:
+    def finish(self, session: Session) -> None:
         """Bring everything to the server before the COMMIT, so that what fails after this is the COMMIT itself.
 
         Raises:
@@ -69,18 +69,18 @@ class AttemptRun:
         """
         session.flush()
         for connection, error in self._met.items():
-            if not (session.is_active and _answers(connection)):
-                raise _swallowed(error)
+            if not (session.is_active and _is_usable(connection)):
+                raise _swallowed_error(error)
         self._ending = True
 
-    def over(self) -> None:
+    def detach(self) -> None:
         """Let go of the session, and of its connections, which may be somebody else's."""
         for one in (self._session, *self._connections):
             vars(one).pop(_ATTRIBUTE, None)
         self._connections.clear()
         self._met.clear()
 
-    def doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
+    def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
         if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
@@ -92,7 +92,7 @@ class AttemptRun:
             return None
         return commit_doubt(why, what)
 
-    def unconnected(self, error: Exception) -> UnreachableError | None:
+    def find_connect_failure(self, error: Exception) -> UnreachableError | None:
         """Return what an error means that comes from opening the session's connection; None: it comes from elsewhere."""
         bind = bind_of(self._session)
         return None if bind is None else find_connect_error(bind.engine, error, NOT_COMMITTED)
@@ -114,9 +114,9 @@ class AttemptRun:
         vars(connection)[_ATTRIBUTE] = self
         if connection.dialect not in _LISTENING:
             _LISTENING.add(connection.dialect)
-            event.listen(connection.engine, "handle_error", _note)
+            event.listen(connection.engine, "handle_error", _record_error)
 
-    def note(self, connection: Connection, error: BaseException) -> None:
+    def record_error(self, connection: Connection, error: BaseException) -> None:
         """Keep the last error that a connection met, for it may be swallowed; one that only tells of an earlier does not count."""
         if sqlstate_of(error) != _ABORTED:
             self._met[connection] = error
@@ -126,17 +126,17 @@ def _listen_to_sessions() -> None:
     """Hear of every connection that a Session begins on; by its class, for a listener of each Session's own is dear."""
     from sqlalchemy.orm import Session
 
-    if not event.contains(Session, "after_begin", _begun):
-        event.listen(Session, "after_begin", _begun)
+    if not event.contains(Session, "after_begin", _use_connection):
+        event.listen(Session, "after_begin", _use_connection)
 
 
-def _begun(session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
+def _use_connection(session: Session, _transaction: SessionTransaction, connection: Connection) -> None:
     attempt: AttemptRun | None = vars(session).get(_ATTRIBUTE)
     if attempt is not None:
         attempt.use(connection)
 
 
-def _swallowed(error: BaseException) -> BaseException:
+def _swallowed_error(error: BaseException) -> BaseException:
     """Return what to raise for an error that the function caught: the fence's refusals as those of pgfence."""
     found = translate_error(error, None) or error
     found.add_note("it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed")
@@ -144,7 +144,7 @@ def _swallowed(error: BaseException) -> BaseException:
     return found
 
 
-def _answers(connection: Connection) -> bool:
+def _is_usable(connection: Connection) -> bool:
     """Ask whether the transaction goes on, for one after an error that may have been inside a savepoint."""
     try:
         connection.exec_driver_sql(_PING)
@@ -153,12 +153,12 @@ def _answers(connection: Connection) -> bool:
     return True
 
 
-def _note(context: ExceptionContext) -> None:
+def _record_error(context: ExceptionContext) -> None:
     connection = context.connection
     attempt: AttemptRun | None = None if connection is None else vars(connection).get(_ATTRIBUTE)
     if attempt is None or connection is None:
         return
-    attempt.note(connection, context.sqlalchemy_exception or context.original_exception)
+    attempt.record_error(connection, context.sqlalchemy_exception or context.original_exception)
 
 
 def bind_of(session: Session) -> Engine | Connection | None:
@@ -169,7 +169,7 @@ def bind_of(session: Session) -> Engine | Connection | None:
         return None
 
 
-def _joins(session: Session) -> bool:
+def _sets_savepoint(session: Session) -> bool:
     """Say whether the Session will set a savepoint in a transaction that is open already.
 
     Raises:

@@ -123,9 +123,9 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
         Exception: the last attempt's error, or the first one that another attempt cannot cure.
     """
     asynchronous = _is_async(sessionmaker)
-    _expect_function(fn, asynchronous=asynchronous)
+    _check_function(fn, asynchronous=asynchronous)
     plan = Plan(describe_function(fn), check_int(attempts, "attempts"), None if timeout is None else seconds(timeout))
-    _expect_session_alone(fn)
+    _check_session_alone(fn)
     return run_async(sessionmaker, fn, plan) if asynchronous else run(sessionmaker, fn, plan)
 
 
@@ -169,13 +169,13 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
     count, limit = check_int(attempts, "attempts"), None if timeout is None else seconds(timeout)
 
     def decorate(fn: Callable[..., object]) -> Callable[..., object]:
-        _expect_function(fn, asynchronous=asynchronous)
-        signature = _expect_session_argument(fn)
+        _check_function(fn, asynchronous=asynchronous)
+        signature = _check_session_argument(fn)
         plan = Plan(describe_function(fn), count, limit)
 
         def bind(args: tuple[object, ...], kwargs: dict[str, object]) -> Callable[[object], object]:
             for given in args[:1]:
-                _refuse_session(given, f"{plan.name} opens a session for each attempt: leave it out")
+                _reject_session(given, f"{plan.name} opens a session for each attempt: leave it out")
             return lambda session: fn(session, *args, **kwargs)
 
         @functools.wraps(fn)
@@ -207,11 +207,11 @@ def _is_async(sessionmaker: object) -> bool:
     if is_sessionmaker(sessionmaker):
         return False
     way = "each attempt needs a session of its own, so give a sessionmaker or an async_sessionmaker"
-    _refuse_session(sessionmaker, way)
+    _reject_session(sessionmaker, way)
     raise TypeError(f"{way}, not {type(sessionmaker).__name__}")
 
 
-def _expect_function(fn: object, *, asynchronous: bool) -> None:
+def _check_function(fn: object, *, asynchronous: bool) -> None:
     """Refuse what cannot be a transaction.
 
     Raises:
@@ -224,7 +224,7 @@ def _expect_function(fn: object, *, asynchronous: bool) -> None:
         reject_coroutine(fn, "a sync session cannot be awaited. Pass an async_sessionmaker")
 
 
-def _refuse_session(given: object, way: str) -> None:
+def _reject_session(given: object, way: str) -> None:
     """Refuse a session or a connection: inside its transaction nothing can be tried again.
 
     Raises:
@@ -252,7 +252,7 @@ def _refuse_session(given: object, way: str) -> None:
     raise TypeError(f"{way}, not a {type(given).__name__}")
 
 
-def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
+def _check_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a function whose first argument can be the session; None: it is not known.
 
     Raises:
@@ -268,13 +268,13 @@ def _expect_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None
     return signature
 
 
-def _expect_session_alone(fn: Callable[..., object]) -> None:
+def _check_session_alone(fn: Callable[..., object]) -> None:
     """Refuse a function that asks for more than the session, such as the number of the attempt.
 
     Raises:
         TypeError: it does.
     """
-    signature = _expect_session_argument(fn)
+    signature = _check_session_argument(fn)
     further = [] if signature is None else list(signature.parameters.values())[1:]
     asked = [p.name for p in further if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if asked:

@@ -17,7 +17,7 @@ from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
 from pgfence.retrying._attempt import AttemptRun, bind_of
-from pgfence.retrying._rules import TransactionAttempt, curable, of_a_snapshot, pause_after, spoken
+from pgfence.retrying._rules import TransactionAttempt, find_sqlstate, is_curable, is_snapshot_error, pick_pause
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -58,16 +58,16 @@ class Retries:
         self._began = clock()
         self._number = 0
 
-    def open(self, session: Session) -> AttemptRun:
+    def start(self, session: Session) -> AttemptRun:
         """Begin to count an attempt on a Session that is not yet in a transaction."""
         self._number += 1
         return AttemptRun(session, self._number)
 
-    def committed(self, attempt: AttemptRun) -> None:
+    def report_commit(self, attempt: AttemptRun) -> None:
         """Tell of the attempt that was committed."""
-        self._tell(attempt, "committed", None, 0.0)
+        self._emit_event(attempt, "committed", None, 0.0)
 
-    def after(self, attempt: AttemptRun, error: Exception) -> float:
+    def handle_failure(self, attempt: AttemptRun, error: Exception) -> float:
         """Return the seconds until the next attempt; there is none if this raises.
 
         Raises:
@@ -75,29 +75,29 @@ class Retries:
             UnreachableError: no connection could be opened.
             Exception: the error itself.
         """
-        if doubt := attempt.doubt(error, self._plan.name):
-            self._tell(attempt, "failed", error, 0.0)
+        if doubt := attempt.find_doubt(error, self._plan.name):
+            self._emit_event(attempt, "failed", error, 0.0)
             raise doubt from error
-        if unreachable := attempt.unconnected(error):
-            self._tell(attempt, "failed", error, 0.0)
+        if unreachable := attempt.find_connect_failure(error):
+            self._emit_event(attempt, "failed", error, 0.0)
             raise unreachable from error
-        left = self._left(attempt)
+        left = self._compute_left(attempt)
         if not self._may_follow(attempt, error, left):
-            self._tell(attempt, "failed", error, 0.0)
+            self._emit_event(attempt, "failed", error, 0.0)
             raise error
-        pause = min(pause_after(self._number), left)
+        pause = min(pick_pause(self._number), left)
         log.debug("%s: attempt %d ended with %s", self._plan.name, self._number, type(error).__name__)
-        self._tell(attempt, "retried", error, pause)
+        self._emit_event(attempt, "retried", error, pause)
         return pause
 
-    def _left(self, attempt: AttemptRun) -> float:
+    def _compute_left(self, attempt: AttemptRun) -> float:
         limit = attempt.config.default_timeout if self._plan.timeout is None else self._plan.timeout
         return self._began + limit - clock()
 
     def _may_follow(self, attempt: AttemptRun, error: Exception, left: float) -> bool:
-        if not curable(error):
+        if not is_curable(error):
             return False
-        if attempt.joined and of_a_snapshot(error):
+        if attempt.joined and is_snapshot_error(error):
             error.add_note(
                 "not tried again: this was a savepoint in a transaction that is open already, whose snapshot and locks it"
                 " keeps. Roll the whole transaction back and do all of it again"
@@ -111,7 +111,7 @@ class Retries:
         )
         return False
 
-    def _tell(self, attempt: AttemptRun, outcome: Outcome, error: Exception | None, pause: float) -> None:
+    def _emit_event(self, attempt: AttemptRun, outcome: Outcome, error: Exception | None, pause: float) -> None:
         hook = attempt.config.on_event
         if hook is None:
             return
@@ -124,7 +124,7 @@ class Retries:
             at=datetime.now(UTC),
             attempt=attempt.number,
             error=None if error is None else type(error).__name__,
-            sqlstate=None if error is None else spoken(error),
+            sqlstate=None if error is None else find_sqlstate(error),
             seconds=clock() - attempt.began,
             pause=pause,
         )
@@ -136,19 +136,19 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
     retries = Retries(plan)
     while True:
         session = factory()
-        with _alone(THREADS.contender(), session, factory, plan):
-            attempt = retries.open(session)
+        with _reject_nested(THREADS.contender(), session, factory, plan):
+            attempt = retries.start(session)
             try:
                 with SafeContext(session), SafeContext(session.begin()):
                     result = _call(work, session)
-                    attempt.end(session)
+                    attempt.finish(session)
             except Exception as error:
-                pause = retries.after(attempt, error)
+                pause = retries.handle_failure(attempt, error)
             else:
-                retries.committed(attempt)
+                retries.report_commit(attempt)
                 return result
             finally:
-                attempt.over()
+                attempt.detach()
         time.sleep(pause)
 
 
@@ -157,24 +157,24 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
     retries = Retries(plan)
     while True:
         session = factory()
-        with _alone(contender_of_task(), session.sync_session, factory, plan):
-            attempt = retries.open(session.sync_session)
+        with _reject_nested(contender_of_task(), session.sync_session, factory, plan):
+            attempt = retries.start(session.sync_session)
             try:
                 async with AsyncSafeContext(session), AsyncSafeContext(session.begin()):
                     result = await _call_async(work, session)
-                    await session.run_sync(attempt.end)
+                    await session.run_sync(attempt.finish)
             except Exception as error:
-                pause = retries.after(attempt, error)
+                pause = retries.handle_failure(attempt, error)
             else:
-                retries.committed(attempt)
+                retries.report_commit(attempt)
                 return result
             finally:
-                attempt.over()
+                attempt.detach()
         await asyncio.sleep(pause)
 
 
 @contextmanager
-def _alone(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
+def _reject_nested(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
     """Refuse a transaction inside another one that this thread or task runs on the same database."""
     bind = bind_of(session)
     here = (me, factory if bind is None else bind.dialect)

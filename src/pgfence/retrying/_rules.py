@@ -43,27 +43,27 @@ class TransactionAttempt(Event):
     pause: float
 
 
-def pause_after(attempt: int) -> float:
+def pick_pause(attempt: int) -> float:
     """Return the seconds to wait after an attempt that failed: anything up to a bound that doubles, "full jitter"."""
     return between(0, min(CAP, BASE * 2 ** min(attempt - 1, 10)))
 
 
-def curable(error: Exception) -> bool:
+def is_curable(error: Exception) -> bool:
     """Say whether another attempt can succeed where this error ended one; of what it was raised from nothing counts."""
     if isinstance(error, PgfenceError):
         # In progress by a snapshot that is older than the winner's commit: a new transaction sees the result.
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
-    return isinstance(error, loaded_classes("sqlalchemy.orm.exc", "StaleDataError")) or spoken(error) in _AGAIN
+    return isinstance(error, loaded_classes("sqlalchemy.orm.exc", "StaleDataError")) or find_sqlstate(error) in _AGAIN
 
 
-def of_a_snapshot(error: Exception) -> bool:
+def is_snapshot_error(error: Exception) -> bool:
     """Say whether the error comes from what the whole transaction has read or locked, so that no savepoint cures it."""
-    return isinstance(error, DeadlockError) or spoken(error) in _AGAIN
+    return isinstance(error, DeadlockError) or find_sqlstate(error) in _AGAIN
 
 
-def spoken(error: Exception) -> str | None:
+def find_sqlstate(error: Exception) -> str | None:
     """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of ours; None for those of anybody else."""
     if isinstance(error, DBAPIError):
         return sqlstate_of(error.orig)

@@ -85,7 +85,7 @@ class AsyncTransactionLock(TransactionLockBase):
         stale_snapshot_ok: bool = False,
     ) -> None:
         if not is_async_session(session) and not is_async_connection(session):
-            raise TypeError(_misfit(session))
+            raise TypeError(_session_error(session))
         self._session = session
         super().__init__(
             names, namespace, bind_arguments, shared=shared, expire=expire, stale_snapshot_ok=stale_snapshot_ok
@@ -97,7 +97,7 @@ class AsyncTransactionLock(TransactionLockBase):
         Raises:
             as `acquire`, but for LockTimeoutError and DeadlockError.
         """
-        done: bool = await self._work().run_sync(self._try)
+        done: bool = await self._unwrap().run_sync(self._try)
         return done
 
     async def acquire(self, *, timeout: Seconds | None = None) -> None:
@@ -118,7 +118,7 @@ class AsyncTransactionLock(TransactionLockBase):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        await self._work().run_sync(self._acquire, timeout, contender_of_task())
+        await self._unwrap().run_sync(self._acquire, timeout, contender_of_task())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
@@ -136,13 +136,13 @@ class AsyncTransactionLock(TransactionLockBase):
         return AsyncHold(lambda: self._enter(timeout))
 
     async def _enter(self, timeout: Seconds | None) -> Callable[[], Awaitable[None]]:
-        work = self._work()
-        stay = await work.run_sync(self._stay, timeout, contender_of_task())
+        work = self._unwrap()
+        stay = await work.run_sync(self._acquire_for_block, timeout, contender_of_task())
 
         async def check() -> None:
             if stay.ended():  # then there may be nothing left to run on
-                raise self._ended()
-            await work.run_sync(self._expect_held, stay)
+                raise self._ended_error()
+            await work.run_sync(self._check_held, stay)
 
         return check
 
@@ -151,12 +151,12 @@ class AsyncTransactionLock(TransactionLockBase):
 
         Transaction and session locks on the same key are told alike, for the server does not tell them apart.
         """
-        found: list[Holder] = await self._work().run_sync(self._holders)
+        found: list[Holder] = await self._unwrap().run_sync(self._holders)
         return found
 
     async def is_held(self) -> bool:
         """Return whether anybody, this transaction included, holds any of the names at this moment."""
-        found: bool = await self._work().run_sync(self._is_held)
+        found: bool = await self._unwrap().run_sync(self._is_held)
         return found
 
     @overload
@@ -222,11 +222,11 @@ class AsyncTransactionLock(TransactionLockBase):
 
         return AsyncBegun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
 
-    def _work(self) -> AsyncSession | AsyncConnection:
+    def _unwrap(self) -> AsyncSession | AsyncConnection:
         return unwrap_session(self._session)
 
 
-def _misfit(given: object) -> str:
+def _session_error(given: object) -> str:
     told = (
         "AsyncTransactionLock needs the AsyncSession or AsyncConnection whose transaction it shall belong to, not"
         f" {type(given).__name__}"

@@ -89,14 +89,14 @@ class TransactionLockBase(Guided):
         self._stale_snapshot_ok = stale_snapshot_ok
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {format_names(self._labels())}>"
+        return f"<{type(self).__name__} {format_names(self._list_labels())}>"
 
-    def _labels(self) -> tuple[str, ...]:
+    def _list_labels(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in self._names))
 
     # ------------------------------------------------------------ where
 
-    def _connection(self, work: Session | Connection) -> Connection:
+    def _connect(self, work: Session | Connection) -> Connection:
         """Return the connection of the primary; a Session begins its transaction there if it has not."""
         if isinstance(work, Connection):
             connection = work
@@ -110,18 +110,18 @@ class TransactionLockBase(Guided):
         server.check_version(connection.dialect)
         return connection
 
-    def _keys(self, config: Config) -> tuple[LockKey, ...]:
+    def _resolve_keys(self, config: Config) -> tuple[LockKey, ...]:
         namespace = config.namespace if self._namespace is None else self._namespace
         if self._resolved[0] != namespace:
             self._resolved = namespace, resolve(self._names, namespace)
         return self._resolved[1]
 
-    def _prepared(self, work: Session | Connection) -> PreparedCall:
+    def _prepare(self, work: Session | Connection) -> PreparedCall:
         """Find out what is missing, and refuse what could not keep the promise. No round trip of ours."""
-        connection = self._connection(work)
+        connection = self._connect(work)
         config = config_of(connection)
         state = sql.driver_state(connection)
-        self._refuse_mode(state)
+        self._check_mode(state)
         if not connection.in_transaction():
             # Begun here and not by our statement, so that what the user's own hooks send at a begin comes before it.
             connection.begin()
@@ -129,27 +129,27 @@ class TransactionLockBase(Guided):
         record = TransactionRecord.of(connection)
         if state.idle:
             record.forget()
-        keys = self._missing(record, self._keys(config))
+        keys = self._find_missing(record, self._resolve_keys(config))
         if keys and self._expire and not isinstance(work, Connection):
-            self._refuse_unflushed(work)
+            self._reject_unflushed(work)
         return PreparedCall(connection, config, record, keys, state.idle and not sql.hooked(connection))
 
-    def _refuse_mode(self, state: sql.DriverState) -> None:
+    def _check_mode(self, state: sql.DriverState) -> None:
         if state.autocommit:
-            raise self._no_transaction()
+            raise self._autocommit_error()
         if state.pipeline:
             raise TransactionStateError(
                 "the connection is in psycopg's pipeline mode, where an answer may belong to another statement: leave the"
                 " pipeline before asking for a lock"
             )
 
-    def _no_transaction(self) -> TransactionStateError:
+    def _autocommit_error(self) -> TransactionStateError:
         return TransactionStateError(
-            f"the connection is in autocommit: the lock {format_names(self._labels())} would end with its own statement. Use a"
+            f"the connection is in autocommit: the lock {format_names(self._list_labels())} would end with its own statement. Use a"
             " connection without AUTOCOMMIT, and commit and roll back through SQLAlchemy; or use AdvisoryLock"
         )
 
-    def _missing(self, record: TransactionRecord, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
+    def _find_missing(self, record: TransactionRecord, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
         held = {key: record.shared(key) for key in keys}
         if not self._shared and (read := tuple(key.label for key in keys if held[key])):
             raise TransactionStateError(
@@ -158,56 +158,56 @@ class TransactionLockBase(Guided):
             )
         return tuple(key for key in keys if held[key] is None)
 
-    def _refuse_unflushed(self, session: Session) -> None:
+    def _reject_unflushed(self, session: Session) -> None:
         changed = [one for one in session.dirty if session.is_modified(one)] + list(session.deleted)
         if changed:
             kinds = ", ".join(sorted({type(one).__name__ for one in changed}))
             raise TransactionStateError(
                 f"the Session holds unflushed changes ({kinds}) that may rest on rows read before the lock"
-                f" {format_names(self._labels())}, so another transaction's write could be lost. Take the lock first and load"
+                f" {format_names(self._list_labels())}, so another transaction's write could be lost. Take the lock first and load"
                 " afterwards; or flush() what other locks protect; or pass expire=False"
             )
 
     # ------------------------------------------------------------ what
 
     def _try(self, work: Session | Connection) -> bool:
-        call = self._prepared(work)
+        call = self._prepare(work)
         return not call.keys or self._take(work, call, Deadline.after(0.0, clock()))
 
     def _acquire(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> None:
         began = clock()
         asked = None if timeout is None else seconds(timeout)
-        call = self._prepared(work)
+        call = self._prepare(work)
         if not call.keys:
             return
-        limit = _default(call.config, owner) if asked is None else asked
+        limit = _default_timeout(call.config, owner) if asked is None else asked
         if not self._take(work, call, Deadline.after(limit, began), owner):
-            raise self._timed_out(call, limit, owner)
+            raise self._timeout_error(call, limit, owner)
         if (waited := clock() - began) > WARN_AFTER:
             log.warning(
-                "waited %.0f s for %s; it is held by this transaction now", waited, format_names(self._labels())
+                "waited %.0f s for %s; it is held by this transaction now", waited, format_names(self._list_labels())
             )
 
-    def _stay(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
+    def _acquire_for_block(self, work: Session | Connection, timeout: Seconds | None, owner: Contender) -> sql.Stay:
         """Acquire for a block, and return the transaction that must outlive it."""
         self._acquire(work, timeout, owner)
-        return sql.Stay.of(self._connection(work))
+        return sql.Stay.of(self._connect(work))
 
-    def _expect_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
+    def _check_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
         """Raise unless the transaction of a block still holds the lock. No round trip unless a savepoint may have taken it.
 
         Raises:
             TransactionStateError: it does not.
         """
         if stay.ended() or not self._holds(stay.connection):
-            raise self._ended()
+            raise self._ended_error()
 
     def _holds(self, connection: Connection) -> bool:
         record = TransactionRecord.of(connection)
         try:
             return all(
                 record.shared(key) is not None or activity.mine(connection, (key,))
-                for key in self._keys(config_of(connection))
+                for key in self._resolve_keys(config_of(connection))
             )
         except DBAPIError as error:
             # An aborted transaction keeps its locks until it is rolled back. One that is lost has none.
@@ -217,11 +217,11 @@ class TransactionLockBase(Guided):
         self, work: Session | Connection, call: PreparedCall, deadline: Deadline, owner: Contender | None = None
     ) -> bool:
         if len(call.keys) > MANY_KEYS:
-            self._refuse_full_table(call)
+            self._check_capacity(call)
         try:
-            granted = self._granted(call, deadline, owner)
+            granted = self._ask(call, deadline, owner)
         except DBAPIError as error:
-            raise_translated(error, None, self._error_context())
+            raise_translated(error, None, self._build_error_context())
             raise
         if not granted:
             return False
@@ -229,10 +229,10 @@ class TransactionLockBase(Guided):
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
         if call.config.on_event is not None:
-            emit_event(call.config, "acquired", self._labels())
+            emit_event(call.config, "acquired", self._list_labels())
         return True
 
-    def _granted(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> bool:
+    def _ask(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> bool:
         """Ask, and wait if there is time. What was refused leaves nothing behind."""
         connection, keys = call.connection, call.keys
         guarded = len(keys) > 1 and not call.first
@@ -241,7 +241,7 @@ class TransactionLockBase(Guided):
         answer = sql.ask(connection, keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
         if sql.driver_state(connection).idle:
             # The driver believed in a transaction that the server knows nothing of, after a COMMIT in plain text for one.
-            raise self._no_transaction()
+            raise self._autocommit_error()
         if answer.taken == len(keys):
             if guarded:
                 sql.keep(connection)
@@ -249,22 +249,22 @@ class TransactionLockBase(Guided):
         left = deadline.left(clock())
         own = None
         if answer.taken >= 0 and left and owner is not None:
-            own = on_another_connection(owner, connection, self._labels(), keys)
+            own = on_another_connection(owner, connection, self._list_labels(), keys)
         if guarded and (answer.taken < 0 or own is not None or not left):
             sql.give_back(connection)
         elif not guarded and answer.taken > 0:
             sql.begin_anew(connection)
         if answer.taken < 0:
-            raise self._refused(answer)
+            raise self._refusal_error(answer)
         if own is not None:
             raise own
         if not left:
             return False
         if not guarded:
             sql.set_savepoint(connection)
-        return self._waited(call, answer, left)
+        return self._wait(call, answer, left)
 
-    def _waited(self, call: PreparedCall, answer: sql.LockResult, left: float) -> bool:
+    def _wait(self, call: PreparedCall, answer: sql.LockResult, left: float) -> bool:
         limit = 0 if math.isinf(left) else milliseconds(left)
         try:
             sql.wait(call.connection, call.keys, answer, shared=self._shared, milliseconds=limit)
@@ -278,7 +278,7 @@ class TransactionLockBase(Guided):
 
     # ------------------------------------------------------------ what is said
 
-    def _refuse_full_table(self, call: PreparedCall) -> None:
+    def _check_capacity(self, call: PreparedCall) -> None:
         used, limit = activity.lock_table_use(call.connection)
         judged = server.capacity(used, len(call.keys), limit)
         if isinstance(judged, CapacityError):
@@ -287,18 +287,18 @@ class TransactionLockBase(Guided):
             _WARNED.add(call.connection.dialect)
             log.warning("%d of at least %d places in the server's lock table are taken", used, limit)
 
-    def _error_context(self) -> ErrorContext:
-        names = format_names(self._labels())
+    def _build_error_context(self) -> ErrorContext:
+        names = format_names(self._list_labels())
         return ErrorContext(
             deadlock=f"waiting for {names} closed a circle of waits, and PostgreSQL has aborted this transaction: roll back and"
             " try again. Take all locks at once, before the first write",
             fewer_locks=f"there was no room for {names}, and PostgreSQL has aborted this transaction. Hold fewer locks at a time",
         )
 
-    def _refused(self, answer: sql.LockResult) -> PgfenceError:
+    def _refusal_error(self, answer: sql.LockResult) -> PgfenceError:
         if answer.taken == sql.STANDBY:
             return standby_error(
-                f"a lock on {format_names(self._labels())}",
+                f"a lock on {format_names(self._list_labels())}",
                 "; a Session that sends reads elsewhere needs bind_arguments",
             )
         return TransactionStateError(
@@ -307,24 +307,24 @@ class TransactionLockBase(Guided):
             " connection.execution_options(isolation_level='READ COMMITTED'); stale_snapshot_ok=True if that is no harm"
         )
 
-    def _ended(self) -> TransactionStateError:
+    def _ended_error(self) -> TransactionStateError:
         return TransactionStateError(
-            f"the transaction that held the lock on {format_names(self._labels())} ended inside the block of hold(), or was rolled back"
+            f"the transaction that held the lock on {format_names(self._list_labels())} ended inside the block of hold(), or was rolled back"
             " to a savepoint older than the lock: what the block did after that was not protected. Commit or roll back"
             f" after the block, or use {type(self).__name__}.begin(), which commits at its end"
         )
 
-    def _timed_out(self, call: PreparedCall, limit: float, owner: Contender) -> LockTimeoutError:
+    def _timeout_error(self, call: PreparedCall, limit: float, owner: Contender) -> LockTimeoutError:
         found = activity.holders(call.connection, call.keys)
         held_here = tuple(name for hold in owner.holds for name in hold.names)
         by = f"; held by {', '.join(map(str, found))}" if found else ""
         nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         if limit > WARN_AFTER:
-            log.warning("waited %.0f s for %s in vain%s", limit, format_names(self._labels()), by)
-        emit_event(call.config, "timeout", self._labels())
+            log.warning("waited %.0f s for %s in vain%s", limit, format_names(self._list_labels()), by)
+        emit_event(call.config, "timeout", self._list_labels())
         return LockTimeoutError(
-            f"could not acquire {format_names(self._labels())} within {limit:g} s{by}{nested}",
-            names=self._labels(),
+            f"could not acquire {format_names(self._list_labels())} within {limit:g} s{by}{nested}",
+            names=self._list_labels(),
             keys=call.keys,
             timeout=limit,
             holders=found,
@@ -332,14 +332,14 @@ class TransactionLockBase(Guided):
         )
 
     def _holders(self, work: Session | Connection) -> list[Holder]:
-        connection = self._connection(work)
-        return activity.holders(connection, self._keys(config_of(connection)))
+        connection = self._connect(work)
+        return activity.holders(connection, self._resolve_keys(config_of(connection)))
 
     def _is_held(self, work: Session | Connection) -> bool:
-        connection = self._connection(work)
-        return activity.held(connection, self._keys(config_of(connection)))
+        connection = self._connect(work)
+        return activity.held(connection, self._resolve_keys(config_of(connection)))
 
 
-def _default(config: Config, owner: Contender) -> float:
+def _default_timeout(config: Config, owner: Contender) -> float:
     """Return the default timeout, cut for whoever holds a session lock: nobody sees a circle between processes."""
     return min(config.default_timeout, NESTED_LIMIT) if owner.holds else config.default_timeout

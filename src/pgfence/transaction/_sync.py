@@ -77,7 +77,7 @@ class TransactionLock(TransactionLockBase):
         stale_snapshot_ok: bool = False,
     ) -> None:
         if not isinstance(session, Connection) and not is_session(session):
-            raise TypeError(_misfit(session))
+            raise TypeError(_session_error(session))
         self._session = session
         super().__init__(
             names, namespace, bind_arguments, shared=shared, expire=expire, stale_snapshot_ok=stale_snapshot_ok
@@ -89,7 +89,7 @@ class TransactionLock(TransactionLockBase):
         Raises:
             as `acquire`, but for LockTimeoutError and DeadlockError.
         """
-        return self._try(self._work())
+        return self._try(self._unwrap())
 
     def acquire(self, *, timeout: Seconds | None = None) -> None:
         """Wait until the lock is held; again in the same transaction it is held at once.
@@ -109,7 +109,7 @@ class TransactionLock(TransactionLockBase):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        self._acquire(self._work(), timeout, THREADS.contender())
+        self._acquire(self._unwrap(), timeout, THREADS.contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
@@ -127,20 +127,20 @@ class TransactionLock(TransactionLockBase):
         return EnterOnly(lambda: self._enter(timeout))
 
     def _enter(self, timeout: Seconds | None) -> Callable[[], None]:
-        work = self._work()
-        stay = self._stay(work, timeout, THREADS.contender())
-        return lambda: self._expect_held(work, stay)
+        work = self._unwrap()
+        stay = self._acquire_for_block(work, timeout, THREADS.contender())
+        return lambda: self._check_held(work, stay)
 
     def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
 
         Transaction and session locks on the same key are told alike, for the server does not tell them apart.
         """
-        return self._holders(self._work())
+        return self._holders(self._unwrap())
 
     def is_held(self) -> bool:
         """Return whether anybody, this transaction included, holds any of the names at this moment."""
-        return self._is_held(self._work())
+        return self._is_held(self._unwrap())
 
     @overload
     @staticmethod
@@ -205,11 +205,11 @@ class TransactionLock(TransactionLockBase):
 
         return Begun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
 
-    def _work(self) -> Session | Connection:
+    def _unwrap(self) -> Session | Connection:
         return unwrap_session(self._session)
 
 
-def _misfit(given: object) -> str:
+def _session_error(given: object) -> str:
     told = f"TransactionLock needs the Session or Connection whose transaction it shall belong to, not {type(given).__name__}"
     if isinstance(given, Engine) or is_sessionmaker(given):
         return f"{told}: TransactionLock.begin() opens a transaction and takes the lock first"

@@ -50,12 +50,12 @@ def _watch_pydantic(_mapper: Mapper[object], cls: type[object]) -> None:
         function = found.__func__ if isinstance(found, classmethod) else found
         # A subclass inherits the functions of its base, which are checked already.
         if isfunction(function) and function not in _CHECKED:
-            checked = _checked(function)
+            checked = _wrap(function)
             _CHECKED.add(checked)
             setattr(cls, name, classmethod(checked) if isinstance(found, classmethod) else checked)
 
 
-def _checked(function: Callable[..., object]) -> Callable[..., object]:
+def _wrap(function: Callable[..., object]) -> Callable[..., object]:
     @wraps(function)
     def checked(target: object, *args: object, **options: object) -> object:
         cls = target if isinstance(target, type) else type(target)

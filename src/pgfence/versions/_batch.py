@@ -20,9 +20,9 @@ from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
 from pgfence._orm import identity_of, will_send_update
 from pgfence.errors import TransactionStateError
-from pgfence.versions._conflicts import WrittenRow, identify, look, not_counted, not_written
+from pgfence.versions._conflicts import WrittenRow, identify, not_counted_error, not_written_error, read_failed_rows
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
-from pgfence.versions._rows import expect_transaction, lock, versions_of
+from pgfence.versions._rows import check_transaction, lock_rows, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class Flush:
         written: what is written by a batch, in that order.
         deleted: what is deleted by a batch.
         sent: the writes that were executed: what finds their keys, their parameters, and whether each was written.
-        looked: the rows as they were when the flush failed.
+        failed_rows: the rows as they were when the flush failed.
     """
 
     def __init__(self, session: Session, *, batch: bool) -> None:
@@ -62,7 +62,7 @@ class Flush:
         self.written: dict[State, None] = {}
         self.deleted: list[State] = []
         self.sent: list[Sent] = []
-        self.looked: list[WrittenRow] = []
+        self.failed_rows: list[WrittenRow] = []
         self._batch = batch
         self._deletes: bool | None = None
 
@@ -85,23 +85,23 @@ class Flush:
             _confirm(self)
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
-            self.look()
+            self.record_failed_rows()
             raise
         finally:
             self.emitting = False
 
-    def look(self) -> None:
+    def record_failed_rows(self) -> None:
         """Look at the rows of the flush, which has failed."""
         with suppress(DBAPIError):
-            self.looked = self.looked or look(self)
+            self.failed_rows = self.failed_rows or read_failed_rows(self)
 
     def _compare(self, context: UOWTransaction) -> None:
         states = [(state, deleted) for state, (deleted, listed) in context.states.items() if state.key and not listed]
-        deleted = _batched(state for state, gone in states if gone)
-        changed = _batched(state for state, gone in states if not gone and will_send_update(state))
+        deleted = _select_batched(state for state, gone in states if gone)
+        changed = _select_batched(state for state, gone in states if not gone and will_send_update(state))
         compare(self, [*changed, *deleted], deleting=bool(deleted))
 
-    def connection(self, mapper: Mapper[object], state: State) -> Connection:
+    def find_connection(self, mapper: Mapper[object], state: State) -> Connection:
         """Return where a flush writes a row."""
         if self.session.connection_callable is not None:
             return self.session.connection_callable(mapper, state.obj())
@@ -111,7 +111,7 @@ class Flush:
         """Return whether the session is bound to a Connection, so that its rollback may take back what others have written."""
         return isinstance(self.session.bind or self.session.get_bind(mapper), Connection)
 
-    def sent_rows(self) -> tuple[set[Row], set[Row]]:
+    def collect_sent_rows(self) -> tuple[set[Row], set[Row]]:
         """Return the rows that this flush has written, and those that it may have deleted."""
         done: set[Row] = set()
         unclear: set[Row] = set()
@@ -119,17 +119,17 @@ class Flush:
             (done if written else unclear).update(keys(parameters))
         return done, unclear
 
-    def added(self, state: State) -> bool:
+    def has_added(self, state: State) -> bool:
         """Return whether the transaction, or the savepoint, that is about to be rolled back has added a row."""
         return self.context is not None and state in self.context.transaction._new
 
-    def tables(self) -> set[str]:
+    def collect_tables(self) -> set[str]:
         """Return the names of the tables of versioned classes that are in this flush."""
         states = self.context.states if self.context else ()
         mappers = {state.mapper for state in states if is_versioned(state.mapper)}
         return {str(table.description) for mapper in mappers for table in mapper.tables}
 
-    def replaced_by(self, state: State) -> State | None:
+    def find_replaced(self, state: State) -> State | None:
         """Return the row whose key a new row has and which the same flush deletes: SQLAlchemy makes one UPDATE of the two."""
         if self._deletes is None:
             # When the first new row has its turn, all rows that cascades delete are known.
@@ -170,7 +170,7 @@ def batch_of(state: State) -> Flush | None:
     return flush
 
 
-def _batched(states: Iterable[State]) -> list[State]:
+def _select_batched(states: Iterable[State]) -> list[State]:
     # One without a version cannot be compared, and is refused when its turn comes.
     return [
         state
@@ -185,25 +185,25 @@ def _batched(states: Iterable[State]) -> list[State]:
 def compare(flush: Flush, states: list[State], *, deleting: bool = False, connection: Connection | None = None) -> None:
     """Lock rows, and raise unless each is at the version that its instance was read at."""
     barred: list[str] = []
-    for mapper, some in _by_table(states):
+    for mapper, some in _group_by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
-        expect_transaction(where, 'conflict_check="row"')
-        found, seen = lock(where, mapper, [identity_of(state) for state in some], deleting=deleting)
+        check_transaction(where, 'conflict_check="row"')
+        found, seen = lock_rows(where, mapper, [identity_of(state) for state in some], deleting=deleting)
         barred += [f"{mapper.class_.__name__} {key}" for key in seen]
         flush.locked.update(zip(some, found, strict=True))
         rows = [(state, state.dict.get(ATTRIBUTE), version) for state, version in zip(some, found, strict=True)]
         differing = [row for row in rows if row[2] is None or row[1] not in (None, row[2])]
-        flush.looked += identify(flush, where, mapper, differing) if differing else []
-    if flush.looked:
+        flush.failed_rows += identify(flush, where, mapper, differing) if differing else []
+    if flush.failed_rows:
         raise StaleDataError("rows are not at the versions that their instances were read at")
     if barred:
-        raise not_written(f"Rows could not be locked: {', '.join(barred)}.")
+        raise not_written_error(f"Rows could not be locked: {', '.join(barred)}.")
 
 
 def _confirm(flush: Flush) -> None:
     """Read what was written, and raise if some of it was not."""
     unwritten: list[str] = []
-    for mapper, some in _by_table(list(flush.written)):
+    for mapper, some in _group_by_table(list(flush.written)):
         where = flush.session.connection(bind_arguments={"mapper": mapper})
         if mapper.version_id_generator and where.dialect.supports_sane_multi_rowcount:
             continue
@@ -212,21 +212,21 @@ def _confirm(flush: Flush) -> None:
             # A row that this flush has added, and then written by post_update, was not locked.
             before = flush.locked.get(state)
             if version == before and not mapper.version_id_generator:
-                raise not_counted(mapper, version)
+                raise not_counted_error(mapper, version)
             if version is None or version == before:
                 unwritten.append(f"{state.class_.__name__} {key}")
             else:
                 set_committed_value(state.obj(), ATTRIBUTE, version)
-    for mapper, some in _by_table(flush.deleted):
+    for mapper, some in _group_by_table(flush.deleted):
         where = flush.session.connection(bind_arguments={"mapper": mapper})
         found = versions_of(where, mapper, [identity_of(state) for state in some])
         left = [state for state, version in zip(some, found, strict=True) if version is not None]
         unwritten += [f"{state.class_.__name__} {identity_of(state)}" for state in left]
     if unwritten:
-        raise not_written(f"Rows were sent and are as they were: {', '.join(unwritten)}.")
+        raise not_written_error(f"Rows were sent and are as they were: {', '.join(unwritten)}.")
 
 
-def _by_table(states: list[State]) -> list[tuple[Mapper[object], list[State]]]:
+def _group_by_table(states: list[State]) -> list[tuple[Mapper[object], list[State]]]:
     """Return rows by the table of their version, in an order that all sessions share."""
     found: dict[object, tuple[Mapper[object], list[State]]] = {}
     for state in states:

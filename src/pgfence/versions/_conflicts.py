@@ -12,8 +12,8 @@ from pgfence._sql.fences import Target
 from pgfence._sql.versions import backfill
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
 from pgfence.versions._mapping import is_versioned, version_column, version_of, version_table
-from pgfence.versions._own_writes import overtaken
-from pgfence.versions._rows import versions_of, written_here
+from pgfence.versions._own_writes import find_overtaken
+from pgfence.versions._rows import find_written_here, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -57,36 +57,36 @@ class FailedFlush(Protocol):
     session: Session
     context: UOWTransaction | None
     started: bool
-    looked: list[WrittenRow]
+    failed_rows: list[WrittenRow]
 
     @property
     def locked(self) -> Collection[State]: ...
-    def connection(self, mapper: Mapper[object], state: State) -> Connection: ...
+    def find_connection(self, mapper: Mapper[object], state: State) -> Connection: ...
     def shares_connection(self, mapper: Mapper[object]) -> bool: ...
-    def sent_rows(self) -> tuple[set[Row], set[Row]]: ...
-    def added(self, state: State) -> bool: ...
-    def tables(self) -> set[str]: ...
+    def collect_sent_rows(self) -> tuple[set[Row], set[Row]]: ...
+    def has_added(self, state: State) -> bool: ...
+    def collect_tables(self) -> set[str]: ...
 
 
-def look(flush: FailedFlush) -> list[WrittenRow]:
+def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
     """Return the rows of a flush that has just failed, without those that it has locked or written.
 
     In its transaction, which no other process's later write can reach: what it has written itself is at the version that
     is in memory.
     """
     found: list[WrittenRow] = []
-    done, unclear = flush.sent_rows()
+    done, unclear = flush.collect_sent_rows()
     by_mapper: dict[Mapper[object], list[State]] = {}
-    for state in _to_be_written(flush):
+    for state in _find_to_be_written(flush):
         if (state.mapper.base_mapper, identity_of(state)) not in done:
             by_mapper.setdefault(state.mapper, []).append(state)
     for mapper, states in by_mapper.items():
-        connection = flush.connection(mapper, states[0])
+        connection = flush.find_connection(mapper, states[0])
         now = versions_of(connection, mapper, list(map(identity_of, states)))
         rows = [(state, version_of(state), version) for state, version in zip(states, now, strict=True)]
         for row, (state, _, _) in zip(identify(flush, connection, mapper, rows), rows, strict=True):
             flushed = row.found is None and (mapper.base_mapper, row.key) in unclear
-            if not (flushed and flush.added(state)):
+            if not (flushed and flush.has_added(state)):
                 found.append(row._replace(flushed=flushed))
     return found if flush.started else [row for row in found if row.found is None]
 
@@ -103,19 +103,19 @@ def identify(
         row = WrittenRow(
             mapper, identity_of(state), expected, version, connection, settled=shared or version is not None
         )
-        other = overtaken(state, expected) if row.differs else None
+        other = find_overtaken(state, expected) if row.differs else None
         if other is not None:
             row = row._replace(found=other[0], settled=True)
         elif row.differs and version is not None and not shared:
             unknown.append(place)
         found.append(row)
-    here = written_here(connection, mapper, [found[place].key for place in unknown]) if unknown else []
+    here = find_written_here(connection, mapper, [found[place].key for place in unknown]) if unknown else []
     for place, ours in zip(unknown, here, strict=True):
         found[place] = found[place]._replace(ours=ours)
     return found
 
 
-def _to_be_written(flush: FailedFlush) -> list[State]:
+def _find_to_be_written(flush: FailedFlush) -> list[State]:
     """Return the versioned rows that a flush changes or deletes, as far as it has come to them."""
     context = flush.context
     if not flush.started or context is None:
@@ -135,7 +135,7 @@ def _to_be_written(flush: FailedFlush) -> list[State]:
     ]
 
 
-def meant(flush: FailedFlush, error: Exception) -> Exception:
+def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
     """Return what it means that a flush has failed by a row that was not there to be written, after its rollback.
 
     The error itself, where it is about other classes, or where the rows could not be looked at.
@@ -143,25 +143,25 @@ def meant(flush: FailedFlush, error: Exception) -> Exception:
     others: list[VersionConflict] = []
     own: list[VersionConflict] = []
     try:
-        for row in flush.looked:
+        for row in flush.failed_rows:
             if row.differs:
                 item = VersionConflict(row.mapper.class_, row.key, row.expected, row.found)
-                if not row.ours and (row.settled or _gone(row)):
+                if not row.ours and (row.settled or _is_gone(row)):
                     others.append(item)
                 elif not row.flushed:
                     own.append(item)
     except DBAPIError:
         return error
     if others:
-        return conflict(others)
+        return conflict_error(others)
     if own:
-        return own_statement(own)
-    if any(f"table '{table}' expected" in str(error) for table in flush.tables()):
-        return not_written(str(error))
+        return own_statement_error(own)
+    if any(f"table '{table}' expected" in str(error) for table in flush.collect_tables()):
+        return not_written_error(str(error))
     return error
 
 
-def _gone(row: WrittenRow) -> bool:
+def _is_gone(row: WrittenRow) -> bool:
     """Return whether a row is gone after the rollback too, so that another process has deleted it."""
     connection = row.connection
     # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
@@ -172,9 +172,11 @@ def _gone(row: WrittenRow) -> bool:
         transaction.rollback()
 
 
-def conflict(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
+def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
     """Return the error for rows that somebody else has written."""
-    named = ", ".join(map(_told, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+    named = ", ".join(map(_describe, items[:_SHOWN])) + (
+        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    )
     way = "show it as it is to whoever asked" if precondition else "roll back, and read again before another attempt"
     return VersionConflictError(
         f"somebody else has written in between: {named}. Nothing of this is kept: {way}",
@@ -183,9 +185,11 @@ def conflict(items: Sequence[VersionConflict], *, precondition: bool = False) ->
     )
 
 
-def own_statement(items: Sequence[VersionConflict]) -> PgfenceError:
+def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
     """Return the error for rows that no other process has written, but a statement which the session cannot follow."""
-    named = ", ".join(map(_told, items[:_SHOWN])) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+    named = ", ".join(map(_describe, items[:_SHOWN])) + (
+        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    )
     return PgfenceError(
         f"{named}: this session's own statement or flush has written it since. This is not a conflict with another process, and"
         " retrying would fail the same way. The session follows update(), insert() and synchronized delete() through"
@@ -194,7 +198,7 @@ def own_statement(items: Sequence[VersionConflict]) -> PgfenceError:
     )
 
 
-def not_written(what: str) -> PgfenceError:
+def not_written_error(what: str) -> PgfenceError:
     """Return the error for rows that nobody else has written and that were not written all the same."""
     return PgfenceError(
         f"{what} No other process has written the rows, so this is not a conflict, and retrying would fail the same way: a"
@@ -203,7 +207,7 @@ def not_written(what: str) -> PgfenceError:
     )
 
 
-def not_counted(mapper: Mapper[object], version: object) -> SchemaError:
+def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
     """Return the error for rows that were written, and whose version a trigger should have raised."""
     table = version_table(mapper)
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
@@ -214,13 +218,13 @@ def not_counted(mapper: Mapper[object], version: object) -> SchemaError:
     )
 
 
-def _told(item: VersionConflict) -> str:
+def _describe(item: VersionConflict) -> str:
     key = ", ".join(map(repr, item.pk))
     now = "is gone, or hidden from this role" if item.found is None else f"is at {item.found}"
     return f"{item.model.__name__} {key} was read at version {item.expected} and {now}"
 
 
-def switched(state: State, replaced: State) -> PgfenceError:
+def switched_class_error(state: State, replaced: State) -> PgfenceError:
     """Return the error for an instance of another class under the key of one that the same flush deletes."""
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
@@ -230,7 +234,7 @@ def switched(state: State, replaced: State) -> PgfenceError:
     )
 
 
-def without(mapper: Mapper[object], key: Key) -> SchemaError:
+def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
     """Return the error for a row that is about to be written and whose version is NULL."""
     table = version_table(mapper)
     command = backfill(Target(table.name, table.schema).quoted, version_column(mapper).name)

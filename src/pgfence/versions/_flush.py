@@ -11,7 +11,7 @@ from sqlalchemy.orm.base import NO_VALUE
 from pgfence._orm import identity_of, sends_update
 from pgfence.errors import VersionRequiredError
 from pgfence.versions._batch import NOW, batch_of, compare
-from pgfence.versions._conflicts import switched, without
+from pgfence.versions._conflicts import missing_version_error, switched_class_error
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ def prepare_row(mapper: Mapper[object], state: State) -> None:
     elif sends_update(state):
         _update(mapper, state)
     elif mode_of(mapper) == "server" and state.dict.get(ATTRIBUTE, state) is None:
-        expect_version(mapper, state)  # SQLAlchemy rejects it, too, and does not say how to fill the column
+        check_version(mapper, state)  # SQLAlchemy rejects it, too, and does not say how to fill the column
 
 
 def _insert(mapper: Mapper[object], state: State) -> None:
     flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
         # A plain Session: SQLAlchemy compares the version, but sends an empty SET where the server counts.
-        if mapper.version_id_generator is False and (replaced := _deleted_with_key(mapper, state)) is not None:
+        if mapper.version_id_generator is False and (replaced := _find_deleted(mapper, state)) is not None:
             _touch_switched(state, replaced)
         return
-    replaced = flush.replaced_by(state)
+    replaced = flush.find_replaced(state)
     if replaced is not None and set(replaced.mapper.tables) != set(mapper.tables):
         compare(flush, [replaced])
-        raise switched(state, replaced)
+        raise switched_class_error(state, replaced)
     if replaced is not None and mapper.version_id_generator is False:
         _touch_switched(state, replaced)
     if batch is not None:
@@ -64,7 +64,7 @@ def _returns_version(mapper: Mapper[object]) -> bool:
     return bool(version_column(mapper).table.implicit_returning if asked == "auto" else asked)
 
 
-def _deleted_with_key(mapper: Mapper[object], state: State) -> State | None:
+def _find_deleted(mapper: Mapper[object], state: State) -> State | None:
     session = state.session
     found = None if session is None else session.identity_map.get(mapper._identity_key_from_state(state))
     if session is None or found is None:
@@ -76,9 +76,9 @@ def _deleted_with_key(mapper: Mapper[object], state: State) -> State | None:
 def _update(mapper: Mapper[object], state: State) -> None:
     batch = batch_of(state)
     if ATTRIBUTE not in state.dict:
-        expect_read(mapper, state)
+        check_read(mapper, state)
     if batch is None or state not in batch.locked:
-        expect_version(mapper, state)
+        check_version(mapper, state)
     if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
         touch(state.obj())
     if batch is not None:
@@ -91,9 +91,9 @@ def _update(mapper: Mapper[object], state: State) -> None:
 def _before_delete(mapper: Mapper[object], _connection: Connection, state: State) -> None:
     batch = batch_of(state)
     if ATTRIBUTE not in state.dict:
-        expect_read(mapper, state)
+        check_read(mapper, state)
     if batch is None or state not in batch.locked:
-        expect_version(mapper, state)
+        check_version(mapper, state)
     if batch is not None:
         if state not in batch.locked:
             compare(batch, [state], deleting=True)
@@ -111,7 +111,7 @@ def _touch_switched(state: State, replaced: State) -> None:
     attributes = state.mapper.column_attrs
     if any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
         return
-    name = _spare_column(replaced.obj())
+    name = _find_spare_column(replaced.obj())
     if name is None:
         if mode_of(state.mapper) != "server":
             raise TypeError(
@@ -126,7 +126,7 @@ def _touch_switched(state: State, replaced: State) -> None:
 def _column_of(target: object) -> str:
     """Return the attribute of a column that may be written once more as it is, loaded."""
     mapper = inspect(target).mapper
-    name = _spare_column(target)
+    name = _find_spare_column(target)
     if name is not None:
         getattr(target, name)
         return name
@@ -138,7 +138,7 @@ def _column_of(target: object) -> str:
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
 
 
-def _spare_column(target: object) -> str | None:
+def _find_spare_column(target: object) -> str | None:
     """Return the attribute of a column beside the key and the version that can be written as it is, if possible a loaded one."""
     state: State = inspect(target)
     mapper, found = state.mapper, None
@@ -168,13 +168,13 @@ def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
         flag_modified(state.obj(), ATTRIBUTE)
 
 
-def expect_version(mapper: Mapper[object], state: State) -> None:
+def check_version(mapper: Mapper[object], state: State) -> None:
     """Raise unless a row that is about to be written has a version; read it if it is not loaded."""
     if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
-        raise without(mapper, identity_of(state))
+        raise missing_version_error(mapper, identity_of(state))
 
 
-def _refreshed(state: State, _context: QueryContext, names: Iterable[str] | None) -> None:
+def _load_version(state: State, _context: QueryContext, names: Iterable[str] | None) -> None:
     """Read columns of an expired instance again, with the version: `refresh()` of some columns and deferred ones leave it out."""
     session, target = state.session, state.obj()
     if ATTRIBUTE in state.dict or names is None or session is None or target is None:
@@ -185,7 +185,7 @@ def _refreshed(state: State, _context: QueryContext, names: Iterable[str] | None
             session.refresh(target, [*loaded, ATTRIBUTE])
 
 
-def expect_read(mapper: Mapper[object], state: State) -> None:
+def check_read(mapper: Mapper[object], state: State) -> None:
     """Raise if columns of a row that is about to be written were read without its version.
 
     Raises:
@@ -202,4 +202,4 @@ def expect_read(mapper: Mapper[object], state: State) -> None:
 
 
 event.listen(VersionedBase, "before_delete", _before_delete, propagate=True, raw=True, insert=True)
-event.listen(VersionedBase, "refresh", _refreshed, propagate=True, raw=True, restore_load_context=True)
+event.listen(VersionedBase, "refresh", _load_version, propagate=True, raw=True, restore_load_context=True)

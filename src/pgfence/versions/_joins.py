@@ -49,9 +49,9 @@ class Join:
             remote = [each for each in parts if isinstance(each, ColumnElement) and "remote" in each._annotations]
             self.names = tuple(dict.fromkeys(_name(prop.mapper, each) for each in remote))
             self._pairs = {_name(prop.mapper, theirs): ours for ours, theirs in prop.local_remote_pairs or ()}
-            self.key = self._key()
+            self.key = self._find_key()
 
-    def _key(self) -> tuple[int, ...] | None:
+    def _find_key(self) -> tuple[int, ...] | None:
         pairs, owner = self.prop.local_remote_pairs or [], self.prop.parent
         if not and_(*[ours == theirs for ours, theirs in pairs]).compare(self.prop.primaryjoin):
             return None
@@ -59,7 +59,7 @@ class Join:
         key = [_name(owner, each) for each in owner.primary_key]
         return tuple(places[each] for each in key) if set(key) == set(places) else None
 
-    def before(self, state: State) -> Values | None:
+    def get_before(self, state: State) -> Values | None:
         """Return the values of a row as they are in its table; None if they are not in memory."""
         values = tuple(
             state.committed_state[name] if name in state.committed_state else state.dict.get(name, _UNKNOWN)
@@ -68,13 +68,13 @@ class Join:
         unknown = any(each is _UNKNOWN or isinstance(each, LoaderCallableStatus) for each in values)
         return None if unknown else values
 
-    def after(self, state: State, coming: Mapping[str, object]) -> Values:
+    def get_after(self, state: State, coming: Mapping[str, object]) -> Values:
         """Return the values of a row as the flush is about to write them.
 
         Raises:
             TypeError: the database evaluates one that refers to the owner.
         """
-        values = tuple(coming[name] if name in coming else _assigned(state, name) for name in self.names)
+        values = tuple(coming[name] if name in coming else _read_assigned(state, name) for name in self.names)
         for name, value in zip(self.names, values, strict=True):
             if value is _UNKNOWN and name in self._pairs:
                 cls = state.class_.__name__
@@ -85,11 +85,11 @@ class Join:
                 )
         return values
 
-    def moves(self, state: State, coming: Mapping[str, object]) -> bool:
+    def may_move(self, state: State, coming: Mapping[str, object]) -> bool:
         """Return whether a row may refer to another owner after the flush."""
         return any(name in coming or name in state.committed_state for name in self.names)
 
-    def refers(self, values: Values) -> bool:
+    def has_owner(self, values: Values) -> bool:
         """Return whether there can be an owner for values of a row."""
         return all(value is not None for name, value in zip(self.names, values, strict=True) if name in self._pairs)
 
@@ -100,16 +100,16 @@ class Join:
             # One owner too many is counted rather than one too few.
             return and_(*[ours == named[name] for name, ours in self._pairs.items()])
 
-        def value(element: ExternallyTraversible, **_: object) -> ExternallyTraversible | None:
+        def replace(element: ExternallyTraversible, **_: object) -> ExternallyTraversible | None:
             if not isinstance(element, ColumnElement) or "remote" not in element._annotations:
                 return None
             found = named[_name(self.prop.mapper, element)]
             return null() if found is None else literal(found, element.type)
 
-        return visitors.replacement_traverse(self.prop.primaryjoin, {}, value)
+        return visitors.replacement_traverse(self.prop.primaryjoin, {}, replace)
 
 
-def note(prop: RelationshipProperty[object]) -> None:
+def register_join(prop: RelationshipProperty[object]) -> None:
     """Note a relationship that counts, at the class it leads to.
 
     Raises:
@@ -134,7 +134,7 @@ def joins_of(mapper: Mapper[object]) -> list[Join]:
     return [join for each in mapper.iterate_to_root() for join in each.class_manager.info.get(_INFO, {}).values()]
 
 
-def incoming(state: State) -> dict[str, object]:
+def collect_incoming(state: State) -> dict[str, object]:
     """Return the foreign keys that a flush copies into a row from many-to-one relationships that were assigned."""
     found: dict[str, object] = {}
     relationships = state.mapper.relationships
@@ -145,11 +145,13 @@ def incoming(state: State) -> dict[str, object]:
         history = state.get_history(key, PassiveFlag.PASSIVE_NO_INITIALIZE)
         if history.has_changes():
             related = history.added[0] if history.added else None
-            found |= copied(prop, None if related is None else instance_state(related), state.mapper)
+            found |= collect_copied(prop, None if related is None else instance_state(related), state.mapper)
     return found
 
 
-def copied(prop: RelationshipProperty[object], source: State | None, target: Mapper[object]) -> dict[str, object]:
+def collect_copied(
+    prop: RelationshipProperty[object], source: State | None, target: Mapper[object]
+) -> dict[str, object]:
     """Return the foreign keys that a flush copies from one row into another; None where the first has no key yet."""
     return {
         _name(target, theirs): None if source is None else getattr(source.obj(), _name(source.mapper, ours))
@@ -157,7 +159,7 @@ def copied(prop: RelationshipProperty[object], source: State | None, target: Map
     }
 
 
-def _assigned(state: State, name: str) -> object:
+def _read_assigned(state: State, name: str) -> object:
     if name in state.dict:
         value = state.dict[name]
         return _UNKNOWN if isinstance(value, ClauseElement) or hasattr(value, "__clause_element__") else value

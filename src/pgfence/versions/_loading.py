@@ -104,15 +104,15 @@ def _load(session: Session, mapper: Mapper[object], pk: object, expected: object
         if lock:
             # Apart from the read: of the tables that a read joins, those that are not locked would be as old as the statement
             # that waited, and FOR UPDATE of an outer join is refused.
-            keys = zip(mapper.base_mapper.primary_key, _key(mapper, pk), strict=False)
+            keys = zip(mapper.base_mapper.primary_key, _key_of(mapper, pk), strict=False)
             one = select(version).where(*(column == value for column, value in keys)).with_for_update()
             session.execute(one, bind_arguments=primary)
         found = session.get(mapper.class_, pk, populate_existing=True, bind_arguments=primary)
     if found is None:
-        raise _conflict(mapper, _key(mapper, pk), expected, None)
+        raise _conflict_error(mapper, _key_of(mapper, pk), expected, None)
     loaded = getattr(found, _mapping.ATTRIBUTE)
     if not _agrees(found, loaded, expected):
-        raise _conflict(mapper, identity_of(instance_state(found)), expected, loaded)
+        raise _conflict_error(mapper, identity_of(instance_state(found)), expected, loaded)
     return found
 
 
@@ -133,7 +133,7 @@ def _reject_unflushed(session: Session, mapper: Mapper[object]) -> None:
         )
 
 
-def _conflict(mapper: Mapper[object], key: Key, expected: object, version: object) -> VersionConflictError:
+def _conflict_error(mapper: Mapper[object], key: Key, expected: object, version: object) -> VersionConflictError:
     wanted = str(expected) if isinstance(expected, IfMatch) else expected
     now = "it is gone" if version is None else f"it is at version {version}"
     named = ", ".join(map(repr, key))
@@ -145,7 +145,7 @@ def _conflict(mapper: Mapper[object], key: Key, expected: object, version: objec
     )
 
 
-def _key(mapper: Mapper[object], pk: object) -> Key:
+def _key_of(mapper: Mapper[object], pk: object) -> Key:
     if isinstance(pk, dict):
         return tuple(pk[mapper.get_property_by_column(column).key] for column in mapper.primary_key)
     return tuple(pk) if isinstance(pk, (tuple, list)) else (pk,)

@@ -26,8 +26,8 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import HasMemoized, memoized_property
 
 from pgfence.versions._batch import NOW, compare, get_emitting
-from pgfence.versions._conflicts import not_counted, without
-from pgfence.versions._flush import expect_version, prepare_row
+from pgfence.versions._conflicts import missing_version_error, not_counted_error
+from pgfence.versions._flush import check_version, prepare_row
 from pgfence.versions._mapping import ATTRIBUTE, mode_of, version_column
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class SentUpdate(Update):
     ) -> Any:
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         if len(distilled_params) == 1:
-            self._written(distilled_params[0], result)
+            self._record_written(distilled_params[0], result)
         return result
 
-    def _written(self, parameters: Parameters, result: CursorResult[Any]) -> object:
+    def _record_written(self, parameters: Parameters, result: CursorResult[Any]) -> object:
         """Note a row that was written, and return its version where the server has made it."""
         if result.rowcount != 1:
             # SQLAlchemy counts after it has put the next version into memory, where the one that was expected is lost.
@@ -78,18 +78,18 @@ class SentUpdate(Update):
                 f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
             )
         if (flush := NOW.get()) is not None:
-            flush.sent.append((self.keys, (parameters,), True))
+            flush.sent.append((self.rows_of, (parameters,), True))
         mapper = self.mapper
         if mapper.version_id_generator is not False or (row := result.returned_defaults) is None:
             return None
         version = row[0] if len(row) == 1 else row._mapping[self.version]
         if version == parameters.get(self.version._label) and mode_of(mapper) == "server":
-            raise not_counted(mapper, version)
+            raise not_counted_error(mapper, version)
         return version
 
-    def keys(self, parameters: Sequence[Parameters]) -> list[Row]:
+    def rows_of(self, parameters: Sequence[Parameters]) -> list[Row]:
         """Return the rows of a statement, each as its base mapper and its key."""
-        return [(self.mapper, _updated(self.mapper, each)) for each in parameters]
+        return [(self.mapper, _key_in(self.mapper, each)) for each in parameters]
 
 
 class SentPostUpdate(SentUpdate):
@@ -112,10 +112,10 @@ class SentPostUpdate(SentUpdate):
         context = None
         for parameters in distilled_params:
             if parameters.get(column._label) is None:
-                raise without(self.mapper, _updated(self.mapper, parameters))
+                raise missing_version_error(self.mapper, _key_in(self.mapper, parameters))
             # One by one: several cannot return their versions, and their count does not say which was not written.
             result = Update._execute_on_connection(self, connection, [parameters], execution_options)
-            version = self._written(parameters, result)
+            version = self._record_written(parameters, result)
             context = result.context
             found = context.compiled_parameters[0]
             # SQLAlchemy takes the new version from the parameters.
@@ -159,7 +159,7 @@ class SentDelete(Delete):
         uncounted = several and flush is not None and flush.emitting and self.batches
         written = uncounted or result.rowcount == len(distilled_params)
         if flush is not None and (written or several):
-            flush.sent.append((self.keys, distilled_params, written))
+            flush.sent.append((self.rows_of, distilled_params, written))
         if not written:
             raise StaleDataError(
                 f"A DELETE on table '{self.table.description}' expected to delete {len(distilled_params)} row(s);"
@@ -167,12 +167,12 @@ class SentDelete(Delete):
             )
         return result
 
-    def keys(self, parameters: Sequence[Parameters]) -> list[Row]:
+    def rows_of(self, parameters: Sequence[Parameters]) -> list[Row]:
         """Return the rows of a statement, each as its base mapper and its key."""
         return [(self.mapper, tuple(each[column.key] for column in self.mapper.primary_key)) for each in parameters]
 
 
-def _updated(mapper: Mapper[object], parameters: Parameters) -> Key:
+def _key_in(mapper: Mapper[object], parameters: Parameters) -> Key:
     return tuple(parameters[column._label] for column in mapper.primary_key)
 
 
@@ -186,10 +186,10 @@ def _raise_versions(
         tuple(state.mapper.primary_key_from_instance(state.obj())): state
         for state in flush.context.post_update_states[mapper][0]
     }
-    some = [states[_updated(mapper, each)] for each in parameters]
+    some = [states[_key_in(mapper, each)] for each in parameters]
     unlocked = [each for each in some if each.key and each not in flush.locked]
     for state in unlocked:
-        expect_version(state.mapper, state)
+        check_version(state.mapper, state)
     compare(flush, unlocked, connection=connection)
     for state, each in zip(some, parameters, strict=True):
         if not flush.deletes(state):

@@ -101,11 +101,13 @@ class Versioned(_Guarded):
         def version(cls):  # noqa: ANN202, N805
             _check_settings(cls)
             if cls.__version_mode__ == "xmin":
-                return _column(XMIN, Xid, system=True, server_default=FetchedValue(), server_onupdate=FetchedValue())
+                return _make_column(
+                    XMIN, Xid, system=True, server_default=FetchedValue(), server_onupdate=FetchedValue()
+                )
             if cls.__version_mode__ == "server":
                 counted = {"server_default": text("1"), "server_onupdate": FetchedValue()}
-                return _column(cls.__version_column__, BigInteger, **counted)
-            return _column(cls.__version_column__, BigInteger, insert_default=1)
+                return _make_column(cls.__version_column__, BigInteger, **counted)
+            return _make_column(cls.__version_column__, BigInteger, insert_default=1)
 
 
 class VersionedUUID(_Guarded):
@@ -130,10 +132,10 @@ class VersionedUUID(_Guarded):
                 raise ValueError(
                     f"{cls.__name__}: VersionedUUID knows the mode 'client' only; Versioned has the others"
                 )
-            return _column(cls.__version_column__, Uuid, insert_default=uuid4)
+            return _make_column(cls.__version_column__, Uuid, insert_default=uuid4)
 
 
-def _column(name: str, kind: type[TypeEngine[_T]], **options: Any) -> MappedColumn[_T]:
+def _make_column(name: str, kind: type[TypeEngine[_T]], **options: Any) -> MappedColumn[_T]:
     # Behind all others, so that an INSERT of values by position stays right.
     return mapped_column(name, kind, nullable=False, info={_OURS: True}, sort_order=_LAST, **options)
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm.attributes import set_committed_value
 
 from pgfence._orm import identity_of
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_of, versioned_class
-from pgfence.versions._rows import expect_transaction, lock, versions_of, written_here
+from pgfence.versions._rows import check_transaction, find_written_here, lock_rows, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -38,10 +38,10 @@ _FLUSHED_IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[object]] = Weak
 """The identity keys of rows that were flushed inside a savepoint."""
 
 
-def instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[State, object]:
+def collect_instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[State, object]:
     """Return the instances of a class, and the versions they were read at, before a statement that writes rows of the class."""
     session, base = state.session, mapper.base_mapper
-    for transaction in _savepoints(session):
+    for transaction in _iterate_savepoints(session):
         _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
     if state.execution_options.get("autoflush", True):
         session._autoflush()  # as the statement does, but before rows are locked
@@ -75,13 +75,13 @@ def _do_nothing() -> None:
     pass
 
 
-def overtaken(state: State, expected: object) -> tuple[object] | None:
+def find_overtaken(state: State, expected: object) -> tuple[object] | None:
     """Return the version that another session's write had given the row of a pending change before a statement of this one."""
     version, found = _OVERTAKEN.get(state, (None, None))
     return (found,) if version is not None and version == expected else None
 
 
-def deleted_here(session: Session) -> set[object]:
+def find_deleted_here(session: Session) -> set[object]:
     """Return the identity keys of instances that the session has deleted in its transaction."""
     found: set[object] = set()
     transaction = session._transaction
@@ -107,7 +107,7 @@ def expire_written(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[
     found = versions_of(connection, base, [identity_of(each) for each, _ in rows])
     changed = [each for (each, version), now in zip(rows, found, strict=True) if now not in (None, version)]
     if changed:
-        here = written_here(connection, base, list(map(identity_of, changed)))
+        here = find_written_here(connection, base, list(map(identity_of, changed)))
         expire(state.session, [each for each, ours in zip(changed, here, strict=True) if ours])
 
 
@@ -118,15 +118,15 @@ def _is_pending(session: Session, state: State) -> bool:
 
 def _lock_current(connection: Connection, base: Mapper[object], known: dict[State, object]) -> list[State]:
     """Lock rows, and return the instances that were read at the version which the row has now."""
-    expect_transaction(connection, "flush() before the statement")
-    found, barred = lock(connection, base, list(map(identity_of, known)))
+    check_transaction(connection, "flush() before the statement")
+    found, barred = lock_rows(connection, base, list(map(identity_of, known)))
     now = dict(zip(known, found, strict=True))
     differing = [each for each, version in known.items() if now[each] not in (None, version)]
     if differing:
-        here = written_here(connection, base, list(map(identity_of, differing)))
+        here = find_written_here(connection, base, list(map(identity_of, differing)))
         for each, ours in zip(differing, here, strict=True):
             # Of several statements the first sees what another session has written.
-            if not ours and overtaken(each, known[each]) is None:
+            if not ours and find_overtaken(each, known[each]) is None:
                 _OVERTAKEN[each] = known[each], now[each]
     return [each for each, version in known.items() if now[each] == version and identity_of(each) not in barred]
 
@@ -145,7 +145,7 @@ def _move(state: State, version: object) -> None:
 # ------------------------------------------------------------ savepoints
 
 
-def _savepoints(session: Session) -> Iterator[SessionTransaction]:
+def _iterate_savepoints(session: Session) -> Iterator[SessionTransaction]:
     transaction = session.get_nested_transaction()
     while transaction is not None:
         if transaction.nested:
@@ -154,16 +154,16 @@ def _savepoints(session: Session) -> Iterator[SessionTransaction]:
 
 
 @event.listens_for(Session, "after_flush")
-def _flushed(session: Session, context: UOWTransaction) -> None:
+def _note_flushed(session: Session, context: UOWTransaction) -> None:
     """Note the rows that a flush in a savepoint has written: an instance may be dropped, and its row loaded again."""
-    for transaction in _savepoints(session):
+    for transaction in _iterate_savepoints(session):
         states = [each for each in context.states if is_versioned(each.mapper)]
         keys = {each.key or each.mapper._identity_key_from_state(each) for each in states}
         _FLUSHED_IN_SAVEPOINT.setdefault(transaction, set()).update(keys)
 
 
 @event.listens_for(Session, "after_soft_rollback")
-def _rolled_back(session: Session, transaction: SessionTransaction) -> None:
+def _expire_rolled_back(session: Session, transaction: SessionTransaction) -> None:
     """Expire instances that may have a version which the rollback has undone, and which another session can now make again."""
     while not transaction.nested and transaction.parent is not None:
         transaction = transaction.parent

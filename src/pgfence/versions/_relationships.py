@@ -38,13 +38,13 @@ _USED: set[str] = set()
 """The names that count in some class: without one, a flush is left alone."""
 
 
-def _expect_names(_mapper: Mapper[object], cls: type[VersionedBase]) -> None:
+def _check_names(_mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     names: Iterable[object] = cls.__version_relationships__
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{cls.__name__}.__version_relationships__ must be a tuple of names, not {names!r}")
 
 
-def _configured(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
+def _register_joins(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
     for name in cls.__version_relationships__:
         prop = mapper.relationships.get(name)
         if prop is None:
@@ -56,7 +56,7 @@ def _configured(mapper: Mapper[object], cls: type[VersionedBase]) -> None:
                 f"{cls.__name__}.__version_relationships__ names {name!r}, which leads to one row that others share, or cannot"
                 " be written: only one-to-many and many-to-many relationships can count"
             )
-        _joins.note(prop)
+        _joins.register_join(prop)
         _USED.add(name)
 
 
@@ -82,23 +82,25 @@ def _count(context: UOWTransaction) -> None:
     # Cascades may bring rows into the flush. SQLAlchemy does not repeat what was done here.
     while True in [action.execute(context) for action in list(context.presort_actions.values())]:
         pass
-    owners = {state: state.obj() for state in _with_changed_collections(context)}
+    owners = {state: state.obj() for state in _find_changed_collections(context)}
     values: dict[Join, dict[Values, None]] = defaultdict(dict)
     stored: dict[Join, list[State]] = defaultdict(list)
-    moved = _moved(context)
+    moved = _find_moved(context)
     for mapper, states in context.mappers.items():
         if joins := _joins.joins_of(mapper):
             for state in states:
-                _refer(context, state, joins, moved, values, stored)
+                _note_owners(context, state, joins, moved, values, stored)
     for join in {**values, **stored}:
-        owners |= {instance_state(owner): owner for owner in _owners(context.session, join, values[join], stored[join])}
+        owners |= {
+            instance_state(owner): owner for owner in _find_owners(context.session, join, values[join], stored[join])
+        }
     for state, owner in owners.items():
         if state.key is not None and not _deletes(context, state) and not sends_update(state):
             touch(owner)
             context.register_object(state)
 
 
-def _with_changed_collections(context: UOWTransaction) -> Iterator[State]:
+def _find_changed_collections(context: UOWTransaction) -> Iterator[State]:
     for mapper, states in context.mappers.items():
         if is_versioned(mapper) and (names := versioned_class(mapper).__version_relationships__):
             for state in states:
@@ -106,7 +108,7 @@ def _with_changed_collections(context: UOWTransaction) -> Iterator[State]:
                     yield state
 
 
-def _moved(context: UOWTransaction) -> dict[State, dict[str, object]]:
+def _find_moved(context: UOWTransaction) -> dict[State, dict[str, object]]:
     """Return the rows that come to a collection or leave one, with the foreign keys that the flush copies into them."""
     found: dict[State, dict[str, object]] = {}
     for mapper, states in context.mappers.items():
@@ -123,11 +125,11 @@ def _moved(context: UOWTransaction) -> dict[State, dict[str, object]]:
                         found.setdefault(child, {})
                 for child in () if deleted else history.added:
                     if child is not None:
-                        found.setdefault(child, {}).update(_joins.copied(prop, state, child.mapper))
+                        found.setdefault(child, {}).update(_joins.collect_copied(prop, state, child.mapper))
     return found
 
 
-def _refer(
+def _note_owners(
     context: UOWTransaction,
     state: State,
     joins: list[Join],
@@ -139,7 +141,7 @@ def _refer(
     deleted, listed = context.states[state]
     if listed and state not in moved:
         return
-    coming = {} if deleted else {**_joins.incoming(state), **moved.get(state, {})}
+    coming = {} if deleted else {**_joins.collect_incoming(state), **moved.get(state, {})}
     assigned = any(state.dict.get(name, state) != value for name, value in coming.items())
     if not (deleted or state.key is None or state in moved or assigned or sends_update(state)):
         return
@@ -149,22 +151,22 @@ def _refer(
                 stored[join].append(state)
             continue
         if state.key is not None:
-            before = join.before(state)
+            before = join.get_before(state)
             if before is None:
                 stored[join].append(state)
             else:
                 values[join][before] = None
-        if not deleted and (state.key is None or join.moves(state, coming)):
-            values[join][join.after(state, coming)] = None
+        if not deleted and (state.key is None or join.may_move(state, coming)):
+            values[join][join.get_after(state, coming)] = None
 
 
-def _owners(session: Session, join: Join, values: dict[Values, None], stored: list[State]) -> Iterator[object]:
+def _find_owners(session: Session, join: Join, values: dict[Values, None], stored: list[State]) -> Iterator[object]:
     """Yield the owners of rows, with their versions."""
-    wanted = [each for each in values if join.refers(each)]
+    wanted = [each for each in values if join.has_owner(each)]
     owner, rows = join.prop.parent, join.prop.mapper
     conditions: list[ColumnElement[bool]] = []
     if join.key is None:
-        conditions = [or_(*map(join.owner_of, some)) for some in _chunks(wanted, _CONDITIONS)]
+        conditions = [or_(*map(join.owner_of, some)) for some in _split(wanted, _CONDITIONS)]
     else:
         missing: list[Values] = []
         for key in dict.fromkeys(tuple(each[place] for place in join.key) for each in wanted):
@@ -174,9 +176,11 @@ def _owners(session: Session, join: Join, values: dict[Values, None], stored: li
                     yield found
             else:
                 missing.append(key)
-        conditions = [_among(owner, some) for some in _chunks(missing, _KEYS)]
+        conditions = [_match_keys(owner, some) for some in _split(missing, _KEYS)]
     identities = [tuple(state.identity or ()) for state in stored]
-    conditions += [getattr(owner.class_, join.prop.key).any(_among(rows, some)) for some in _chunks(identities, _KEYS)]
+    conditions += [
+        getattr(owner.class_, join.prop.key).any(_match_keys(rows, some)) for some in _split(identities, _KEYS)
+    ]
     for condition in conditions:
         for found in session.scalars(select(owner.class_).where(condition)).unique():
             if _counts(found, join.prop):
@@ -193,16 +197,16 @@ def _counts(owner: object, prop: RelationshipProperty[object]) -> bool:
     return prop.key in versioned_class(mapper).__version_relationships__ and mapper.relationships.get(prop.key) is prop
 
 
-def _among(mapper: Mapper[object], keys: list[Values]) -> ColumnElement[bool]:
+def _match_keys(mapper: Mapper[object], keys: list[Values]) -> ColumnElement[bool]:
     columns = [mapper.get_property_by_column(each).class_attribute for each in mapper.primary_key]
     return columns[0].in_([key[0] for key in keys]) if len(columns) == 1 else tuple_(*columns).in_(keys)
 
 
-def _chunks(found: list[Values], size: int) -> Iterator[list[Values]]:
+def _split(found: list[Values], size: int) -> Iterator[list[Values]]:
     for start in range(0, len(found), size):
         yield found[start : start + size]
 
 
-event.listen(VersionedBase, "instrument_class", _expect_names, propagate=True)
-event.listen(VersionedBase, "mapper_configured", _configured, propagate=True)
+event.listen(VersionedBase, "instrument_class", _check_names, propagate=True)
+event.listen(VersionedBase, "mapper_configured", _register_joins, propagate=True)
 event.listen(Session, "before_flush", _before_flush)

@@ -55,35 +55,37 @@ def versions_of(
         keys: their primary keys.
         lock: options of a row lock, which is taken in the order of the keys; None: the rows are not locked.
     """
-    query, names = _query(mapper, None if lock is None else tuple(lock.items()))
+    query, names = _build_query(mapper, None if lock is None else tuple(lock.items()))
     values = {name: [key[place] for key in keys] for place, name in enumerate(names)}
     found: dict[int, object] = dict(iter(connection.execute(query, values)))
     return [found.get(place) for place in range(1, len(keys) + 1)]
 
 
 @lru_cache(maxsize=1000)
-def _query(mapper: Mapper[object], lock: tuple[tuple[str, bool], ...] | None) -> tuple[AnySelect, list[str]]:
+def _build_query(mapper: Mapper[object], lock: tuple[tuple[str, bool], ...] | None) -> tuple[AnySelect, list[str]]:
     """Return a SELECT of versions, and the names of its parameters: an array for each column of the key."""
     version = version_column(mapper)
-    wanted, same, columns, names = _wanted(mapper)
+    wanted, same, columns, names = _build_key_table(mapper)
     query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)
     if lock is not None:
         query = query.order_by(*columns).with_for_update(of=version.table, **dict(lock))
     return query, names
 
 
-def _wanted(mapper: Mapper[object]) -> tuple[TableValuedAlias, ColumnElement[bool], list[Column[object]], list[str]]:
+def _build_key_table(
+    mapper: Mapper[object],
+) -> tuple[TableValuedAlias, ColumnElement[bool], list[Column[object]], list[str]]:
     """Return keys as a table, the condition that joins rows to it, their columns, and the names of its parameters."""
     columns = key_columns(mapper, version_column(mapper).table)
     names = [f"key_{place}" for place in range(len(columns))]
-    arrays = [_array(name, each.type) for name, each in zip(names, columns, strict=True)]
+    arrays = [_build_array(name, each.type) for name, each in zip(names, columns, strict=True)]
     given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
     # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
     wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
     return wanted, and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)]), columns, names
 
 
-def lock(
+def lock_rows(
     connection: Connection, mapper: Mapper[object], keys: Sequence[Key], *, deleting: bool = False
 ) -> tuple[list[object], list[Key]]:
     """Lock rows in the order of their keys.
@@ -107,7 +109,7 @@ def lock(
     return found, [keys[place] for place in missing if found[place] is not None]
 
 
-def expect_transaction(connection: Connection, way: str) -> None:
+def check_transaction(connection: Connection, way: str) -> None:
     """Raise unless a row lock lasts until the row is written.
 
     Raises:
@@ -120,23 +122,25 @@ def expect_transaction(connection: Connection, way: str) -> None:
         )
 
 
-def written_here(connection: Connection, mapper: Mapper[object], keys: Sequence[Key]) -> list[bool]:
+def find_written_here(connection: Connection, mapper: Mapper[object], keys: Sequence[Key]) -> list[bool]:
     """Return for each row whether this transaction, or a savepoint in it, was the last to write it."""
-    query, names = _written_query(mapper)
+    query, names = _build_written_query(mapper)
     found = set(connection.scalars(query, {name: [key[place] for key in keys] for place, name in enumerate(names)}))
     return [place in found for place in range(1, len(keys) + 1)]
 
 
 @lru_cache(maxsize=1000)
-def _written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
-    wanted, same, _, names = _wanted(mapper)
+def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
+    wanted, same, _, names = _build_key_table(mapper)
     # Without the name of a table, so that it means the outer one where the table is a view, which has no xmin.
     name: ColumnElement[object] = literal_column("xmin")
     xmin = select(name).select_from(version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
     absent = select(null().label("xmin")).subquery("absent")
-    rows = select(wanted.c.place, _number(xmin).label("xmin")).select_from(wanted.join(absent, true())).subquery("rows")
-    own = _number(func.pg_catalog.pg_current_xact_id_if_assigned())
-    end = _number(func.pg_catalog.pg_snapshot_xmax(func.pg_catalog.pg_current_snapshot()))
+    rows = (
+        select(wanted.c.place, _to_number(xmin).label("xmin")).select_from(wanted.join(absent, true())).subquery("rows")
+    )
+    own = _to_number(func.pg_catalog.pg_current_xact_id_if_assigned())
+    end = _to_number(func.pg_catalog.pg_snapshot_xmax(func.pg_catalog.pg_current_snapshot()))
     # xmin has the lower 32 bits. A savepoint has a higher number than its transaction.
     later = (rows.c.xmin - own % _XIDS + _XIDS) % _XIDS
     status = func.pg_catalog.pg_xact_status(cast(cast(own + later, Text), _Xid8))
@@ -181,9 +185,9 @@ class _Xid8(UserDefinedType[int]):
         return "XID8"
 
 
-def _number(expression: ColumnElement[object]) -> ColumnElement[int]:
+def _to_number(expression: ColumnElement[object]) -> ColumnElement[int]:
     return cast(cast(expression, Text), BigInteger)
 
 
-def _array(name: str, kind: TypeEngine[_T]) -> ColumnElement[object]:
+def _build_array(name: str, kind: TypeEngine[_T]) -> ColumnElement[object]:
     return cast(bindparam(name, type_=ARRAY(kind)), ARRAY(kind))

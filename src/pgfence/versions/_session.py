@@ -12,7 +12,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._batch import NOW, Flush
-from pgfence.versions._conflicts import conflict, meant
+from pgfence.versions._conflicts import conflict_error, explain_failure
 from pgfence.versions._mapping import ATTRIBUTE, is_versioned, mode_of
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ class VersionedSession(Session):
             super().flush(objects)
         except (StaleDataError, ObjectDeletedError) as error:
             if not flush.started:
-                flush.look()
-            if (found := meant(flush, error)) is error:
+                flush.record_failed_rows()
+            if (found := explain_failure(flush, error)) is error:
                 raise
             raise found from error
         finally:
@@ -144,22 +144,22 @@ def _check_merge(session: Session, instance: object) -> None:
     if not isinstance(state, InstanceState):
         return  # merge() raises for what is not mapped
     if overwriting := [
-        each for each in _taken_along(state) if is_versioned(each.mapper) and each.session is not session
+        each for each in _iterate_cascade(state) if is_versioned(each.mapper) and each.session is not session
     ]:
         session._autoflush()  # as merge() does: not inside a flush
         with session.no_autoflush:
-            conflicts = [item for each in overwriting for item in _compared(session, each)]
+            conflicts = [item for each in overwriting for item in _find_conflicts(session, each)]
         if conflicts:
-            raise conflict(conflicts, precondition=True)
+            raise conflict_error(conflicts, precondition=True)
 
 
-def _taken_along(state: State) -> Iterator[State]:
+def _iterate_cascade(state: State) -> Iterator[State]:
     yield state
     for _, _, related, _ in state.mapper.cascade_iterator("merge", state):
         yield related
 
 
-def _compared(session: Session, state: State) -> list[VersionConflict]:
+def _find_conflicts(session: Session, state: State) -> list[VersionConflict]:
     mapper = state.mapper
     key = state.key or mapper.identity_key_from_instance(state.obj())
     there = None if None in key[1] else session.get(mapper.class_, key[1], identity_token=key[2])

@@ -33,10 +33,10 @@ from sqlalchemy.sql.lambdas import StatementLambdaElement
 
 from pgfence._orm import set_on_conflict, upsert_of, value_name
 from pgfence.errors import VersionConflict, VersionRequiredError
-from pgfence.versions._conflicts import conflict, not_written, own_statement
+from pgfence.versions._conflicts import conflict_error, not_written_error, own_statement_error
 from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
-from pgfence.versions._own_writes import deleted_here, expire, expire_written, follow, instances
-from pgfence.versions._rows import lock, written_here
+from pgfence.versions._own_writes import collect_instances, expire, expire_written, find_deleted_here, follow
+from pgfence.versions._rows import find_written_here, lock_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
     policy = getattr(state.session, "bulk", "bump")
     inside: set[Mapper[object]] = set()
     if policy == "refuse" or _may_hold_another(statement):
-        inside = _written_inside(statement, refuse=policy != "ignore")
+        inside = _find_written_inside(statement, refuse=policy != "ignore")
     if not isinstance(statement, (Insert, Update)) or (mapper := _mapper_of(statement)) is None:
         return _execute(state, inside) if inside else None
     if isinstance(statement, Insert) or not state.is_orm_statement:
@@ -75,11 +75,11 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
             inside.add(mapper)
         return _execute(state, inside) if inside else None
     if isinstance(state.parameters, list) and state.execution_options.get("dml_strategy", "auto") in ("auto", "bulk"):
-        return _followed(state, mapper)[0] if policy == "ignore" else _by_key(state, statement, mapper)
+        return _execute_followed(state, mapper)[0] if policy == "ignore" else _update_by_key(state, statement, mapper)
     if policy != "ignore":
         _raise_versions(state, statement, mapper, refuse=policy == "refuse")
     elif mode_of(mapper) == "client":
-        return _followed(state, mapper)[0]
+        return _execute_followed(state, mapper)[0]
     if statement._propagate_attrs["plugin_subject"].is_aliased_class:
         inside.add(mapper)  # SQLAlchemy does not synchronize instances with an alias
     return _execute(state, inside, mapper)
@@ -130,7 +130,7 @@ def _raise_versions(
         )
     if mode_of(mapper) != "client":
         return
-    given = list(_given(statement, state.parameters, mapper)) if isinstance(statement, Update) else []
+    given = list(_find_assigned(statement, state.parameters, mapper)) if isinstance(statement, Update) else []
     if any(isinstance(value, (BindParameter, ColumnClause)) or not isinstance(value, ClauseElement) for value in given):
         raise ValueError(f"{mapper.class_.__name__}.{ATTRIBUTE} is raised by itself: leave it out of values()")
     if given:
@@ -141,27 +141,27 @@ def _raise_versions(
         version, upsert = version_column(mapper), upsert_of(statement)
         assert upsert is not None
         names = {ATTRIBUTE, version.key}
-        state.statement = set_on_conflict(statement, upsert, names, version.key, _next(version))
+        state.statement = set_on_conflict(statement, upsert, names, version.key, _increment(version))
         return
     if getattr(statement, "_maintain_values_ordering", False) or getattr(statement, "_ordered_values", None):
         raise _unversioned_error(mapper, "ordered_values() has no place for them", "Use values()")
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is None:
         name = version_column(mapper).key
-        state.statement = statement.values({name: _next(statement.table.c[name])})
+        state.statement = statement.values({name: _increment(statement.table.c[name])})
     else:
-        state.statement = statement.values({ATTRIBUTE: _next(getattr(subject.entity, ATTRIBUTE))})
+        state.statement = statement.values({ATTRIBUTE: _increment(getattr(subject.entity, ATTRIBUTE))})
 
 
 def _changes_rows(statement: object) -> bool:
     return isinstance(statement, Update) or upsert_of(statement) is not None
 
 
-def _next(version: ColumnElement[Any]) -> ColumnElement[Any]:
+def _increment(version: ColumnElement[Any]) -> ColumnElement[Any]:
     return func.pg_catalog.gen_random_uuid() if isinstance(version.type, Uuid) else version + 1
 
 
-def _given(statement: object, parameters: object, mapper: Mapper[object]) -> Iterator[object]:
+def _find_assigned(statement: object, parameters: object, mapper: Mapper[object]) -> Iterator[object]:
     """Yield what a statement sets the version to."""
     sets: list[Any] = parameters if isinstance(parameters, list) else [parameters]
     for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None), *sets):
@@ -181,7 +181,7 @@ def _may_hold_another(statement: object) -> bool:
     return any(isinstance(each, CTE) for each in read)
 
 
-def _written_inside(statement: object, *, refuse: bool) -> set[Mapper[object]]:
+def _find_written_inside(statement: object, *, refuse: bool) -> set[Mapper[object]]:
     """Return the classes whose rows are changed by statements inside of another one."""
     found: set[Mapper[object]] = set()
     for part in visitors.iterate(statement) if isinstance(statement, ClauseElement) else ():
@@ -200,14 +200,14 @@ def _written_inside(statement: object, *, refuse: bool) -> set[Mapper[object]]:
 
 
 def _raises_itself(statement: object, mapper: Mapper[object]) -> bool:
-    given = list(_given(statement, None, mapper)) if isinstance(statement, Update) else []
+    given = list(_find_assigned(statement, None, mapper)) if isinstance(statement, Update) else []
     return any(not isinstance(value, BindParameter) and isinstance(value, ClauseElement) for value in given)
 
 
 # ------------------------------------------------------------ by primary key, one set of parameters for each row
 
 
-def _by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[object]) -> AnyResult:
+def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[object]) -> AnyResult:
     """Send an UPDATE for each row, that compares the version which came with it."""
     rows = state.parameters
     assert isinstance(rows, list)
@@ -232,9 +232,9 @@ def _by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[object]) -
         raise ValueError(f"rows of {mapper.class_.__name__} are given more than once: {twice[:5]}")
     _compare(state, mapper, keys, [row[ATTRIBUTE] for row in rows])
     try:
-        result, loaded = _followed(state, mapper)
+        result, loaded = _execute_followed(state, mapper)
     except StaleDataError as error:
-        raise not_written(str(error)) from error
+        raise not_written_error(str(error)) from error
     # SQLAlchemy puts the version of the parameters there, the one before.
     written = {mapper.identity_key_from_primary_key(key) for key in keys}
     expire(state.session, [each for each in loaded if each.key in written])
@@ -246,21 +246,21 @@ def _compare(state: ORMExecuteState, mapper: Mapper[object], keys: list[Key], ex
     session = state.session
     session._autoflush()
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
-    found, barred = lock(connection, mapper, keys)
+    found, barred = lock_rows(connection, mapper, keys)
     rows = zip(keys, expected, found, strict=True)
     if differing := [VersionConflict(mapper.class_, *row) for row in rows if row[1] != row[2]]:
         shared = isinstance(session.bind or session.get_bind(**state.bind_arguments), Connection)
         known = [item.pk for item in differing if item.found is not None and not shared]
-        ours = dict(zip(known, written_here(connection, mapper, known), strict=True)) if known else {}
-        gone = deleted_here(session)
+        ours = dict(zip(known, find_written_here(connection, mapper, known), strict=True)) if known else {}
+        gone = find_deleted_here(session)
         others = [
             item
             for item in differing
             if not ours.get(item.pk) and mapper.identity_key_from_primary_key(item.pk) not in gone
         ]
-        raise conflict(others) if others else own_statement(differing)
+        raise conflict_error(others) if others else own_statement_error(differing)
     if barred:
-        raise not_written(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
+        raise not_written_error(f"Rows of {mapper.class_.__name__} could not be locked: {barred}.")
 
 
 # ------------------------------------------------------------ instances in the session
@@ -277,8 +277,8 @@ def _execute(
         synchronized: the class for which it does what `synchronize_session` says. What has another version is read again: a
             new version beside columns that somebody else has changed since would let them be overwritten.
     """
-    found = [(mapper, loaded) for mapper in mappers if (loaded := instances(state, mapper))]
-    kept = instances(state, synchronized) if synchronized is not None else {}
+    found = [(mapper, loaded) for mapper in mappers if (loaded := collect_instances(state, mapper))]
+    kept = collect_instances(state, synchronized) if synchronized is not None else {}
     if not found and not kept:
         return None
     moves = [follow(state, mapper, loaded) for mapper, loaded in found]
@@ -296,9 +296,9 @@ def _execute(
     return result
 
 
-def _followed(state: ORMExecuteState, mapper: Mapper[object]) -> tuple[AnyResult, dict[State, object]]:
+def _execute_followed(state: ORMExecuteState, mapper: Mapper[object]) -> tuple[AnyResult, dict[State, object]]:
     """Execute a statement. Return the instances without pending changes, too."""
-    loaded = instances(state, mapper)
+    loaded = collect_instances(state, mapper)
     move = follow(state, mapper, loaded)
     result = state.invoke_statement()
     move()

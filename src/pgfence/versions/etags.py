@@ -104,16 +104,16 @@ def if_match(headers: Headers, /) -> IfMatch:
         VersionRequiredError: there is no such header; answer 428.
         ValueError: it is no list of entity tags, and the message has what is wrong in it; answer 400.
     """
-    lines = _lines(headers)
+    lines = _read_lines(headers)
     if not lines:
         raise VersionRequiredError(
             "the request names no version: read the row first and send its ETag in an If-Match header"
         )
     value = ", ".join(lines).strip(" \t")
-    return ANY if value == _STAR else IfMatch(tuple(_tags(value)))
+    return ANY if value == _STAR else IfMatch(tuple(_parse_tags(value)))
 
 
-def _lines(headers: Headers) -> list[str]:
+def _read_lines(headers: Headers) -> list[str]:
     get_all = getattr(headers, "getlist", None)
     if get_all is not None:  # its get() may know the first line alone
         return list(get_all("If-Match"))
@@ -123,7 +123,7 @@ def _lines(headers: Headers) -> list[str]:
     return [] if value is None else [value]
 
 
-def _tags(value: str) -> list[str]:
+def _parse_tags(value: str) -> list[str]:
     found, place = [], 0
     while place < len(value):
         element = _ELEMENT.match(value, place)
