@@ -33,7 +33,9 @@ def evict(
 def evict(
     engine: Engine, name: str, *, reason: str, actor: str | None = None, dry_run: bool = False
 ) -> Sequence[Holder]: ...
-def evict(engine: Any, name: str, *, reason: str, actor: str | None = None, dry_run: bool = False) -> Any:
+def evict(
+    engine: Engine | AsyncEngine, name: str, *, reason: str, actor: str | None = None, dry_run: bool = False
+) -> object:
     """End whoever holds a lease or a session lock, fence it off, and write that down, all in one transaction.
 
     The token goes up in the name's row and in its gate, the lease ends, and a row with reason and actor is written to the
@@ -78,7 +80,7 @@ def stuck_keys(
 ) -> Coroutine[Any, Any, Sequence[StuckKey]]: ...
 @overload
 def stuck_keys(engine: Engine, *, older_than: Seconds = 0, prefix: str = "") -> Sequence[StuckKey]: ...
-def stuck_keys(engine: Any, *, older_than: Seconds = 0, prefix: str = "") -> Any:
+def stuck_keys(engine: Engine | AsyncEngine, *, older_than: Seconds = 0, prefix: str = "") -> object:
     """Return the idempotency keys whose effect was begun and not finished, the oldest first.
 
     Those are keys of effect mode whose attempt is at work or was lost. A key that was freed after a known failure is none, and
@@ -110,7 +112,7 @@ def free_key(
 ) -> Coroutine[Any, Any, StuckKey | None]: ...
 @overload
 def free_key(engine: Engine, scope: str, key: str, *, reason: str, actor: str | None = None) -> StuckKey | None: ...
-def free_key(engine: Any, scope: str, key: str, *, reason: str, actor: str | None = None) -> Any:
+def free_key(engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None = None) -> object:
     """Let the next caller of an idempotency key begin at once, though an attempt was lost or is at work; write that down.
 
     In one transaction the claim of the attempt ends and a row with reason and actor is written to the audit. The next caller
@@ -153,7 +155,7 @@ def free_key(engine: Any, scope: str, key: str, *, reason: str, actor: str | Non
 def purge(engine: AsyncEngine, *, batch: int = 1000) -> Coroutine[Any, Any, int]: ...
 @overload
 def purge(engine: Engine, *, batch: int = 1000) -> int: ...
-def purge(engine: Any, *, batch: int = 1000) -> Any:
+def purge(engine: Engine | AsyncEngine, *, batch: int = 1000) -> object:
     """Take the idempotency keys away whose time is over, in small transactions, and return how many they were.
 
     An expired key is new to whoever asks for it, purged or not; purging is for the size of the table. Promised: a key whose

@@ -6,7 +6,7 @@ one of the search path is taken, or the one where the search path finds an insta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 from sqlalchemy import Table, inspect
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine, MetaData
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+    AnyEngine: TypeAlias = Engine | Connection | AsyncEngine | AsyncConnection
 
 __all__ = [
     "add_fence",
@@ -73,7 +75,7 @@ def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
 def create_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, None]: ...
 @overload
 def create_all(engine: Engine | Connection) -> None: ...
-def create_all(engine: Any) -> Any:
+def create_all(engine: AnyEngine) -> object:
     """Make tables and functions, where they are not there yet.
 
     A second call changes nothing and needs no right to make anything; several processes may call it at the same time. On a
@@ -96,7 +98,7 @@ def create_all(engine: Any) -> Any:
 def drop_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, None]: ...
 @overload
 def drop_all(engine: Engine | Connection) -> None: ...
-def drop_all(engine: Any) -> Any:
+def drop_all(engine: AnyEngine) -> object:
     """Drop tables and functions with all that is in them; what is not there is no error.
 
     Tokens start again at 1 after that, so writers who still hold older ones must have ended. Idempotency keys and finished
@@ -118,7 +120,7 @@ def add_fence(
 ) -> Coroutine[Any, Any, None]: ...
 @overload
 def add_fence(engine: Engine | Connection, table: str | Table | type[Any], *, resource: str) -> None: ...
-def add_fence(engine: Any, table: Any, *, resource: str) -> Any:
+def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     """Let a table refuse every write of a transaction that has not entered the gate of its resource, whoever writes it.
 
     The same call again changes nothing, one with another resource replaces the fence. Not covered: a superuser who switches
@@ -152,7 +154,7 @@ def add_fence(engine: Any, table: Any, *, resource: str) -> Any:
 def drop_fence(engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]) -> Coroutine[Any, Any, None]: ...
 @overload
 def drop_fence(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
-def drop_fence(engine: Any, table: Any) -> Any:
+def drop_fence(engine: AnyEngine, table: object) -> object:
     """Take the fence off a table: from the end of this transaction on everybody writes. None there is no error.
 
     The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or written
@@ -179,7 +181,7 @@ def add_version_trigger(
 ) -> Coroutine[Any, Any, None]: ...
 @overload
 def add_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
-def add_version_trigger(engine: Any, table: Any) -> Any:
+def add_version_trigger(engine: AnyEngine, table: object) -> object:
     """Let the server count the version of each row of a table, whoever updates it: for `__version_mode__ = "server"`.
 
     Every UPDATE of a row adds 1, also those of upserts, of plain SQL and of other programs; what a statement assigns to the
@@ -216,7 +218,7 @@ def drop_version_trigger(
 ) -> Coroutine[Any, Any, None]: ...
 @overload
 def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
-def drop_version_trigger(engine: Any, table: Any) -> Any:
+def drop_version_trigger(engine: AnyEngine, table: object) -> object:
     """Take the trigger off a table: nobody counts from the end of this transaction on. None there is no error.
 
     The function stays, since other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode: this
@@ -237,18 +239,23 @@ def drop_version_trigger(engine: Any, table: Any) -> Any:
     return perform(engine, lambda connection, place: versions.drop(connection, place, target))
 
 
-def _version_column(table: Any) -> str:
+def _table_of(given: object) -> Table | None:
+    found = given if isinstance(given, Table) else getattr(inspect(given, raiseerr=False), "local_table", None)
+    return found if isinstance(found, Table) else None
+
+
+def _version_column(table: object) -> str:
     """Return the name of the column that the mixin made, else the usual one."""
-    found = getattr(inspect(table, raiseerr=False), "local_table", None) if isinstance(table, type) else table
-    columns = found.columns if isinstance(found, Table) else ()
+    found = _table_of(table)
+    columns = () if found is None else found.columns
     return next((column.name for column in columns if "pgfence_version" in column.info), "version")
 
 
-def _target(engine: Any, table: Any) -> fences.Target:
+def _target(engine: AnyEngine, table: object) -> fences.Target:
     if isinstance(table, str):
         before, _, name = table.rpartition(".")
         return fences.Target(name, translated_schema(engine, before or None))
-    found = table if isinstance(table, Table) else getattr(inspect(table, raiseerr=False), "local_table", None)
-    if not isinstance(found, Table):
+    found = _table_of(table)
+    if found is None:
         raise TypeError(f"a table is its name, a Table or a mapped class, not {table!r}")
     return fences.Target(found.name, translated_schema(engine, found.schema))

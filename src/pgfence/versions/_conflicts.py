@@ -174,12 +174,9 @@ def _is_gone(row: WrittenRow) -> bool:
 
 def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
     """Return the error for rows that somebody else has written."""
-    named = ", ".join(map(_describe, items[:_SHOWN])) + (
-        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    )
     way = "show it as it is to whoever asked" if precondition else "roll back, and read again before another attempt"
     return VersionConflictError(
-        f"somebody else has written in between: {named}. Nothing of this is kept: {way}",
+        f"somebody else has written in between: {_describe_all(items)}. Nothing of this is kept: {way}",
         items=items,
         precondition=precondition,
     )
@@ -187,11 +184,8 @@ def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = Fal
 
 def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
     """Return the error for rows that no other process has written, but a statement which the session cannot follow."""
-    named = ", ".join(map(_describe, items[:_SHOWN])) + (
-        f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    )
     return PgfenceError(
-        f"{named}: this session's own statement or flush has written it since. This is not a conflict with another process, and"
+        f"{_describe_all(items)}: this session's own statement or flush has written it since. This is not a conflict with another process, and"
         " retrying would fail the same way. The session follows update(), insert() and synchronized delete() through"
         " session.execute(), but no SQL text, nothing that is sent through session.connection(), and no rows that a trigger"
         " changes: call session.refresh() after such a statement, before you change the instance or pass its version"
@@ -216,6 +210,11 @@ def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
         f" flush is kept: {command}",
         command=command,
     )
+
+
+def _describe_all(items: Sequence[VersionConflict]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(_describe, items[:_SHOWN])) + more
 
 
 def _describe(item: VersionConflict) -> str:

@@ -52,11 +52,11 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
     """Take instances with pending changes out of `loaded`. Return a function that moves them to the versions of a statement."""
     session, base = state.session, mapper.base_mapper
     if session._is_clean():
-        return _do_nothing
+        return lambda: None
     pending = {each: loaded.pop(each) for each in list(loaded) if _is_pending(session, each)}
     known = {each: version for each, version in pending.items() if version is not None}
     if not known:
-        return _do_nothing
+        return lambda: None
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
     current = _lock_current(connection, base, known)
 
@@ -69,10 +69,6 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
                 _move(each, version if made is None else made)
 
     return move
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def find_overtaken(state: State, expected: object) -> tuple[object] | None:
