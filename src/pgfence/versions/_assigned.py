@@ -1,7 +1,7 @@
 """Rejects versions that are passed to constructors and methods.
 
-A validator of the mixin sees what is assigned to the attribute. Constructors and methods that work from their own list of
-fields, such as SQLModel's, drop a version without assigning it, so that the version a client has sent would be lost silently.
+A validator of the mixin rejects assignments to the attribute. Constructors and methods with their own list of fields, such
+as SQLModel's, ignore a version without assigning it, and the version that a client sent would be lost silently.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _initialize(state: State, _args: object, given: dict[str, object]) -> None:
 
 
 def _watch_pydantic(_mapper: Mapper[object], cls: type[object]) -> None:
-    """Check the arguments of pydantic's and SQLModel's methods, which ignore what is not one of the model's fields."""
+    """Check the arguments of pydantic's and SQLModel's methods, which ignore keys that are not fields of the model."""
     if not hasattr(cls, "__pydantic_validator__"):
         return
     for name in (*_CONSTRUCTORS, *_METHODS):

@@ -1,10 +1,6 @@
-"""A flush of a VersionedSession: what it writes, and in a batch one ordered lock for each table, then the ordinary flush.
+"""One flush of a VersionedSession. In mode "batch" its rows are locked and compared before the ordinary flush sends them.
 
-SQLAlchemy compares a version by the count of one UPDATE, so it sends the rows of a mapper with a version column one by one.
-In a batch flush such a mapper says that it has none, rows that change alike go out together, and what takes the place of the
-predicate is this: the rows are locked and compared before anything is sent; a row that the flush comes upon later, by a
-cascade, a hook or `post_update`, is locked and compared when its turn comes; and after the flush all are read again, because
-some drivers cannot count what a batch has written, and a trigger or a policy may have kept a row from it.
+`_mapper` hides the version column meanwhile, so that SQLAlchemy sends rows with the same columns as one statement.
 """
 
 from __future__ import annotations
@@ -40,15 +36,16 @@ class Flush:
     """One flush of a VersionedSession.
 
     Attributes:
-        session: whose.
-        context: SQLAlchemy's account of it.
-        started: the listeners of before_flush have all been called, and so has `ahead`.
-        ahead: to be called when they have, before anything is compared or written.
+        session: the session that flushes.
+        context: SQLAlchemy's record of the flush.
+        started: all listeners of before_flush, and `ahead`, have been called.
+        ahead: called after these listeners, before any row is compared or written.
         emitting: rows are being written by a batch, and mappers hide their version column.
         locked: the version of each row that was locked and compared.
-        written: what is written by a batch, in that order.
-        deleted: what is deleted by a batch.
-        sent: the writes that were executed: what finds their keys, their parameters, and whether each was written.
+        written: the rows that a batch writes, in that order.
+        deleted: the rows that a batch deletes.
+        sent: the statements that were executed: a function that returns their rows, their parameters, and whether all of
+            these rows were written.
         failed_rows: the rows as they were when the flush failed.
     """
 
@@ -67,10 +64,11 @@ class Flush:
         self._deletes: bool | None = None
 
     def run(self) -> None:
-        """Execute the flush; if it fails, look at its rows while its transaction lasts."""
+        """Execute the flush; if it fails, read its rows before its transaction is rolled back."""
         context = self.context
         assert context is not None
-        del context.execute  # what `_session` has put there, so that there is no cycle
+        # Remove this method, which `_session` has put there: as an attribute of the context it would be a reference cycle.
+        del context.execute
         try:
             if self.ahead is not None:
                 self.ahead(context)
@@ -78,20 +76,23 @@ class Flush:
             if not self._batch:
                 context.execute()
                 return
+            # Locked in one order by all sessions, before the first write: two flushes of the same rows cannot deadlock.
             self._compare(context)
             self.emitting = True
             context.execute()
             self.emitting = False
+            # Some drivers cannot count what a batch has written, and a trigger or a policy may have kept a row from it.
             _confirm(self)
         except (StaleDataError, ObjectDeletedError):
             self.emitting = False
+            # Now: after the rollback the rows show what other processes have written since.
             self.record_failed_rows()
             raise
         finally:
             self.emitting = False
 
     def record_failed_rows(self) -> None:
-        """Look at the rows of the flush, which has failed."""
+        """Read the rows of a flush that has failed, unless that was done."""
         with suppress(DBAPIError):
             self.failed_rows = self.failed_rows or read_failed_rows(self)
 
@@ -102,13 +103,13 @@ class Flush:
         compare(self, [*changed, *deleted], deleting=bool(deleted))
 
     def find_connection(self, mapper: Mapper[object], state: State) -> Connection:
-        """Return where a flush writes a row."""
+        """Return the connection on which a flush writes a row."""
         if self.session.connection_callable is not None:
             return self.session.connection_callable(mapper, state.obj())
         return self.session.connection(bind_arguments={"mapper": mapper})
 
     def shares_connection(self, mapper: Mapper[object]) -> bool:
-        """Return whether the session is bound to a Connection, so that its rollback may take back what others have written."""
+        """Return whether the session is bound to a Connection, whose rollback may undo what other sessions have written."""
         return isinstance(self.session.bind or self.session.get_bind(mapper), Connection)
 
     def collect_sent_rows(self) -> tuple[set[Row], set[Row]]:
@@ -130,9 +131,9 @@ class Flush:
         return {str(table.description) for mapper in mappers for table in mapper.tables}
 
     def find_replaced(self, state: State) -> State | None:
-        """Return the row whose key a new row has and which the same flush deletes: SQLAlchemy makes one UPDATE of the two."""
+        """Return the row that the flush deletes and whose key a new row takes over; SQLAlchemy sends one UPDATE for both."""
         if self._deletes is None:
-            # When the first new row has its turn, all rows that cascades delete are known.
+            # Computed once, at the first new row: by then all rows that cascades delete are known.
             self._deletes = any(deleted for deleted, _ in self.context.states.values()) if self.context else False
         if not self._deletes:
             return None
@@ -149,16 +150,16 @@ NOW: ContextVar[Flush | None] = ContextVar("pgfence_flush", default=None)
 
 
 def get_emitting() -> Flush | None:
-    """Return the batch that is writing rows."""
+    """Return the batch that is writing rows now, if there is one."""
     flush = NOW.get()
     return flush if flush is not None and flush.emitting else None
 
 
 def batch_of(state: State) -> Flush | None:
-    """Return the batch that writes a row now.
+    """Return the batch that is writing a row now; None: the row is compared by its own UPDATE.
 
     Raises:
-        TransactionStateError: one does, and the row belongs to another session.
+        TransactionStateError: a batch is writing, and the row belongs to another session.
     """
     flush = get_emitting()
     if flush is None or not getattr(state.mapper, "batches", False):
@@ -171,7 +172,7 @@ def batch_of(state: State) -> Flush | None:
 
 
 def _select_batched(states: Iterable[State]) -> list[State]:
-    # One without a version cannot be compared, and is refused when its turn comes.
+    # A row without a version cannot be compared; `check_version` rejects it when its turn comes.
     return [
         state
         for state in states
@@ -183,7 +184,7 @@ def _select_batched(states: Iterable[State]) -> list[State]:
 
 
 def compare(flush: Flush, states: list[State], *, deleting: bool = False, connection: Connection | None = None) -> None:
-    """Lock rows, and raise unless each is at the version that its instance was read at."""
+    """Lock rows, and raise unless each is at the version at which its instance was read."""
     barred: list[str] = []
     for mapper, some in _group_by_table(states):
         where = connection or flush.session.connection(bind_arguments={"mapper": mapper})
@@ -201,7 +202,7 @@ def compare(flush: Flush, states: list[State], *, deleting: bool = False, connec
 
 
 def _confirm(flush: Flush) -> None:
-    """Read what was written, and raise if some of it was not."""
+    """Read the rows that a batch has sent, and raise if one was not written."""
     unwritten: list[str] = []
     for mapper, some in _group_by_table(list(flush.written)):
         where = flush.session.connection(bind_arguments={"mapper": mapper})
@@ -209,7 +210,7 @@ def _confirm(flush: Flush) -> None:
             continue
         keys = [tuple(mapper.primary_key_from_instance(state.obj())) for state in some]
         for state, key, version in zip(some, keys, versions_of(where, mapper, keys), strict=True):
-            # A row that this flush has added, and then written by post_update, was not locked.
+            # None for a row that this flush has added and then written by post_update: it was not locked.
             before = flush.locked.get(state)
             if version == before and not mapper.version_id_generator:
                 raise not_counted_error(mapper, version)

@@ -1,4 +1,4 @@
-"""From SQLAlchemy's StaleDataError, which has a text only, to the rows that it is about."""
+"""Find the rows that SQLAlchemy's StaleDataError, which carries a text only, is about; and the errors that name them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _SHOWN = 5
 class WrittenRow(NamedTuple):
     """A row that a failed flush was to write, as it was when the flush failed.
 
-    `settled` is False for a row that is gone and that this transaction may have deleted itself. Only after the rollback does
-    the row show whether another process has. `flushed` is True if it may have been this flush: several were deleted by one
-    statement, and their number was wrong. `ours` is True for a row that this transaction was the last to write.
+    `settled` is False for a row that is gone and that this transaction may have deleted itself: whether another process has
+    deleted it shows only after the rollback. `flushed` is True if this flush may have deleted it, because one statement
+    deleted several rows and their count was wrong. `ours` is True for a row that this transaction was the last to write.
     """
 
     mapper: Mapper[object]
@@ -52,7 +52,7 @@ class WrittenRow(NamedTuple):
 
 
 class FailedFlush(Protocol):
-    """What is known of a flush that has failed; `_batch.Flush` is what it really is."""
+    """What is known of a flush that has failed: the part of `_batch.Flush` that is used here."""
 
     session: Session
     context: UOWTransaction | None
@@ -71,8 +71,7 @@ class FailedFlush(Protocol):
 def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
     """Return the rows of a flush that has just failed, without those that it has locked or written.
 
-    In its transaction, which no other process's later write can reach: what it has written itself is at the version that
-    is in memory.
+    Call it before the rollback, in the transaction of the flush.
     """
     found: list[WrittenRow] = []
     done, unclear = flush.collect_sent_rows()
@@ -94,8 +93,8 @@ def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
 def identify(
     flush: FailedFlush, connection: Connection, mapper: Mapper[object], rows: Iterable[tuple[State, object, object]]
 ) -> list[WrittenRow]:
-    """Return rows, given with the version that was read and the one that is there, with whether this transaction wrote them."""
-    # Several sessions on one connection write in one transaction: there only the versions tell them apart.
+    """Return rows, given with the version that was read and the one found, and whether this transaction has written them."""
+    # Sessions that share a connection write in one transaction, so that xmin does not tell whose write it was.
     shared = flush.shares_connection(mapper)
     found: list[WrittenRow] = []
     unknown: list[int] = []
@@ -116,7 +115,7 @@ def identify(
 
 
 def _find_to_be_written(flush: FailedFlush) -> list[State]:
-    """Return the versioned rows that a flush changes or deletes, as far as it has come to them."""
+    """Return the versioned rows that a flush changes or deletes, as far as it knows them."""
     context = flush.context
     if not flush.started or context is None:
         # A listener of before_flush has failed, because a row that it has read again is gone.
@@ -136,9 +135,9 @@ def _find_to_be_written(flush: FailedFlush) -> list[State]:
 
 
 def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
-    """Return what it means that a flush has failed by a row that was not there to be written, after its rollback.
+    """Return the error to raise for a flush that did not find a row to write. Call it after the rollback.
 
-    The error itself, where it is about other classes, or where the rows could not be looked at.
+    It is the given error if that is about other classes, or if the rows could not be read.
     """
     others: list[VersionConflict] = []
     own: list[VersionConflict] = []
@@ -162,9 +161,9 @@ def explain_failure(flush: FailedFlush, error: Exception) -> Exception:
 
 
 def _is_gone(row: WrittenRow) -> bool:
-    """Return whether a row is gone after the rollback too, so that another process has deleted it."""
+    """Return whether a row is gone after the rollback, too, so that another process has deleted it."""
     connection = row.connection
-    # Of the session, after its rollback: in a transaction only if it was back to a savepoint.
+    # The session has rolled back. Its connection is still in a transaction only if that was to a savepoint.
     transaction = connection.begin_nested() if connection.in_transaction() else connection.begin()
     try:
         return versions_of(connection, row.mapper, [row.key]) == [None]
@@ -173,7 +172,7 @@ def _is_gone(row: WrittenRow) -> bool:
 
 
 def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = False) -> VersionConflictError:
-    """Return the error for rows that somebody else has written."""
+    """Return the error for rows that another process has written."""
     way = "show it as it is to whoever asked" if precondition else "roll back, and read again before another attempt"
     return VersionConflictError(
         f"somebody else has written in between: {_describe_all(items)}. Nothing of this is kept: {way}",
@@ -183,7 +182,7 @@ def conflict_error(items: Sequence[VersionConflict], *, precondition: bool = Fal
 
 
 def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
-    """Return the error for rows that no other process has written, but a statement which the session cannot follow."""
+    """Return the error for rows that this session's own statement has written in a way that the session cannot follow."""
     return PgfenceError(
         f"{_describe_all(items)}: this session's own statement or flush has written it since. This is not a conflict with another process, and"
         " retrying would fail the same way. The session follows update(), insert() and synchronized delete() through"
@@ -193,7 +192,7 @@ def own_statement_error(items: Sequence[VersionConflict]) -> PgfenceError:
 
 
 def not_written_error(what: str) -> PgfenceError:
-    """Return the error for rows that nobody else has written and that were not written all the same."""
+    """Return the error for rows that were not written although no other process has changed them."""
     return PgfenceError(
         f"{what} No other process has written the rows, so this is not a conflict, and retrying would fail the same way: a"
         " BEFORE trigger that returns NULL or a row-level security policy keeps rows from being written, or this session's own"
@@ -202,7 +201,7 @@ def not_written_error(what: str) -> PgfenceError:
 
 
 def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
-    """Return the error for rows that were written, and whose version a trigger should have raised."""
+    """Return the error for a row that was written and whose version no trigger has raised."""
     table = version_table(mapper)
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
     return SchemaError(
@@ -224,7 +223,7 @@ def _describe(item: VersionConflict) -> str:
 
 
 def switched_class_error(state: State, replaced: State) -> PgfenceError:
-    """Return the error for an instance of another class under the key of one that the same flush deletes."""
+    """Return the error for a new instance that has the key of a deleted one of another class."""
     name, other = state.class_.__name__, replaced.class_.__name__
     return PgfenceError(
         f"{name} {identity_of(replaced)} was added under the key of a row of class {other} that the same flush deletes. SQLAlchemy makes"
@@ -234,7 +233,7 @@ def switched_class_error(state: State, replaced: State) -> PgfenceError:
 
 
 def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
-    """Return the error for a row that is about to be written and whose version is NULL."""
+    """Return the error for a row to be written whose version is NULL."""
     table = version_table(mapper)
     command = backfill(Target(table.name, table.schema).quoted, version_column(mapper).name)
     return SchemaError(

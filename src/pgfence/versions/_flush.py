@@ -1,4 +1,4 @@
-"""What is looked at when a flush comes to a versioned row: the version it was read at, and whether it can be guarded."""
+"""Prepare each versioned row that a flush writes: check that its version was read, and raise it where SQLAlchemy does not."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
 
 def prepare_row(mapper: Mapper[object], state: State) -> None:
-    """Prepare a row that is about to be inserted or updated; nothing changes it any more ahead of its statement."""
+    """Prepare a row that is about to be inserted or updated, after all listeners that may still change it."""
     if state.key is None:
         _insert(mapper, state)
     elif sends_update(state):
         _update(mapper, state)
     elif mode_of(mapper) == "server" and state.dict.get(ATTRIBUTE, state) is None:
-        check_version(mapper, state)  # SQLAlchemy rejects it, too, and does not say how to fill the column
+        # SQLAlchemy would reject a NULL version as well, but would not say how to fill the column.
+        check_version(mapper, state)
 
 
 def _insert(mapper: Mapper[object], state: State) -> None:
     flush, batch = NOW.get(), batch_of(state)
     if flush is None or flush.session is not state.session:
-        # A plain Session: SQLAlchemy compares the version, but sends an empty SET where the server counts.
+        # In a plain Session SQLAlchemy compares the version, but with mode "server" it would send an UPDATE with an empty SET.
         if mapper.version_id_generator is False and (replaced := _find_deleted(mapper, state)) is not None:
             _touch_switched(state, replaced)
         return
@@ -52,7 +53,7 @@ def _insert(mapper: Mapper[object], state: State) -> None:
                 compare(batch, [replaced])
             batch.locked[state] = batch.locked[replaced]
         if replaced is not None or not _returns_version(mapper):
-            batch.written[state] = None  # its version is read after the flush
+            batch.written[state] = None  # `_confirm` reads its version after the flush
         raise_version(mapper, state, batch.locked.get(state))
 
 
@@ -101,12 +102,12 @@ def _before_delete(mapper: Mapper[object], _connection: Connection, state: State
 
 
 def touch(target: object) -> None:
-    """Make a flush write the row that has the version, though none of its columns has changed."""
+    """Make a flush write the row that has the version, although none of its columns has changed."""
     flag_modified(target, _column_of(target))
 
 
 def _touch_switched(state: State, replaced: State) -> None:
-    """Make the UPDATE of a row switch write a column: with a key alone there is nothing that the server could count."""
+    """Make the UPDATE that replaces a deleted row write a column: without one no trigger would run."""
     columns = {column for column in version_column(state.mapper).table.c if not column.primary_key}
     attributes = state.mapper.column_attrs
     if any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
@@ -118,13 +119,13 @@ def _touch_switched(state: State, replaced: State) -> None:
                 f"{state.class_.__name__}: a row that has only a key cannot be replaced in one flush: flush() after the delete"
             )
         name = ATTRIBUTE
-    # As it is in the table: the new instance does not have the value.
+    # The column itself as the value: the new instance does not have the value that is in the table.
     state.dict[name] = attributes[name].columns[0]
     flag_modified(state.obj(), name)
 
 
 def _column_of(target: object) -> str:
-    """Return the attribute of a column that may be written once more as it is, loaded."""
+    """Return the attribute of a column that can be written again unchanged; it is loaded."""
     mapper = inspect(target).mapper
     name = _find_spare_column(target)
     if name is not None:
@@ -139,7 +140,7 @@ def _column_of(target: object) -> str:
 
 
 def _find_spare_column(target: object) -> str | None:
-    """Return the attribute of a column beside the key and the version that can be written as it is, if possible a loaded one."""
+    """Return the attribute of a column, other than key and version, that can be written unchanged; a loaded one if possible."""
     state: State = inspect(target)
     mapper, found = state.mapper, None
     table = version_column(mapper).table
@@ -147,7 +148,7 @@ def _find_spare_column(target: object) -> str | None:
         column = prop.columns[0]
         if not isinstance(column, Column) or name == ATTRIBUTE or column not in table.c.values() or column.primary_key:
             continue
-        # A column that changes by itself has to be left to do so. PostgreSQL rejects what is assigned to GENERATED ALWAYS.
+        # Writing a column that has an `onupdate` would suppress it. PostgreSQL rejects values for GENERATED ALWAYS.
         if column.onupdate is not None or column.server_onupdate is not None or column.computed is not None:
             continue
         if column.identity is not None and column.identity.always:
@@ -162,23 +163,24 @@ def _find_spare_column(target: object) -> str | None:
 
 
 def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
-    """Let the UPDATE of a batch write the next version."""
+    """Set the next version of a row that a batch writes."""
     if mapper.version_id_generator:
         state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
         flag_modified(state.obj(), ATTRIBUTE)
 
 
 def check_version(mapper: Mapper[object], state: State) -> None:
-    """Raise unless a row that is about to be written has a version; read it if it is not loaded."""
+    """Raise unless a row to be written has a version; load it if it is not loaded."""
     if state.dict.get(ATTRIBUTE) is None and getattr(state.obj(), ATTRIBUTE) is None:
         raise missing_version_error(mapper, identity_of(state))
 
 
 def _load_version(state: State, _context: QueryContext, names: Iterable[str] | None) -> None:
-    """Read columns of an expired instance again, with the version: `refresh()` of some columns and deferred ones leave it out."""
+    """Load columns of an expired instance together with the version, which a refresh of some columns leaves out."""
     session, target = state.session, state.obj()
     if ATTRIBUTE in state.dict or names is None or session is None or target is None:
         return
+    # A version that is read after the columns could belong to a later state of the row, and a change in between be lost.
     loaded = [name for name in names if name in state.mapper.column_attrs]
     if loaded:
         with session.no_autoflush:
@@ -186,10 +188,10 @@ def _load_version(state: State, _context: QueryContext, names: Iterable[str] | N
 
 
 def check_read(mapper: Mapper[object], state: State) -> None:
-    """Raise if columns of a row that is about to be written were read without its version.
+    """Raise if columns of a row to be written were read without its version.
 
     Raises:
-        VersionRequiredError: some were.
+        VersionRequiredError: columns were read without the version.
     """
     keys = {prop.key for prop in mapper._identity_key_props}
     for name in set(mapper.column_attrs.keys()) - keys:

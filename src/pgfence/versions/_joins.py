@@ -1,4 +1,4 @@
-"""How rows refer to the row they belong to, for each relationship that counts."""
+"""How rows refer to the row they belong to, for each relationship in `__version_relationships__`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _INFO = "pgfence_joins"
 _UNKNOWN = object()
-"""In place of a value that an INSERT or UPDATE evaluates."""
+"""Stands for a value that the database computes."""
 
 
 class Join:
     """The condition by which rows refer to their owner.
 
-    With many-to-many relationships the rows say nothing of their owners: a change of a row does not count, only its deletion.
+    In a many-to-many relationship the rows do not refer to their owners: only the deletion of a row counts, not its change.
 
     Attributes:
         prop: the relationship.
@@ -60,7 +60,7 @@ class Join:
         return tuple(places[each] for each in key) if set(key) == set(places) else None
 
     def get_before(self, state: State) -> Values | None:
-        """Return the values of a row as they are in its table; None if they are not in memory."""
+        """Return the values of a row as they are in its table; None if not all are in memory."""
         values = tuple(
             state.committed_state[name] if name in state.committed_state else state.dict.get(name, _UNKNOWN)
             for name in self.names
@@ -69,10 +69,10 @@ class Join:
         return None if unknown else values
 
     def get_after(self, state: State, coming: Mapping[str, object]) -> Values:
-        """Return the values of a row as the flush is about to write them.
+        """Return the values of a row as the flush will write them.
 
         Raises:
-            TypeError: the database evaluates one that refers to the owner.
+            TypeError: the database computes a value that refers to the owner.
         """
         values = tuple(coming[name] if name in coming else _read_assigned(state, name) for name in self.names)
         for name, value in zip(self.names, values, strict=True):
@@ -90,14 +90,14 @@ class Join:
         return any(name in coming or name in state.committed_state for name in self.names)
 
     def has_owner(self, values: Values) -> bool:
-        """Return whether there can be an owner for values of a row."""
+        """Return whether a row with these values can have an owner: NULL refers to none."""
         return all(value is not None for name, value in zip(self.names, values, strict=True) if name in self._pairs)
 
     def owner_of(self, values: Values) -> ColumnElement[bool]:
         """Return the condition for the owners of rows with these values."""
         named = dict(zip(self.names, values, strict=True))
         if _UNKNOWN in values:
-            # One owner too many is counted rather than one too few.
+            # The rest of the condition is left out: counting one owner too many is safe, one too few loses a conflict.
             return and_(*[ours == named[name] for name, ours in self._pairs.items()])
 
         def replace(element: ExternallyTraversible, **_: object) -> ExternallyTraversible | None:
@@ -110,10 +110,10 @@ class Join:
 
 
 def register_join(prop: RelationshipProperty[object]) -> None:
-    """Note a relationship that counts, at the class it leads to.
+    """Register a relationship that counts with the class that it leads to.
 
     Raises:
-        ValueError: its rows do not tell by their own columns which owner they have.
+        ValueError: the owner of a row cannot be found by the columns of the row.
     """
     joins: dict[object, Join] = prop.mapper.class_manager.info.setdefault(_INFO, {})
     if prop not in joins:

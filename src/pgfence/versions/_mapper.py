@@ -73,7 +73,7 @@ class SentUpdate(Update):
     def _record_written(self, parameters: Parameters, result: CursorResult[Any]) -> object:
         """Note a row that was written, and return its version where the server has made it."""
         if result.rowcount != 1:
-            # SQLAlchemy counts after it has put the next version into memory, where the one that was expected is lost.
+            # Raised here, before SQLAlchemy puts the next version into memory, which would lose the one that was expected.
             raise StaleDataError(
                 f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
             )
@@ -113,7 +113,7 @@ class SentPostUpdate(SentUpdate):
         for parameters in distilled_params:
             if parameters.get(column._label) is None:
                 raise missing_version_error(self.mapper, _key_in(self.mapper, parameters))
-            # One by one: several cannot return their versions, and their count does not say which was not written.
+            # One by one: executemany returns no versions, and its count does not say which row was not written.
             result = Update._execute_on_connection(self, connection, [parameters], execution_options)
             version = self._record_written(parameters, result)
             context = result.context
@@ -127,8 +127,7 @@ class SentPostUpdate(SentUpdate):
 class SentDelete(Delete):
     """The DELETE of rows at the versions they were read at, which raises if one was not there.
 
-    SQLAlchemy adds the counts of several up, and then trusts the sum only where a driver can count many rows at once, and the
-    mapper has not switched `confirm_deleted_rows` off.
+    SQLAlchemy itself checks the count only where the driver can count several rows at once and `confirm_deleted_rows` is on.
     """
 
     inherit_cache = True
@@ -150,12 +149,12 @@ class SentDelete(Delete):
     ) -> Any:
         flush, mapper = NOW.get(), self.mapper
         if len(distilled_params) > 1 and flush is not None and flush.shares_connection(mapper):
-            # A rollback brings back rows that another session has deleted through the same connection, so each is counted now.
+            # Counted one by one and now: the rollback would restore rows that another session deleted on this connection.
             results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
             return SimpleNamespace(rowcount=len(results))
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         several = len(distilled_params) > 1
-        # A batch reads the rows after the flush: some drivers cannot count several at once.
+        # Some drivers cannot count several rows at once. `_confirm` reads the rows of a batch after the flush.
         uncounted = several and flush is not None and flush.emitting and self.batches
         written = uncounted or result.rowcount == len(distilled_params)
         if flush is not None and (written or several):
@@ -179,9 +178,9 @@ def _key_in(mapper: Mapper[object], parameters: Parameters) -> Key:
 def _raise_versions(
     flush: Flush, mapper: Mapper[object], parameters: Sequence[Parameters], connection: Connection
 ) -> None:
-    """Lock and compare the rows that a batch has not come upon yet, and raise the versions in the parameters of an UPDATE."""
+    """Lock and compare the rows that a batch has not locked yet, and raise the versions in the parameters of their UPDATE."""
     assert flush.context is not None
-    # By the keys in memory, of which SQLAlchemy has made the parameters: a row that was added has no identity yet.
+    # By the keys in memory, as SQLAlchemy does for the parameters: a row that was added has no identity yet.
     states = {
         tuple(state.mapper.primary_key_from_instance(state.obj())): state
         for state in flush.context.post_update_states[mapper][0]
@@ -213,7 +212,7 @@ class VersionedMapper(Mapper[object]):
 
     @property
     def version_id_col(self) -> ColumnElement[object] | None:
-        # Asked several times for each row of a flush.
+        # SQLAlchemy reads this several times for each row of a flush, so it must stay cheap.
         flush = NOW.get()
         return None if flush is not None and flush.emitting and self.batches else self.__dict__["version_id_col"]
 
@@ -245,19 +244,19 @@ class VersionedMapper(Mapper[object]):
 
     @property
     def _version_id_has_server_side_value(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # SQLAlchemy would make each UPDATE anew to add the RETURNING; here it is in the one that is kept.
+        # True would make SQLAlchemy build each UPDATE again to add RETURNING. `_memo` adds it to the cached one.
         return self.version_id_col is not None and self._kept[1] and not self.batches
 
     @HasMemoized.memoized_attribute
     def _should_undefer_in_wildcard(self) -> set[ColumnElement[Any]]:
-        # Whatever load_only() and defer() leave out: a version that is read after the rest would let a change in between be lost.
+        # A version that is read after the other columns could belong to a later state, and a change in between be lost.
         found = self.__dict__["version_id_col"]
         cols: set[ColumnElement[Any]] = super()._should_undefer_in_wildcard
         return cols if found is None else {*cols, found}
 
     @memoized_property
     def _kept(self) -> tuple[object, bool]:
-        """What Mapper keeps once it was asked: asked here while there is a version column."""
+        """The values that Mapper caches on first access, read here while the version column is visible."""
         return super()._version_id_prop, super()._version_id_has_server_side_value
 
     @property
@@ -269,7 +268,7 @@ class VersionedMapper(Mapper[object]):
     def _validate_polymorphic_identity(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, given: RowCheck
     ) -> None:
-        # A subclass takes over what its base returns.
+        # The mapper of a subclass assigns what its base returns: this property's own value.
         if given is not _prepare_row:
             self.__dict__["_check"] = given
 
@@ -284,7 +283,7 @@ class VersionedMapper(Mapper[object]):
         version, batch = self.__dict__["version_id_col"], get_emitting()
         kind = _SENT.get(key[0])
         if version is None or kind is None or key[1] is not version.table:
-            # An UPDATE without the version must not be taken from here by a flush that relies on it.
+            # Under a key of its own: an UPDATE that was built without the version must not be reused outside a batch.
             return super()._memo(("batch", key) if batch else key, callable_)
 
         def make() -> Any:

@@ -1,9 +1,7 @@
-"""Instances whose rows are written by a statement of their own session.
+"""Keep instances apart from conflicts when a statement of their own session writes their rows.
 
-A flush compares the version that an instance was read at. If a statement of the same session has raised it since, a pending
-change would look like one that another session has overtaken. So the rows of pending changes are locked and compared before
-the statement is sent. A change that is based on the current row moves on to the version that the statement has made. A change
-that was out of date before keeps its version, and the flush rejects it.
+A pending change that is based on the current row gets the version that the statement has made. A pending change that was out
+of date before the statement keeps its version, so that the flush rejects it.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from pgfence._orm import State
 
 _OVERTAKEN: WeakKeyDictionary[State, tuple[object, object]] = WeakKeyDictionary()
-"""Pending changes that were out of date before a statement of their session: the version they were made at, and the row's."""
+"""Pending changes that were out of date before a statement of their session: their version, and that of the row."""
 
 _IN_SAVEPOINT: WeakKeyDictionary[SessionTransaction, set[Mapper[object]]] = WeakKeyDictionary()
 """The base classes whose rows were written by statements inside a savepoint."""
@@ -44,7 +42,7 @@ def collect_instances(state: ORMExecuteState, mapper: Mapper[object]) -> dict[St
     for transaction in _iterate_savepoints(session):
         _IN_SAVEPOINT.setdefault(transaction, set()).add(base)
     if state.execution_options.get("autoflush", True):
-        session._autoflush()  # as the statement does, but before rows are locked
+        session._autoflush()  # the statement would do it anyway; here it comes before rows are locked
     return {each: version_of(each) for each in session.identity_map.all_states() if each.mapper.base_mapper is base}
 
 
@@ -58,6 +56,7 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
     if not known:
         return lambda: None
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
+    # Before the statement: afterwards a version that another session wrote looks like one of the statement's.
     current = _lock_current(connection, base, known)
 
     def move() -> None:
@@ -72,7 +71,7 @@ def follow(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[State, o
 
 
 def find_overtaken(state: State, expected: object) -> tuple[object] | None:
-    """Return the version that another session's write had given the row of a pending change before a statement of this one."""
+    """Return the version that another session had written to the row of a pending change, before a statement of this session."""
     version, found = _OVERTAKEN.get(state, (None, None))
     return (found,) if version is not None and version == expected else None
 
@@ -108,7 +107,7 @@ def expire_written(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[
 
 
 def _is_pending(session: Session, state: State) -> bool:
-    # The flush also writes a row that counts the changes of related rows.
+    # A change of related rows makes the flush write this row as well.
     return state.modified or state in session._deleted or bool(versioned_class(state.mapper).__version_relationships__)
 
 
@@ -121,7 +120,7 @@ def _lock_current(connection: Connection, base: Mapper[object], known: dict[Stat
     if differing:
         here = find_written_here(connection, base, list(map(identity_of, differing)))
         for each, ours in zip(differing, here, strict=True):
-            # Of several statements the first sees what another session has written.
+            # Only the first of several statements can tell: afterwards the row has the version of that statement.
             if not ours and find_overtaken(each, known[each]) is None:
                 _OVERTAKEN[each] = known[each], now[each]
     return [each for each, version in known.items() if now[each] == version and identity_of(each) not in barred]
@@ -151,8 +150,9 @@ def _iterate_savepoints(session: Session) -> Iterator[SessionTransaction]:
 
 @event.listens_for(Session, "after_flush")
 def _note_flushed(session: Session, context: UOWTransaction) -> None:
-    """Note the rows that a flush in a savepoint has written: an instance may be dropped, and its row loaded again."""
+    """Record the keys of the rows that a flush in a savepoint has written."""
     for transaction in _iterate_savepoints(session):
+        # By key: the instance may be dropped, and another one loaded for the row.
         states = [each for each in context.states if is_versioned(each.mapper)]
         keys = {each.key or each.mapper._identity_key_from_state(each) for each in states}
         _FLUSHED_IN_SAVEPOINT.setdefault(transaction, set()).update(keys)
@@ -160,7 +160,7 @@ def _note_flushed(session: Session, context: UOWTransaction) -> None:
 
 @event.listens_for(Session, "after_soft_rollback")
 def _expire_rolled_back(session: Session, transaction: SessionTransaction) -> None:
-    """Expire instances that may have a version which the rollback has undone, and which another session can now make again."""
+    """Expire instances whose version the rollback may have undone: another session could write the same number again."""
     while not transaction.nested and transaction.parent is not None:
         transaction = transaction.parent
     written, flushed = _IN_SAVEPOINT.pop(transaction, ()), _FLUSHED_IN_SAVEPOINT.pop(transaction, ())

@@ -1,4 +1,4 @@
-"""Versions as they stand in the table, of many rows with one statement."""
+"""Read and lock the versions of many rows with one statement."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _build_key_table(
     names = [f"key_{place}" for place in range(len(columns))]
     arrays = [_build_array(name, each.type) for name, each in zip(names, columns, strict=True)]
     given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
-    # Rows are told by their place: a key that comes back may be equal to the one that was sent, and of another type.
+    # Rows are matched by position: the key that comes back may have another type than the one that was sent.
     wanted = func.unnest(*arrays).table_valued(*given, with_ordinality="place").render_derived("wanted")
     return wanted, and_(*[each == wanted.c[name] for each, name in zip(columns, names, strict=True)]), columns, names
 
@@ -94,11 +94,11 @@ def lock_rows(
         connection: in whose transaction.
         mapper: their class.
         keys: their primary keys.
-        deleting: some are to be deleted, so that others may not add rows that refer to them meanwhile.
+        deleting: some will be deleted, so that no other transaction may add rows that refer to them.
 
     Returns:
-        The version of each, None where there is none; and the keys of rows that are there and were not locked, because a
-        row-level security policy lets this role look at them only.
+        The version of each row, None where there is none; and the keys of rows that exist and were not locked, because a
+        row-level security policy lets this role only read them.
     """
     found = versions_of(connection, mapper, keys, lock={"key_share": not deleting})
     missing = [place for place, version in enumerate(found) if version is None]
@@ -132,7 +132,7 @@ def find_written_here(connection: Connection, mapper: Mapper[object], keys: Sequ
 @lru_cache(maxsize=1000)
 def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
     wanted, same, _, names = _build_key_table(mapper)
-    # Without the name of a table, so that it means the outer one where the table is a view, which has no xmin.
+    # Unqualified: if the table is a view, which has no xmin, the name resolves to the one of `absent`, NULL.
     name: ColumnElement[object] = literal_column("xmin")
     xmin = select(name).select_from(version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
     absent = select(null().label("xmin")).subquery("absent")
@@ -141,11 +141,11 @@ def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
     )
     own = _to_number(func.pg_catalog.pg_current_xact_id_if_assigned())
     end = _to_number(func.pg_catalog.pg_snapshot_xmax(func.pg_catalog.pg_current_snapshot()))
-    # xmin has the lower 32 bits. A savepoint has a higher number than its transaction.
+    # xmin is the lower 32 bits of the number. A savepoint has a higher number than its transaction.
     later = (rows.c.xmin - own % _XIDS + _XIDS) % _XIDS
     status = func.pg_catalog.pg_xact_status(cast(cast(own + later, Text), _Xid8))
-    # Other transactions whose rows this statement sees ended before its snapshot, so their numbers are below `end`. For higher
-    # numbers pg_xact_status would raise an error.
+    # Other transactions whose rows this statement sees ended before its snapshot, so their numbers are below `end`.
+    # pg_xact_status would raise an error for higher numbers.
     here = case(
         (later == 0, true()),
         (later >= _XIDS // 2, false()),
@@ -156,7 +156,7 @@ def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
 
 
 class Xid(UserDefinedType[int]):
-    """An int here, an xid there. It is sent as text: PostgreSQL compares no integer with an xid, and half of them are negative."""
+    """The type of the system column xmin: an int in Python, an xid in PostgreSQL, which starts at 0 again after 2**32."""
 
     cache_ok = True
 
@@ -168,6 +168,7 @@ class Xid(UserDefinedType[int]):
         return "XID"
 
     def bind_expression(self, bindvalue: BindParameter[int]) -> ColumnElement[int]:
+        # By way of text: PostgreSQL does not compare an integer with an xid, and an int4 would be negative for half of them.
         return cast(cast(bindvalue, Text), Xid)
 
     def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:

@@ -1,8 +1,7 @@
-"""What insert(), update() and delete() of a versioned class do to the versions of rows, and to instances in the session.
+"""Make insert(), update() and delete() of a versioned class raise the version of each row that they write.
 
-A flush knows which version each row was read at. A statement writes rows that nobody has read, so it raises the version of
-each, and those who have read them notice. A statement that cannot be made to is refused. Where a trigger raises the version
-nothing is added; there only the instances in the session are looked after.
+Sessions that have read the rows then notice the change. A statement that cannot be made to raise them is rejected. In mode
+"server" the trigger raises them, and only the instances in the session are updated here.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ _TABLES: WeakKeyDictionary[Table, ref[Mapper[object]]] = WeakKeyDictionary()
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Let a statement go out if every row that it changes gets another version.
+    """Execute a statement so that every row that it changes gets another version.
 
     Raises:
-        VersionRequiredError: it would leave versions as they are.
+        VersionRequiredError: it would leave versions unchanged.
         ValueError: it assigns the version, or has two sets of parameters for one row.
     """
     statement = state.statement
@@ -171,11 +170,12 @@ def _find_assigned(statement: object, parameters: object, mapper: Mapper[object]
 
 
 def _may_hold_another(statement: object) -> bool:
-    """Whether a statement names another one that writes. One look at what it reads: a look all through it is dear."""
+    """Return whether a statement may contain another one that writes."""
     if isinstance(statement, FromStatement) or getattr(statement, "_independent_ctes", None):
         return True
     if not isinstance(statement, Select):
         return False
+    # One level deep only: traversing the whole of each SELECT is expensive.
     joined = [each[0] for each in statement._setup_joins]
     read = [getattr(each, "table", each) for each in (*statement._raw_columns, *statement._from_obj, *joined)]
     return any(isinstance(each, CTE) for each in read)
@@ -208,7 +208,7 @@ def _raises_itself(statement: object, mapper: Mapper[object]) -> bool:
 
 
 def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[object]) -> AnyResult:
-    """Send an UPDATE for each row, that compares the version which came with it."""
+    """Execute an UPDATE for each row that compares the version given with it."""
     rows = state.parameters
     assert isinstance(rows, list)
     if mode_of(mapper) == "xmin":
@@ -219,7 +219,7 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
             "with a WHERE of its own, a row at another version is left out and nobody is told",
             "Leave the WHERE out",
         )
-    # SQLAlchemy takes None for no version, and compares nothing.
+    # For a version of None SQLAlchemy would send the UPDATE without comparing anything.
     if lacking := [row for row in rows if row.get(ATTRIBUTE) is None]:
         raise _unversioned_error(
             mapper,
@@ -235,14 +235,14 @@ def _update_by_key(state: ORMExecuteState, statement: Update, mapper: Mapper[obj
         result, loaded = _execute_followed(state, mapper)
     except StaleDataError as error:
         raise not_written_error(str(error)) from error
-    # SQLAlchemy puts the version of the parameters there, the one before.
+    # SQLAlchemy sets the version from the parameters, which is the old one.
     written = {mapper.identity_key_from_primary_key(key) for key in keys}
     expire(state.session, [each for each in loaded if each.key in written])
     return result
 
 
 def _compare(state: ORMExecuteState, mapper: Mapper[object], keys: list[Key], expected: list[object]) -> None:
-    """Lock the rows, so that a conflict is known by its rows and before the first is written."""
+    """Lock and compare the rows, so that a conflict names them and is raised before the first is written."""
     session = state.session
     session._autoflush()
     connection = session.connection(bind_arguments=dict(state.bind_arguments))
