@@ -10,7 +10,7 @@ from pgfence._api.inputs import DAY, check_async_engine_source
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE
-from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, length_of
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, parse_length
 from pgfence.effects._attempts import Reply, StoredResult, claim_async
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -116,8 +116,10 @@ class IdempotencyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the server calls this."""
-        request = _request(scope) if scope["type"] == "http" and self._rules.takes(scope["method"]) else None
-        if request is None or not self._rules.concern(request):
+        request = (
+            _parse_request(scope) if scope["type"] == "http" and self._rules.handles_method(scope["method"]) else None
+        )
+        if request is None or not self._rules.applies_to(request):
             await self._app(scope, receive, send)
             return
         found: _AsgiExchange | Reply | None
@@ -126,7 +128,7 @@ class IdempotencyMiddleware:
         except ProblemResponse as refusal:
             found = refusal.reply
         except PgfenceError as error:
-            found = answers.refused(error, str(request))
+            found = answers.build_refusal(error, str(request))
         if isinstance(found, _AsgiExchange):
             await found.run(self._app, scope)
         elif found is not None:
@@ -139,19 +141,19 @@ class IdempotencyMiddleware:
     ) -> _AsgiExchange | Reply | None:
         """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
         rules = self._rules
-        key, owner = rules.key(request), rules.owner(request, scope)
-        if RequestMarker.on(scope, request):
+        key, owner = rules.read_key(request), rules.find_principal(request, scope)
+        if RequestMarker.is_marked(scope, request):
             return None
-        body = await _body(receive, rules)
-        wanted = rules.wanted(request, owner, key, body)
+        body = await _read_body(receive, rules)
+        wanted = rules.build_effect_key(request, owner, key, body)
         try:
             found = await claim_async(self._engine, wanted, 0)
         except Exception as error:
-            if refusal := answers.unclaimed(error, str(request)):
+            if refusal := answers.find_claim_problem(error, str(request)):
                 raise refusal from error
             raise
         if isinstance(found, StoredResult):
-            return answers.replay(found)
+            return answers.build_replay(found)
         return _AsgiExchange(found, rules, request, body, receive, send)
 
 
@@ -169,24 +171,24 @@ class _AsgiExchange:
         self._size = 0
         self._open = asyncio.Event()
         self._gone = False
-        self._mark = RequestMarker(request)
+        self._marker = RequestMarker(request)
 
     async def run(self, app: App, scope: Scope) -> None:
-        self._mark.put(scope)
+        self._marker.mark(scope)
         if "extensions" in scope:
             offered = scope["extensions"] or {}
             scope["extensions"] = {name: offered[name] for name in offered if name not in _NOT_OFFERED}
         try:
             await app(scope, self.receive, self.send)
         except Exception as error:
-            await self._stopped(kind_of(error))
+            await self._end_stopped(kind_of(error))
             raise
         except BaseException as error:
-            self._mark.ended = True
+            self._marker.ended = True
             self._running.let_lapse(kind_of(error))
-            answers.lapsed(self._request, self._running.lapsed(kind_of(error)))
+            answers.log_lapse(self._request, self._running.lapsed(kind_of(error)))
             raise
-        await self._stopped("no response")
+        await self._end_stopped("no response")
 
     async def receive(self) -> Message:
         """Give the application the body, and news of the client only while an answer is on its way to it."""
@@ -204,9 +206,9 @@ class _AsgiExchange:
             if self._start is not None:
                 raise RuntimeError("http.response.start was sent twice")
             self._start = {**message, "headers": list(message.get("headers", ()))}
-            if self._rules.streams(_headers(self._start)):
-                await self._flow()
-        elif message["type"] == "http.response.body" and self._start is not None and not self._mark.ended:
+            if self._rules.is_streaming(_decode_headers(self._start)):
+                await self._start_streaming()
+        elif message["type"] == "http.response.body" and self._start is not None and not self._marker.ended:
             await self._add(self._start, message)
         else:
             await self._send(message)
@@ -215,24 +217,24 @@ class _AsgiExchange:
         self._chunks.append(message.get("body", b""))
         self._size += len(self._chunks[-1])
         if not self._open.is_set() and self._size > self._rules.max_body:
-            await self._flow()
+            await self._start_streaming()
         if not message.get("more_body", False):
             await self._complete(start)
         elif self._open.is_set():
             await self._flush(more=True)
 
-    async def _flow(self) -> None:
+    async def _start_streaming(self) -> None:
         """From now on the answer is sent as it comes."""
         assert self._start is not None
         self._open.set()
-        await self._pass(self._start)
+        await self._forward(self._start)
 
     async def _flush(self, *, more: bool) -> None:
         body = b"".join(self._chunks)
         self._chunks.clear()
-        await self._pass({"type": "http.response.body", "body": body, "more_body": more})
+        await self._forward({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _pass(self, message: Message) -> None:
+    async def _forward(self, message: Message) -> None:
         try:
             await self._send(message)
         except OSError:  # how a server says that the client has gone away
@@ -242,12 +244,14 @@ class _AsgiExchange:
     async def _complete(self, start: Message) -> None:
         """Record the answer, and then send it."""
         flows = self._open.is_set()
-        reply = self._rules.record(start["status"], _headers(start), None if flows else b"".join(self._chunks))
-        if self._mark.passing:
+        reply = self._rules.build_record(
+            start["status"], _decode_headers(start), None if flows else b"".join(self._chunks)
+        )
+        if self._marker.skips_recording:
             reply = None
         instead = None
         if reply is None:
-            await self._failed(f"status {start['status']}")
+            await self._end_failed(f"status {start['status']}")
         else:
             instead = await self._record(reply)
         self._open.set()
@@ -260,33 +264,33 @@ class _AsgiExchange:
 
     async def _record(self, reply: Reply) -> Reply | None:
         """Record an answer; return what the client gets in its place if it does not count any more."""
-        self._mark.ended = True
+        self._marker.ended = True
         try:
             await self._running.finish_reply(reply)
         except AttemptLostError as error:
-            return answers.refused(error, str(self._request))
+            return answers.build_refusal(error, str(self._request))
         except Exception:
             # The work is done, and the client may know it.
             answers.log.exception("%s: the answer is not recorded", self._request)
         return None
 
-    async def _stopped(self, how: str) -> None:
+    async def _end_stopped(self, how: str) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
-        if self._gone and self._start is not None and not self._mark.ended:
+        if self._gone and self._start is not None and not self._marker.ended:
             # It has answered, and only its client has kept it from sending all of that.
-            reply = self._rules.record(self._start["status"], _headers(self._start), None)
+            reply = self._rules.build_record(self._start["status"], _decode_headers(self._start), None)
             if reply is not None:
                 await self._record(reply)
-        await self._failed(how)
+        await self._end_failed(how)
 
-    async def _failed(self, how: str) -> None:
+    async def _end_failed(self, how: str) -> None:
         """End the attempt without a record, unless it has ended."""
-        if self._mark.ended:
+        if self._marker.ended:
             return
-        self._mark.ended = True
-        if not self._rules.frees:
+        self._marker.ended = True
+        if not self._rules.free_on_failure:
             row = await self._running.lapse(how)
-            answers.lapsed(self._request, self._running.lapsed(how, row))
+            answers.log_lapse(self._request, self._running.lapsed(how, row))
             return
         try:
             await self._running.free()
@@ -294,7 +298,7 @@ class _AsgiExchange:
             answers.log.exception("%s: the key is not free", self._request)
 
 
-def _request(scope: Scope) -> HttpRequest:
+def _parse_request(scope: Scope) -> HttpRequest:
     root, path = scope.get("root_path", "").rstrip("/"), scope["path"]
     # Some servers put the root into the path as well.
     if root and path.startswith(root) and path[len(root) :][:1] in ("", "/"):
@@ -313,14 +317,14 @@ def _request(scope: Scope) -> HttpRequest:
         elif name == b"content-type":
             content_type = value
         elif name == b"content-length":
-            length = length_of(value.decode("latin-1"))
+            length = parse_length(value.decode("latin-1"))
     if cookies:
         credentials.append(b"cookie:" + b"; ".join(cookies))
     query = scope.get("query_string", b"")
     return HttpRequest(scope["method"], root, path, query, content_type, tuple(keys), tuple(credentials), length)
 
 
-async def _body(receive: Receive, rules: Rules) -> bytes:
+async def _read_body(receive: Receive, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -334,12 +338,12 @@ async def _body(receive: Receive, rules: Rules) -> bytes:
             raise ProblemResponse(BODY_INCOMPLETE)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
-        rules.fits(size)
+        rules.check_length(size)
         more = message.get("more_body", False)
     return b"".join(chunks)
 
 
-def _headers(start: Message) -> list[tuple[str, str]]:
+def _decode_headers(start: Message) -> list[tuple[str, str]]:
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in start.get("headers", ())]
 
 

@@ -11,7 +11,7 @@ import logging
 from enum import Enum
 from functools import partial
 from string import Formatter
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, overload
 from urllib.parse import quote
 
 from fastapi import Depends, Header, HTTPException, Request, Response, WebSocket, routing
@@ -19,8 +19,8 @@ from fastapi.exceptions import RequestValidationError
 
 from pgfence._api.inputs import is_async_session
 from pgfence._http import openapi
-from pgfence._http.dependants import checked_root, declared, signature
-from pgfence._http.endpoint import in_a_thread, on_a_loop, payload_of, scope_of
+from pgfence._http.dependants import build_signature, check_root, find_parameter
+from pgfence._http.endpoint import build_scope, is_on_loop, read_payload, wait_in_thread
 from pgfence._http.problems import (
     MEDIA_TYPE,
     NAME_INVALID,
@@ -30,7 +30,7 @@ from pgfence._http.problems import (
     problem_of,
     retry_headers,
 )
-from pgfence._http.rules import RequestMarker, UnusableKeyError, key_of
+from pgfence._http.rules import RequestMarker, UnusableKeyError, parse_key
 from pgfence._values.codec import Codec
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from fastapi import FastAPI
+    from fastapi.dependencies.models import Dependant
 
     from pgfence._http.problems import Problem
     from pgfence._process.clock import Seconds
@@ -63,8 +64,8 @@ def install_error_handlers(app: FastAPI) -> None:
     The OpenAPI document has these problems at the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
     `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also has the header of the middleware.
     """
-    app.add_exception_handler(PgfenceError, cast("Any", _answer))
-    app.add_exception_handler(_Refused, cast("Any", _refuse))
+    app.add_exception_handler(PgfenceError, _answer)  # type: ignore[arg-type]
+    app.add_exception_handler(_Refused, _refuse)  # type: ignore[arg-type]
     # Newer versions of FastAPI put what the inclusion of a router adds beside the route.
     openapi.describe(app, getattr(routing, "iter_route_contexts", iter), _problems_of)
 
@@ -92,7 +93,7 @@ async def _answer(asked: Request | WebSocket, error: PgfenceError) -> Response:
     level, trace = (logging.ERROR, error) if status >= 500 else (logging.INFO, None)
     log.log(level, "%s %s: %s", asked.method, quote(asked.scope["path"], errors="replace"), error, exc_info=trace)
     if (problem := problem_of(error)) is OUTCOME_UNKNOWN:
-        RequestMarker.pass_on(asked.scope)
+        RequestMarker.skip_recording(asked.scope)
     return _response(problem.reply(None, *retry_headers(error).items()))
 
 
@@ -108,7 +109,7 @@ def _response(reply: Reply) -> Response:
 
 async def _usable_key(request: Request) -> str:
     try:
-        return key_of(request.headers.getlist(openapi.HEADER))
+        return parse_key(request.headers.getlist(openapi.HEADER))
     except UnusableKeyError as error:
         raise _Refused(error.problem, str(error)) from error
 
@@ -161,20 +162,24 @@ class Locked:
         if not names or not all(map(str.isidentifier, self._fields)):
             raise ValueError(f"a lock needs a name, and a field is the name of a parameter of the path: {names}")
         self._names, self._session, self._timeout = names, session, timeout
-        self.__signature__ = signature(request=Request, session=Depends(session, scope="function"))
+        self.__signature__ = build_signature(request=Request, session=Depends(session, scope="function"))
 
     async def __call__(self, *, request: Request, session: Any) -> None:
         """Take the lock; FastAPI calls this."""
-        root = checked_root(request.scope, self._session)
-        values = {field: _value(root, field, request.path_params) for field in self._fields}
-        is_async = is_async_session(session)
-        kind: Any = AsyncTransactionLock if is_async else TransactionLock
+        root = check_root(request.scope, self._session)
+        values = {field: _parse_value(root, field, request.path_params) for field in self._fields}
+        names = [name.format(**values) for name in self._names]
         try:
-            lock = kind(session, *(name.format(**values) for name in self._names))
+            if is_async_session(session):
+                lock: AsyncTransactionLock | TransactionLock = AsyncTransactionLock(session, *names)
+            else:
+                lock = TransactionLock(session, *names)
         except ValueError as error:
             raise _Refused(NAME_INVALID, f"{error}.") from error
-        acquire = partial(lock.acquire, timeout=self._timeout)
-        await (acquire() if is_async else in_a_thread(acquire))
+        if isinstance(lock, AsyncTransactionLock):
+            await lock.acquire(timeout=self._timeout)
+        else:
+            await wait_in_thread(partial(lock.acquire, timeout=self._timeout))
 
 
 class IdempotentCall(Generic[T]):
@@ -182,7 +187,7 @@ class IdempotentCall(Generic[T]):
 
     def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
         once._used = True  # an endpoint that answers 404 before it calls `run` is no mistake
-        self._once: Any = once
+        self._once = once
         self._response = response
 
     @overload
@@ -203,16 +208,16 @@ class IdempotentCall(Generic[T]):
             PgfenceError: as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
-            return self._run_async(fn)
-        if on_a_loop():
+            return self._run_async(self._once, fn)
+        if is_on_loop():
             raise TypeError("run() on a Session stops the event loop: an async endpoint needs an AsyncSession")
-        return self._told(self._once.run(fn))
+        return self._mark_replayed(self._once.run(fn))
 
-    async def _run_async(self, fn: Callable[[], Awaitable[T]]) -> T:
-        return self._told(await self._once.run(fn))
+    async def _run_async(self, once: AsyncIdem[T], fn: Callable[[], Awaitable[T]]) -> T:
+        return self._mark_replayed(await once.run(fn))
 
-    def _told(self, value: T) -> T:
-        if self._once._op.replayed:
+    def _mark_replayed(self, value: T) -> T:
+        if self._once._op is not None and self._once._op.replayed:
             self._response.headers["Idempotent-Replayed"] = "true"
         return value
 
@@ -236,16 +241,16 @@ class Idempotent(Generic[T]):
         Codec.of(result)
         self._session, self._result = session, result
         asked = {"session": Depends(session, scope="function"), "principal": Depends(principal)}
-        self.__signature__ = signature(request=Request, response=Response, **asked, key=Depends(idempotency_key))
+        self.__signature__ = build_signature(request=Request, response=Response, **asked, key=Depends(idempotency_key))
 
     async def __call__(
         self, *, request: Request, response: Response, session: Any, principal: str, key: str
     ) -> IdempotentCall[T]:
         """Return the key of the request; FastAPI calls this. The database is asked by `run`."""
-        checked_root(request.scope, self._session)
-        payload = await payload_of(request, Request)
+        check_root(request.scope, self._session)
+        payload = await read_payload(request, Request)
         try:
-            scope = scope_of(request.method, request.scope["path"], principal)
+            scope = build_scope(request.method, request.scope["path"], principal)
         except ValueError as error:
             raise _Refused(PRINCIPAL_MISSING) from error
         try:
@@ -255,8 +260,8 @@ class Idempotent(Generic[T]):
         return IdempotentCall(once, response)
 
 
-def _value(root: Any, field: str, given: dict[str, Any]) -> Any:
-    value, errors = declared(root, field).validate(given[field], {}, loc=("path", field))
+def _parse_value(root: Dependant, field: str, given: dict[str, object]) -> object:
+    value, errors = find_parameter(root, field).validate(given[field], {}, loc=("path", field))
     if errors:
         raise RequestValidationError(errors)
     return value.value if isinstance(value, Enum) else value

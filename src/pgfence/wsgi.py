@@ -10,7 +10,7 @@ from pgfence._api.inputs import DAY, check_engine_source
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
-from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, announced, length_of
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, announced_length, parse_length
 from pgfence.effects._attempts import Reply, StoredResult, claim
 from pgfence.effects._ends import kind_of
 from pgfence.errors import AttemptLostError, PgfenceError
@@ -82,8 +82,8 @@ class IdempotencyMiddleware:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request; the server calls this."""
-        request = _request(environ) if self._rules.takes(environ["REQUEST_METHOD"]) else None
-        if request is None or not self._rules.concern(request):
+        request = _parse_request(environ) if self._rules.handles_method(environ["REQUEST_METHOD"]) else None
+        if request is None or not self._rules.applies_to(request):
             return self._app(environ, start_response)
         found: _WsgiExchange | Reply | None
         try:
@@ -91,7 +91,7 @@ class IdempotencyMiddleware:
         except ProblemResponse as refusal:
             found = refusal.reply
         except PgfenceError as error:
-            found = answers.refused(error, str(request))
+            found = answers.build_refusal(error, str(request))
         if isinstance(found, _WsgiExchange):
             return found.run(self._app, environ)
         return self._app(environ, start_response) if found is None else _send(found, start_response)
@@ -101,19 +101,19 @@ class IdempotencyMiddleware:
     ) -> _WsgiExchange | Reply | None:
         """Claim the key of a request, or return what was recorded under it; None: another one of ours, outside, has it."""
         rules = self._rules
-        key, owner = rules.key(request), rules.owner(request, environ)
-        if RequestMarker.on(environ, request):
+        key, owner = rules.read_key(request), rules.find_principal(request, environ)
+        if RequestMarker.is_marked(environ, request):
             return None
-        body = _body(environ, request, rules)
-        wanted = rules.wanted(request, owner, key, body)
+        body = _read_body(environ, request, rules)
+        wanted = rules.build_effect_key(request, owner, key, body)
         try:
             found = claim(self._engine, wanted, 0)
         except Exception as error:
-            if refusal := answers.unclaimed(error, str(request)):
+            if refusal := answers.find_claim_problem(error, str(request)):
                 raise refusal from error
             raise
         if isinstance(found, StoredResult):
-            return answers.replay(found)
+            return answers.build_replay(found)
         environ["wsgi.input"] = BytesIO(body)
         return _WsgiExchange(found, rules, request, start_response)
 
@@ -131,11 +131,11 @@ class _WsgiExchange:
         self._streams = False
         self._length: int | None = None
         self._gone = False
-        self._mark = RequestMarker(request)
+        self._marker = RequestMarker(request)
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
         parts: Iterable[bytes] = ()
-        self._mark.put(environ)
+        self._marker.mark(environ)
         try:
             parts = app(environ, self.start_response)
             rest = iter(parts)
@@ -143,10 +143,10 @@ class _WsgiExchange:
                 self._chunks.append(chunk)
                 self._size += len(chunk)
                 if self._flows:
-                    return _Answer(self, self._flow(rest), parts)
+                    return _Answer(self, self._start_streaming(rest), parts)
             return _Answer(self, iter(self._complete()), parts)
         except BaseException as error:
-            self._stopped(error)
+            self._end_stopped(error)
             try:
                 _close(parts)
             except Exception as failure:
@@ -165,8 +165,8 @@ class _WsgiExchange:
         self._started = status, headers
         self._chunks.clear()
         self._size = 0
-        self._streams = self._rules.streams(headers)
-        self._length = announced(headers)
+        self._streams = self._rules.is_streaming(headers)
+        self._length = announced_length(headers)
         return self.write
 
     def write(self, data: bytes) -> None:
@@ -199,7 +199,7 @@ class _WsgiExchange:
     def _begin(self) -> Callable[[bytes], object]:
         return self._server(*self._begun)
 
-    def _flow(self, rest: Iterator[bytes]) -> Iterator[bytes]:
+    def _start_streaming(self, rest: Iterator[bytes]) -> Iterator[bytes]:
         """Send what there is and what comes. What completes an announced length is held back until it is recorded."""
         held: list[bytes] = []
         try:
@@ -216,7 +216,7 @@ class _WsgiExchange:
                     self._size += len(part)
             self._record(None)
         except BaseException as error:
-            self._stopped(error)
+            self._end_stopped(error)
             raise
         yield from held
 
@@ -234,15 +234,15 @@ class _WsgiExchange:
     def _record(self, body: bytes | None) -> Reply | None:
         """Record an answer; return what the client gets in its place if it does not count any more."""
         status, headers = self._begun
-        reply = self._rules.record(int(status.split(" ", 1)[0]), headers, body)
+        reply = self._rules.build_record(int(status.split(" ", 1)[0]), headers, body)
         if reply is None:
-            self._failed(None)
+            self._end_failed(None)
             return None
-        self._mark.ended = True
+        self._marker.ended = True
         try:
             self._running.finish_reply(reply)
         except AttemptLostError as error:
-            return answers.refused(error, str(self._request))
+            return answers.build_refusal(error, str(self._request))
         except Exception:
             # The work is done, and the client may know it.
             answers.log.exception("%s: the answer is not recorded", self._request)
@@ -251,30 +251,30 @@ class _WsgiExchange:
     def give_up(self) -> None:
         """End the attempt of an answer that the server does not ask for any more."""
         self._gone = True
-        self._stopped(None)
+        self._end_stopped(None)
 
-    def _stopped(self, error: BaseException | None) -> None:
+    def _end_stopped(self, error: BaseException | None) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
         # One that has answered, and was only kept from sending all of that by its client, has not failed.
         answered = self._started is not None and isinstance(error, Exception | None)
-        if self._gone and answered and not self._mark.ended:
+        if self._gone and answered and not self._marker.ended:
             self._record(None)
-        self._failed(error)
+        self._end_failed(error)
 
-    def _failed(self, error: BaseException | None) -> None:
+    def _end_failed(self, error: BaseException | None) -> None:
         """End the attempt without a record, unless it has ended."""
-        if self._mark.ended:
+        if self._marker.ended:
             return
-        self._mark.ended = True
+        self._marker.ended = True
         begun = self._started
         how = kind_of(error) if error else f"status {begun[0]}" if begun else "no response"
         if not isinstance(error, Exception | None):
             self._running.let_lapse(how)
-            answers.lapsed(self._request, self._running.lapsed(how))
+            answers.log_lapse(self._request, self._running.lapsed(how))
             return
-        if not self._rules.frees:
+        if not self._rules.free_on_failure:
             row = self._running.lapse(how)
-            answers.lapsed(self._request, self._running.lapsed(how, row))
+            answers.log_lapse(self._request, self._running.lapsed(how, row))
             return
         try:
             self._running.free()
@@ -305,7 +305,7 @@ def _close(parts: object) -> None:
         close()
 
 
-def _request(environ: WSGIEnvironment) -> HttpRequest:
+def _parse_request(environ: WSGIEnvironment) -> HttpRequest:
     key = environ.get("HTTP_IDEMPOTENCY_KEY")
     credentials = [
         f"{name.lower()}:{value}".encode("latin-1")
@@ -320,7 +320,7 @@ def _request(environ: WSGIEnvironment) -> HttpRequest:
         environ.get("CONTENT_TYPE", "").encode("latin-1"),
         () if key is None else (key,),
         tuple(credentials),
-        length_of(environ.get("CONTENT_LENGTH", "")),
+        parse_length(environ.get("CONTENT_LENGTH", "")),
     )
 
 
@@ -329,7 +329,7 @@ def _text(raw: str) -> str:
     return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
-def _body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> bytes:
+def _read_body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> bytes:
     """Return the body of a request.
 
     Raises:
@@ -347,7 +347,7 @@ def _body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> bytes
         chunks.append(chunk)
         left -= len(chunk)
     body = b"".join(chunks)
-    rules.fits(len(body))
+    rules.check_length(len(body))
     if request.length is not None and left:
         raise ProblemResponse(BODY_INCOMPLETE)
     return body

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._http.answers import UNKEPT, ProblemResponse, kept, refused, replay
+from pgfence._http.answers import UNRECORDABLE, ProblemResponse, build_refusal, build_replay, recordable_headers
 from pgfence._http.problems import KEY_INVALID, retry_headers
-from pgfence._http.routes import routes_of
-from pgfence._http.rules import SHOWN, HttpRequest, Rules, key_of, length_of
+from pgfence._http.routes import compile_routes
+from pgfence._http.rules import SHOWN, HttpRequest, Rules, parse_key, parse_length
 from pgfence.effects._wanted import Reply, StoredResult
 from pgfence.errors import (
     AttemptLostError,
@@ -72,7 +72,7 @@ def request(**known: Any) -> HttpRequest:
 )
 def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> None:
     """What RFC 9651 calls a string, and the bare form, are one key."""
-    assert key_of([value]) == key
+    assert parse_key([value]) == key
 
 
 @every_row(
@@ -111,14 +111,14 @@ def test_a_key_is_a_string_with_or_without_its_quotes(value: str, key: str) -> N
 def test_what_is_no_key_is_refused_in_words_for_the_client(values: list[str]) -> None:
     """C108: none, several, too long, blank, or with characters that no string has."""
     with pytest.raises(ValueError, match=r"^(The|This) .*Idempotency-Key.*\.$"):
-        key_of(values)
+        parse_key(values)
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=120).filter(str.strip))
 def test_every_printable_text_is_a_key_when_it_is_quoted(key: str) -> None:
     """What a client quotes by the book comes out as it went in."""
     quoted = key.replace("\\", "\\\\").replace('"', '\\"')
-    assert key_of([f'"{quoted}"']) == key
+    assert parse_key([f'"{quoted}"']) == key
 
 
 # ---------------------------------------------------------------- routes and methods
@@ -154,43 +154,47 @@ def test_a_route_matches_the_whole_path(route: str, matches: list[str], others: 
     line feed before which a regular expression lets a text end.
     """
     ours = rules(routes=[route, "/never"])
-    assert [path for path in matches + others if ours.concern(request(path=path))] == matches
+    assert [path for path in matches + others if ours.applies_to(request(path=path))] == matches
 
 
 def test_no_path_takes_long_to_compare() -> None:
     """Who may not even have a key cannot keep a server busy with a path of 64 kB."""
     ours = rules(routes=["/x/{p:path}/y/{a}/z", "/{a}/{b}/{c}/{d}/e", "/a-{b}-c/d*", "/{p:path}/y/z*"])
     for path in ("/x" + "/y/" * 20_000, "/" + "a" * 64_000, "/" * 64_000 + "\n\n", "/a" + "-" * 64_000, "/\n" * 30_000):
-        ours.concern(request(path=path))
+        ours.applies_to(request(path=path))
     for route in ("/p/{a}-{b}", "/files/{name}.{ext}", "/{a}{b}", "/{a:path}/x/{b:path}", "/{a:path}.{b}"):
         with pytest.raises(ValueError, match="one field"):
-            routes_of([route])
+            compile_routes([route])
 
 
 @every_row("routes", [[], ["pay"], [""], ["/a*b"], ["/a/<id>"], ["/a/{id"], ["/a/{}"], ["/a?b"]])
 def test_a_route_that_could_never_match_is_refused(routes: list[str]) -> None:
     """A middleware that protects nothing is a mistake; so is the notation of another framework."""
     with pytest.raises(ValueError, match="route"):
-        routes_of(routes)
+        compile_routes(routes)
 
 
 @every_row("routes", ["/pay", [b"/pay"], [None]])
 def test_routes_are_texts(routes: Any) -> None:
     """One text in the place of several would be read letter by letter."""
     with pytest.raises(TypeError, match="route"):
-        routes_of(routes)
+        compile_routes(routes)
 
 
 def test_who_names_no_routes_leaves_requests_without_a_key_alone() -> None:
     """On named routes a key is needed; else it is the client's choice."""
     everywhere, named = rules(), rules(routes=["/pay"])
     keyless = request(keys=())
-    assert (everywhere.concern(request()), everywhere.concern(keyless)) == (True, False)
-    assert (named.concern(request()), named.concern(keyless), named.concern(request(path="/x"))) == (True, True, False)
-    assert not named.concern(request(method="PUT"))
-    assert named.concern(request(method="post")), "some frameworks take it for POST"
+    assert (everywhere.applies_to(request()), everywhere.applies_to(keyless)) == (True, False)
+    assert (named.applies_to(request()), named.applies_to(keyless), named.applies_to(request(path="/x"))) == (
+        True,
+        True,
+        False,
+    )
+    assert not named.applies_to(request(method="PUT"))
+    assert named.applies_to(request(method="post")), "some frameworks take it for POST"
     with pytest.raises(ProblemResponse) as told:
-        named.key(keyless)
+        named.read_key(keyless)
     assert told.value.reply.status == 400
 
 
@@ -226,28 +230,28 @@ def test_arguments_that_cannot_work_are_refused_when_the_middleware_is_made(
 @every_row("announced", ["5" * 5000, "1048577", "101", "0" * 5000])
 def test_a_length_that_is_too_long_is_one_whatever_its_digits(announced: str) -> None:
     """No number is made of what no body can have."""
-    assert length_of("99") == 99
+    assert parse_length("99") == 99
     with pytest.raises(ProblemResponse) as told:
-        rules().key(request(length=length_of(announced)))
+        rules().read_key(request(length=parse_length(announced)))
     assert told.value.reply.status == 413
 
 
 @every_row("announced", ["", "-1", "+5", " 5", "0x10", "\u00b2", "\u0663"])
 def test_what_is_no_length_is_none(announced: str) -> None:
     """Only digits are one."""
-    assert length_of(announced) is None
+    assert parse_length(announced) is None
 
 
 def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> None:
     """Nobody reads a token from a scope, and the same text in another header is somebody else."""
     ours = rules()
     found = {
-        ours.owner(request(credentials=credentials), None)
+        ours.find_principal(request(credentials=credentials), None)
         for credentials in ((b"authorization:me",), (b"cookie:me",), (b"authorization:me", b"cookie:me"))
     }
     assert len(found) == 3
     assert not any("me" in one for one in found)
-    assert ours.owner(request(), None) == ours.owner(request(path="/other"), None)
+    assert ours.find_principal(request(), None) == ours.find_principal(request(path="/other"), None)
 
 
 async def test_a_request_without_a_principal_has_no_key() -> None:
@@ -257,15 +261,15 @@ async def test_a_request_without_a_principal_has_no_key() -> None:
         return "me"
 
     with pytest.raises(ProblemResponse) as told:
-        rules().owner(request(credentials=()), None)
+        rules().find_principal(request(credentials=()), None)
     assert told.value.reply.status == 400
     for nobody in (None, ""):
         with pytest.raises(ProblemResponse):
-            rules(principal=lambda _, found=nobody: found).owner(request(), None)
+            rules(principal=lambda _, found=nobody: found).find_principal(request(), None)
     for mistake in (lambda _: 7, later):
         with pytest.raises(TypeError, match="principal must return a str"):
-            rules(principal=mistake).owner(request(), None)
-    assert rules(principal=lambda raw: raw["user"]).owner(request(), {"user": "me"}) == "me"
+            rules(principal=mistake).find_principal(request(), None)
+    assert rules(principal=lambda raw: raw["user"]).find_principal(request(), {"user": "me"}) == "me"
 
 
 def test_a_scope_keeps_principals_methods_and_paths_apart() -> None:
@@ -283,12 +287,12 @@ def test_a_scope_keeps_principals_methods_and_paths_apart() -> None:
         (request(path="/" + "x" * 5001), "me"),
         (request(path="/\udc80\n"), "me"),
     ]
-    scopes = [ours.wanted(one, owner, "k", b"").scope for one, owner in asked]
+    scopes = [ours.build_effect_key(one, owner, "k", b"").scope for one, owner in asked]
     assert len(set(scopes)) == len(scopes)
     assert max(map(len, scopes)) <= SHOWN + 72
     assert all(scope.isprintable() and scope.isascii() for scope in scopes)
     assert scopes[0].startswith("POST /pay ")
-    assert ours.wanted(request(root="/api", path="/pay"), "me", "k", b"").scope == scopes[6]
+    assert ours.build_effect_key(request(root="/api", path="/pay"), "me", "k", b"").scope == scopes[6]
 
 
 def test_a_fingerprint_tells_query_type_and_body_apart() -> None:
@@ -301,8 +305,8 @@ def test_a_fingerprint_tells_query_type_and_body_apart() -> None:
         (request(content_type=b"application/jsonab"), b""),
         (request(content_type=b""), b"ab"),
     ]
-    assert len({ours.wanted(one, "me", "k", body).fingerprint for one, body in asked}) == len(asked)
-    assert ours.wanted(request(), "me", "k", b"ab") == ours.wanted(request(), "me", "k", b"ab")
+    assert len({ours.build_effect_key(one, "me", "k", body).fingerprint for one, body in asked}) == len(asked)
+    assert ours.build_effect_key(request(), "me", "k", b"ab") == ours.build_effect_key(request(), "me", "k", b"ab")
 
 
 # ---------------------------------------------------------------- answers
@@ -322,29 +326,38 @@ def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
         ("Link", "b"),
         ("content-length", "3"),
     ]
-    assert kept(headers) == (("Location", "/payments/1"), ("Link", "a"), ("Link", "b"), ("content-length", "3"))
+    assert recordable_headers(headers) == (
+        ("Location", "/payments/1"),
+        ("Link", "a"),
+        ("Link", "b"),
+        ("content-length", "3"),
+    )
 
 
 def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
     """C101: what a client is told to try again is none; what was sent on as it came leaves the fact that it was sent."""
     ours = rules(record_below=500, max_body=3)
-    assert ours.record(201, [("date", "x"), ("a", "b")], b"abc") == Reply(201, (("a", "b"),), b"abc")
-    assert ours.record(499, [], b"") is not None
-    assert ours.record(500, [], b"") is None
-    assert ours.record(503, [], None) is None
+    assert ours.build_record(201, [("date", "x"), ("a", "b")], b"abc") == Reply(201, (("a", "b"),), b"abc")
+    assert ours.build_record(499, [], b"") is not None
+    assert ours.build_record(500, [], b"") is None
+    assert ours.build_record(503, [], None) is None
     later = [("Retry-After", "1")]
-    assert [status for status in (202, 303, 401, 402, 404, 408, 423, 425, 429) if ours.record(status, later, b"")] == [
+    assert [
+        status for status in (202, 303, 401, 402, 404, 408, 423, 425, 429) if ours.build_record(status, later, b"")
+    ] == [
         202,
         303,
     ]
-    assert [status for status in (202, 401, 402, 404, 408, 409, 423, 425, 429) if ours.record(status, [], b"")] == [
+    assert [
+        status for status in (202, 401, 402, 404, 408, 409, 423, 425, 429) if ours.build_record(status, [], b"")
+    ] == [
         202,
         402,
         404,
         409,
         423,
     ]
-    whole = ours.record(200, [], None)
+    whole = ours.build_record(200, [], None)
     assert whole is not None
     assert whole.status == 409
     assert b"was processed" in whole.body
@@ -354,8 +367,8 @@ def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
         [("content-type", "text/event-stream; charset=utf-8")],
         [("content-type", " Text/Event-Stream")],
     ]
-    assert all(ours.streams(headers) for headers in streams)
-    assert not any(ours.streams(headers) for headers in ([], [("content-length", "3")], [("content-length", "x")]))
+    assert all(ours.is_streaming(headers) for headers in streams)
+    assert not any(ours.is_streaming(headers) for headers in ([], [("content-length", "3")], [("content-length", "x")]))
 
 
 @every_row(
@@ -363,8 +376,8 @@ def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
 )
 def test_of_an_answer_that_no_row_or_server_can_have_the_fact_is_recorded(header: tuple[str, str]) -> None:
     """The work is done: it must not be done again because of a character."""
-    assert rules().record(201, [("a", "\xff\t"), header], b"") == UNKEPT
-    assert rules().record(500, [header], b"") is None
+    assert rules().build_record(201, [("a", "\xff\t"), header], b"") == UNRECORDABLE
+    assert rules().build_record(500, [header], b"") is None
 
 
 def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
@@ -372,7 +385,7 @@ def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
     waits = {}
     for left in (59.0, 29.5, 0.1, None):
         error = IdempotencyInProgressError("secret", scope="s", key="k", retry_after=left)
-        reply = refused(error, "POST /pay")
+        reply = build_refusal(error, "POST /pay")
         assert (reply.status, b"secret" in reply.body) == (409, False)
         waits[left] = dict(reply.headers)["retry-after"]
     assert waits == {59.0: "59", 29.5: "30", 0.1: "1", None: "1"}
@@ -389,7 +402,7 @@ def test_a_waiter_gets_the_time_of_the_error_in_whole_seconds() -> None:
 )
 def test_a_rejection_is_a_problem_response_without_secrets(error: Any, status: int) -> None:
     """What an error says is for the log."""
-    reply = refused(error, "POST /pay")
+    reply = build_refusal(error, "POST /pay")
     assert reply.status == status
     assert b"secret" not in reply.body
     headers = dict(reply.headers)
@@ -405,7 +418,7 @@ def test_an_endpoint_that_was_overtaken_says_when_to_come_back() -> None:
 
 def test_a_replay_is_marked() -> None:
     """A recorded problem is given again like any other answer; what is no answer cannot be."""
-    reply = replay(StoredResult("done", None, KEY_INVALID.reply("declined")))
+    reply = build_replay(StoredResult("done", None, KEY_INVALID.reply("declined")))
     assert (reply.status, reply.headers[-1]) == (400, ("idempotent-replayed", "true"))
     with pytest.raises(IdempotencyMisuseError):
-        replay(StoredResult("done", '"text"', None))
+        build_replay(StoredResult("done", '"text"', None))

@@ -51,11 +51,11 @@ class ProblemResponse(Exception):
         self.reply = problem.reply(detail)
 
 
-UNKEPT = NOT_RECORDED.reply()
+UNRECORDABLE = NOT_RECORDED.reply()
 """What is recorded in the place of an answer that cannot be."""
 
 
-def refused(error: PgfenceError, request: str) -> Reply:
+def build_refusal(error: PgfenceError, request: str) -> Reply:
     """Return the answer for an error of pgfence. What it says goes to the log: it may name what a client must not know.
 
     Args:
@@ -68,7 +68,7 @@ def refused(error: PgfenceError, request: str) -> Reply:
     return problem_of(error).reply(None, *retry_headers(error).items())
 
 
-def unclaimed(error: Exception, request: str) -> ProblemResponse | None:
+def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None:
     """Return the refusal where the server has refused a claim by an error of its own, a full disk for one; None: another error.
 
     Args:
@@ -81,12 +81,12 @@ def unclaimed(error: Exception, request: str) -> ProblemResponse | None:
     return ProblemResponse(NOT_CLAIMED)
 
 
-def lapsed(request: object, told: str) -> None:
+def log_lapse(request: object, told: str) -> None:
     """Log what becomes of the key of a request that has failed."""
     log.warning("%s: %s", request, told)
 
 
-def replay(stored: StoredResult) -> Reply:
+def build_replay(stored: StoredResult) -> Reply:
     """Return a recorded answer, marked as one.
 
     Raises:
@@ -97,7 +97,7 @@ def replay(stored: StoredResult) -> Reply:
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))
 
 
-def kept(headers: Sequence[tuple[str, str]]) -> Headers:
+def recordable_headers(headers: Sequence[tuple[str, str]]) -> Headers:
     """Return the headers that a replay has: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
     named = {
         name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, MutableMapping
+    from collections.abc import Callable, Iterator
+
+    from fastapi._compat import ModelField
+    from fastapi.dependencies.models import Dependant
+
+    from pgfence._http.rules import Environ
 
 
-def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -> Any:
+def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     """Return the dependant of a request, all parts of which get one session.
 
     FastAPI makes a session for each scope in which somebody asks for it, one more for whoever does not want its cache, and,
@@ -20,22 +25,22 @@ def checked_root(scope: MutableMapping[str, Any], session: Callable[..., Any]) -
     Raises:
         TypeError: somebody would get another one, or the endpoint is a generator, which FastAPI runs when the session has ended.
     """
-    root = _root_of(scope)
-    if _streams(root.call):
+    root = _find_root(scope)
+    if _is_generator(root.call):
         raise TypeError(
             f"{scope['path']} is a generator: its session would end before it begins. Let it return what it makes"
         )
-    asked = [one for one in parts_of(root) if one.call == session]
+    asked = [one for one in walk_parts(root) if one.call == session]
     for one in asked:
         if one.scope != "function" or not one.use_cache:
             how = 'without scope="function"' if one.scope != "function" else "with use_cache=False"
             raise TypeError(f"{scope['path']} asks for its session {how} too: it would get two")
-    if len({_kept_as(one) for one in asked}) > 1:
+    if len({_cache_key_of(one) for one in asked}) > 1:
         raise TypeError(f"{scope['path']} asks for its session under Security(scopes=...) too: it would get two")
     return root
 
 
-def _kept_as(one: Any) -> Any:
+def _cache_key_of(one: Dependant) -> object:
     """Return what FastAPI finds the result of a dependency by; newer versions have a function for it, and no attribute."""
     if hasattr(one, "cache_key"):
         return one.cache_key
@@ -43,41 +48,46 @@ def _kept_as(one: Any) -> Any:
     return find and find(dependant=one)
 
 
-def _streams(endpoint: Any) -> bool:
-    bare = inspect.unwrap(endpoint.func if isinstance(endpoint, partial) else endpoint)
+def _is_generator(endpoint: Callable[..., object] | None) -> bool:
+    bare = inspect.unwrap(cast("Callable[..., object]", endpoint.func if isinstance(endpoint, partial) else endpoint))
     ways = (endpoint, bare, inspect.unwrap(type(bare).__call__))
     return any(inspect.isgeneratorfunction(way) or inspect.isasyncgenfunction(way) for way in ways)
 
 
-def _root_of(scope: MutableMapping[str, Any]) -> Any:
+def _find_root(scope: Environ) -> Dependant:
     route = scope["route"]
     # Older versions of FastAPI write what the inclusion of a router adds into the route; newer ones put it beside it.
     included = scope.get("fastapi", {}).get("effective_route_context")
-    return included.dependant if getattr(included, "original_route", None) is route else route.dependant
+    found: Dependant = (included if getattr(included, "original_route", None) is route else route).dependant
+    return found
 
 
-def parts_of(root: Any) -> Iterator[Any]:
+def walk_parts(root: Dependant) -> Iterator[Dependant]:
     """Yield a dependant, and all that it depends on."""
     yield root
     for one in root.dependencies:
-        yield from parts_of(one)
+        yield from walk_parts(one)
 
 
-def declared(root: Any, field: str) -> Any:
+def find_parameter(root: Dependant, field: str) -> ModelField:
     """Return what checks a parameter of the path.
 
     Raises:
         TypeError: nobody declares it.
     """
-    for part in parts_of(root):
+    for part in walk_parts(root):
         for one in part.path_params:
             if one.alias == field:
                 return one
     raise TypeError(f"{{{field}}} is no parameter of the path that the endpoint, or a dependency of it, declares")
 
 
-def signature(**wanted: Any) -> inspect.Signature:
+def build_signature(**wanted: object) -> inspect.Signature:
     """Return what FastAPI reads a dependency's parameters from: classes, and what a dependency gives."""
     one = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    given = [(name, what, "annotation" if isinstance(what, type) else "default") for name, what in wanted.items()]
-    return inspect.Signature([one(name, **{where: what}) for name, what, where in given])
+    return inspect.Signature(
+        [
+            one(name, annotation=what) if isinstance(what, type) else one(name, default=what)
+            for name, what in wanted.items()
+        ]
+    )

@@ -6,13 +6,16 @@ import json
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from anyio import CapacityLimiter, create_task_group, get_current_task, to_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from starlette.datastructures import FormData, UploadFile
+    from starlette.requests import Request
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
@@ -23,7 +26,7 @@ READABLE = 160
 """Characters up to which a scope is stored as it is, and not as a digest."""
 
 
-def scope_of(method: str, path: str, principal: object) -> str:
+def build_scope(method: str, path: str, principal: object) -> str:
     """Return the scope of a key.
 
     Raises:
@@ -38,7 +41,7 @@ def scope_of(method: str, path: str, principal: object) -> str:
     return text if len(text) <= READABLE and text.isprintable() else sha256(text.encode()).hexdigest()
 
 
-def on_a_loop() -> bool:
+def is_on_loop() -> bool:
     """Return whether an event loop runs in this thread: whoever waits here would stop it."""
     with suppress(RuntimeError):
         get_current_task()
@@ -46,7 +49,7 @@ def on_a_loop() -> bool:
     return False
 
 
-async def in_a_thread(wait: Callable[[], object]) -> None:
+async def wait_in_thread(wait: Callable[[], object]) -> None:
     """Wait in a thread of its own; a task that is cancelled meanwhile ends when that is over, as its session is in use so long."""
     errors: list[Exception] = []
 
@@ -64,7 +67,7 @@ async def in_a_thread(wait: Callable[[], object]) -> None:
         raise errors.pop()
 
 
-async def payload_of(request: Any, reader: Callable[..., Any]) -> list[Any]:
+async def read_payload(request: Request, reader: type[Request]) -> list[object]:
     """Return the query and the body of a request: JSON and forms as what they say, other bodies as they are.
 
     Args:
@@ -75,35 +78,36 @@ async def payload_of(request: Any, reader: Callable[..., Any]) -> list[Any]:
         RuntimeError: somebody has read the body as a stream, and has not kept it.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body: object
     try:
-        body: Any = await request.body()
+        raw = body = await request.body()
     except RuntimeError:
         if kind not in FORMS:  # to Starlette it is an empty form then, whatever was sent
             raise
         # The framework has read it as a form, and keeps that.
-        body = await _fields(await request.form())
+        body = await _read_form(await request.form())
     else:
         # What cannot be read stays as it is: whether it is wrong, and how large it may be, is the endpoint's to say.
         if kind in FORMS:
             with suppress(Exception):
-                async with reader(request.scope, partial(_receive, body)).form() as form:
-                    body = await _fields(form) or body
+                async with reader(request.scope, partial(_receive, raw)).form() as form:
+                    body = await _read_form(form) or body
         elif "json" in kind:
             with suppress(ValueError, RecursionError):
-                body = json.loads(body)
+                body = json.loads(raw)
     # Not of `request.url`, which is made of the header `Host` too: that may hide the query.
     return [request.scope["query_string"].decode("latin-1"), body]
 
 
-async def _receive(body: bytes) -> dict[str, Any]:
+async def _receive(body: bytes) -> dict[str, object]:
     return {"type": "http.request", "body": body}
 
 
-async def _fields(form: Any) -> list[Any]:
-    return [(name, await _field(value)) for name, value in form.multi_items()]
+async def _read_form(form: FormData) -> list[tuple[str, object]]:
+    return [(name, await _read_field(value)) for name, value in form.multi_items()]
 
 
-async def _field(value: Any) -> Any:
+async def _read_field(value: UploadFile | str) -> object:
     if isinstance(value, str):
         return value
     await value.seek(0)  # whoever has looked at it before may have left it at its end

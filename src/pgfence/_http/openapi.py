@@ -7,7 +7,7 @@ from collections import defaultdict
 from http import HTTPMethod
 from typing import TYPE_CHECKING, Any
 
-from pgfence._http.dependants import parts_of
+from pgfence._http.dependants import walk_parts
 from pgfence._http.problems import (
     BODY_INCOMPLETE,
     BODY_TOO_LARGE,
@@ -26,14 +26,19 @@ from pgfence._http.problems import (
     PRINCIPAL_MISSING,
     phrase,
 )
-from pgfence._http.routes import among, routes_of
+from pgfence._http.routes import compile_routes, matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from fastapi import FastAPI
+    from fastapi.dependencies.models import Dependant
+    from starlette.routing import BaseRoute
+
     from pgfence._http.problems import Problem
 
     Operation = dict[str, Any]
+    """A part of the document."""
 
 HEADER = "Idempotency-Key"
 DESCRIPTION = (
@@ -84,7 +89,11 @@ _MIDDLEWARE = (
 )
 
 
-def describe(app: Any, all_of: Callable[[Any], Iterable[Any]], problems_of: Callable[[Any], Iterable[Problem]]) -> None:
+def describe(
+    app: FastAPI,
+    all_of: Callable[[list[BaseRoute]], Iterable[BaseRoute]],
+    problems_of: Callable[[object], Iterable[Problem]],
+) -> None:
     """Have the problems of pgfence described in an application's OpenAPI document.
 
     Args:
@@ -92,39 +101,45 @@ def describe(app: Any, all_of: Callable[[Any], Iterable[Any]], problems_of: Call
         all_of: returns routes, and those of included routers with what the inclusion adds.
         problems_of: returns the problems that a dependency may end a request with.
     """
-    original: Callable[[], dict[str, Any]] = app.openapi
-    done: list[Any] = [None]
+    original = app.openapi
+    done: list[object] = [None]
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> Operation:
         document = original()  # FastAPI keeps it, and makes another one when routes have been added
         if document is not done[0]:
-            for path, method, operation, dependant in _operations(all_of(app.routes), document):
-                problems = [one for part in parts_of(dependant) for one in problems_of(part.call)]
-                problems += _of_headers(operation)
-                problems += _of_middleware(app, path, method, operation)
+            for path, method, operation, dependant in _find_operations(all_of(app.routes), document):
+                problems = [one for part in walk_parts(dependant) for one in problems_of(part.call)]
+                problems += _find_version_problems(operation)
+                problems += _find_middleware_problems(app, path, method, operation)
                 _add(document, operation, problems)
             done[0] = document
         return document
 
-    app.openapi = openapi
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _operations(routes: Iterable[Any], document: dict[str, Any]) -> Iterator[tuple[str, str, Operation, Any]]:
+def _find_operations(
+    routes: Iterable[BaseRoute], document: Operation
+) -> Iterator[tuple[str, str, Operation, Dependant]]:
     """Yield path, method, description and dependant of what the document describes."""
     for route in routes:
         path = getattr(route, "path_format", None)
         for method in HTTPMethod:
             operation = document.get("paths", {}).get(path, {}).get(method.lower())
-            if operation is not None and method in (route.methods or ()) and hasattr(route, "dependant"):
+            if (
+                operation is not None
+                and method in (getattr(route, "methods", None) or ())
+                and hasattr(route, "dependant")
+            ):
                 yield str(path), method, operation, route.dependant
 
 
-def _of_headers(operation: Operation) -> tuple[Problem, ...]:
+def _find_version_problems(operation: Operation) -> tuple[Problem, ...]:
     headers = {one["name"].lower() for one in operation.get("parameters", ()) if one.get("in") == "header"}
     return _VERSION if "if-match" in headers else ()
 
 
-def _of_middleware(app: Any, path: str, method: str, operation: Operation) -> Iterable[Problem]:
+def _find_middleware_problems(app: FastAPI, path: str, method: str, operation: Operation) -> Iterable[Problem]:
     """Yield the problems of a middleware that handles an operation, whose header becomes a parameter of it."""
     for one in app.user_middleware:
         if not any(kind.__module__ == "pgfence.asgi" for kind in getattr(one.cls, "__mro__", ())):
@@ -132,14 +147,16 @@ def _of_middleware(app: Any, path: str, method: str, operation: Operation) -> It
         given = inspect.signature(one.cls).bind_partial(None, *one.args, **one.kwargs)
         given.apply_defaults()
         routes, methods = given.arguments["routes"], given.arguments["methods"]
-        if method not in {name.upper() for name in methods} or not (routes is None or among(routes_of(routes), path)):
+        if method not in {name.upper() for name in methods} or not (
+            routes is None or matches(compile_routes(routes), path)
+        ):
             continue
         _require_key(operation, required=routes is not None)
         yield from (problem for problem in _MIDDLEWARE if routes is not None or problem is not KEY_MISSING)
 
 
 def _require_key(operation: Operation, *, required: bool) -> None:
-    parameters: list[dict[str, Any]] = operation.setdefault("parameters", [])
+    parameters: list[Operation] = operation.setdefault("parameters", [])
     for one in parameters:
         if one.get("in") == "header" and one["name"].lower() == HEADER.lower():
             one["required"] = required or one.get("required", False)
@@ -150,7 +167,7 @@ def _require_key(operation: Operation, *, required: bool) -> None:
     )
 
 
-def _add(document: dict[str, Any], operation: Operation, problems: Iterable[Problem]) -> None:
+def _add(document: Operation, operation: Operation, problems: Iterable[Problem]) -> None:
     by_status: dict[int, dict[str, Problem]] = defaultdict(dict)
     for one in problems:
         by_status[one.status][one.code] = one

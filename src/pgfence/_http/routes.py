@@ -12,7 +12,7 @@ _SLASHES = re.compile("/{2,}")
 _FIELD = re.compile(r"\{[A-Za-z_]\w*(:\w+)?\}")
 
 
-def routes_of(routes: Collection[str]) -> re.Pattern[str]:
+def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
     """Return what the whole of a path has to match.
 
     A pattern is a path: `/payments`. `{name}` stands for one segment or a part of it, `{name:path}` for any number of
@@ -27,15 +27,15 @@ def routes_of(routes: Collection[str]) -> re.Pattern[str]:
     if not routes:
         raise ValueError("routes=[] is for no request at all; None is for all of them")
     # Frameworks take paths for the same that differ by a slash at the end, or by a line feed, before which `$` matches too.
-    return re.compile(f"(?:{'|'.join(_pattern(route) for route in routes)})/?\n?", re.DOTALL)
+    return re.compile(f"(?:{'|'.join(_compile_route(route) for route in routes)})/?\n?", re.DOTALL)
 
 
-def among(routes: re.Pattern[str], path: str) -> bool:
-    """Say whether a path is on one of the routes. A framework may take several slashes for one, and none at first too."""
+def matches(routes: re.Pattern[str], path: str) -> bool:
+    """Return whether a path is on one of the routes. A framework may take several slashes for one, and none at first too."""
     return any(routes.fullmatch(read) for read in (path, _SLASHES.sub("/", f"/{path}")))
 
 
-def _pattern(route: str) -> str:
+def _compile_route(route: str) -> str:
     if not isinstance(route, str):
         raise TypeError(f"a route is a str, not {type(route).__name__}")
     stem = _SLASHES.sub("/", route.removesuffix("*"))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from pgfence._api.inputs import LONGEST_KEY, check_keep, check_key
-from pgfence._http.answers import UNKEPT, ProblemResponse, kept
+from pgfence._http.answers import UNRECORDABLE, ProblemResponse, recordable_headers
 from pgfence._http.problems import BODY_TOO_LARGE, KEY_INVALID, KEY_MISSING, KEY_REPEATED, PRINCIPAL_MISSING
-from pgfence._http.routes import among, routes_of
+from pgfence._http.routes import compile_routes, matches
 from pgfence._leases.terms import ttl_of
 from pgfence.effects._wanted import EffectKey, Reply
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pgfence._process.clock import Seconds
 
 OnFailure: TypeAlias = Literal["free", "lapse"]
+Environ: TypeAlias = "MutableMapping[str, Any]"
+"""A scope of ASGI, or an environment of WSGI."""
+Principal: TypeAlias = "Callable[[Any], str | None]"
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
 _HANDLED = "pgfence.idempotency"
@@ -56,7 +59,7 @@ class UnusableKeyError(ValueError):
         self.problem = problem
 
 
-def key_of(values: Sequence[str]) -> str:
+def parse_key(values: Sequence[str]) -> str:
     """Return the key that the headers of a request give: `"k1"` with its quotes and `k1` without are the same.
 
     Args:
@@ -110,27 +113,27 @@ class HttpRequest(NamedTuple):
 class RequestMarker:
     """Says in an environment, and in the copies of it, that a middleware of ours has its keys, as long as it is at work."""
 
-    __slots__ = ("_keys", "ended", "passing")
+    __slots__ = ("_keys", "ended", "skips_recording")
 
     def __init__(self, request: HttpRequest) -> None:
         self._keys = request.keys
         self.ended = False
-        self.passing = False
+        self.skips_recording = False
         """Whether the response is not recorded, though it looks like one that is."""
 
-    def put(self, environ: MutableMapping[str, Any]) -> None:
+    def mark(self, environ: Environ) -> None:
         """Put it where those inside look."""
         environ[_HANDLED] = self
 
     @staticmethod
-    def pass_on(environ: MutableMapping[str, Any]) -> None:
+    def skip_recording(environ: Environ) -> None:
         """Keep the response of a request from being recorded, which would outlive what an operator does about its cause."""
         found = environ.get(_HANDLED)
         if isinstance(found, RequestMarker):
-            found.passing = True
+            found.skips_recording = True
 
     @staticmethod
-    def on(environ: MutableMapping[str, Any], request: HttpRequest) -> bool:
+    def is_marked(environ: Environ, request: HttpRequest) -> bool:
         """Say whether the keys of a request are those of a middleware outside that is at work."""
         found = environ.get(_HANDLED)
         # Whoever calls again with what has ended, to try again or one application after the other, is not inside.
@@ -141,20 +144,20 @@ class RequestMarker:
 class Rules:
     """The arguments of a middleware, checked."""
 
-    principal: Callable[[Any], str | None] | None
+    principal: Principal | None
     methods: frozenset[str]
     routes: re.Pattern[str] | None
     record_below: int
     max_body: int
     ttl: float
     keep: float
-    frees: bool
+    free_on_failure: bool
 
     @classmethod
     def of(
         cls,
         *,
-        principal: Callable[[Any], str | None] | None,
+        principal: Principal | None,
         methods: Collection[str],
         routes: Collection[str] | None,
         record_below: int,
@@ -183,27 +186,27 @@ class Rules:
             )
         return cls(
             principal=principal,
-            methods=_methods(methods),
-            routes=None if routes is None else routes_of(routes),
+            methods=_check_methods(methods),
+            routes=None if routes is None else compile_routes(routes),
             record_below=record_below,
             max_body=max_body,
             ttl=life,
             keep=record,
-            frees=on_failure == "free",
+            free_on_failure=on_failure == "free",
         )
 
-    def takes(self, method: str) -> bool:
+    def handles_method(self, method: str) -> bool:
         """Say whether a method is one of those that have keys."""
         # Methods are case-sensitive, but not for all frameworks.
         return method.upper() in self.methods
 
-    def concern(self, request: HttpRequest) -> bool:
+    def applies_to(self, request: HttpRequest) -> bool:
         """Say whether a request is one that has, or needs, a key. On the routes that were named each needs one."""
-        if not self.takes(request.method):
+        if not self.handles_method(request.method):
             return False
-        return bool(request.keys) if self.routes is None else among(self.routes, request.path)
+        return bool(request.keys) if self.routes is None else matches(self.routes, request.path)
 
-    def owner(self, request: HttpRequest, raw: Any) -> str:
+    def find_principal(self, request: HttpRequest, raw: Environ) -> str:
         """Return whose request it is.
 
         Args:
@@ -214,7 +217,7 @@ class Rules:
             Refusal: nobody's.
             TypeError: `principal` did not return a str or None.
         """
-        found: Any = None
+        found: object = None
         if self.principal is not None:
             found = self.principal(raw)
         elif request.credentials:
@@ -227,20 +230,20 @@ class Rules:
             raise TypeError(f"principal must return a str or None, not {type(found).__name__}")
         return found
 
-    def key(self, request: HttpRequest) -> str:
+    def read_key(self, request: HttpRequest) -> str:
         """Return the key of a request.
 
         Raises:
             Refusal: it has none that could be used; or its body is announced to be too long.
         """
         try:
-            key = key_of(request.keys)
+            key = parse_key(request.keys)
         except UnusableKeyError as error:
             raise ProblemResponse(error.problem, str(error)) from None
-        self.fits(request.length or 0)
+        self.check_length(request.length or 0)
         return key
 
-    def fits(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         """Raise if a body is longer than allowed.
 
         Raises:
@@ -250,21 +253,21 @@ class Rules:
             detail = f"With an Idempotency-Key the body must not be longer than {self.max_body} bytes."
             raise ProblemResponse(BODY_TOO_LARGE, detail)
 
-    def wanted(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:
+    def build_effect_key(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:
         """Return what the key of a request is asked for with."""
-        method, path = request.method.encode(), _bytes(request.root + request.path)
+        method, path = request.method.encode(), _encode(request.root + request.path)
         scope = (
             f"{request.method} {quote(path)[:SHOWN]} {_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
         )
-        same = sha256(_framed(method, path, request.query, request.content_type, body))
+        same = sha256(_join_framed(method, path, request.query, request.content_type, body))
         return EffectKey(scope, key, same.digest(), self.ttl, self.keep)
 
-    def streams(self, headers: Sequence[tuple[str, str]]) -> bool:
+    def is_streaming(self, headers: Sequence[tuple[str, str]]) -> bool:
         """Say whether an answer is sent on as it comes, and not recorded, by what its headers say."""
-        kind = _header(headers, "content-type").strip().lower()
-        return (announced(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
+        kind = _find_header(headers, "content-type").strip().lower()
+        return (announced_length(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
 
-    def record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
+    def build_record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
         """Return what is recorded of an answer; None: the request has failed, or is told to come again.
 
         Args:
@@ -276,27 +279,27 @@ class Rules:
         if again or status >= self.record_below:
             return None
         if body is None or not all(_STORABLE.fullmatch(part) for pair in headers for part in pair):
-            return UNKEPT
-        return Reply(status, kept(headers), body)
+            return UNRECORDABLE
+        return Reply(status, recordable_headers(headers), body)
 
 
-def announced(headers: Sequence[tuple[str, str]]) -> int | None:
+def announced_length(headers: Sequence[tuple[str, str]]) -> int | None:
     """Return the length that an answer is announced to have, if it is."""
-    return length_of(_header(headers, "content-length"))
+    return parse_length(_find_header(headers, "content-length"))
 
 
-def _header(headers: Sequence[tuple[str, str]], name: str) -> str:
+def _find_header(headers: Sequence[tuple[str, str]], name: str) -> str:
     return {header.lower(): value for header, value in headers}.get(name, "")
 
 
-def length_of(value: str) -> int | None:
+def parse_length(value: str) -> int | None:
     """Return the length that a header `Content-Length` says; None if it is no number."""
     if not (value.isascii() and value.isdecimal()):
         return None
     return int(value) if len(value) < _DIGITS else sys.maxsize
 
 
-def _methods(methods: Collection[str]) -> frozenset[str]:
+def _check_methods(methods: Collection[str]) -> frozenset[str]:
     if isinstance(methods, str):
         raise TypeError(f"methods takes several of them: methods=[{methods!r}]")
     found = frozenset(str(method).upper() for method in methods)
@@ -310,14 +313,14 @@ def _methods(methods: Collection[str]) -> frozenset[str]:
     return found
 
 
-def _bytes(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _framed(*parts: bytes) -> bytes:
+def _join_framed(*parts: bytes) -> bytes:
     """Return the parts so that no others give the same."""
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
 def _digest(*parts: bytes) -> str:
-    return sha256(_framed(*parts)).hexdigest()
+    return sha256(_join_framed(*parts)).hexdigest()
