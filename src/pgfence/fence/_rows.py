@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING, Any, Never
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Column
@@ -42,7 +42,8 @@ class Guarded:
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
-        __fence_resource__: ClassVar[str | Callable[[object], object]]
+        # Any: users override it with a str, or a static method whose row is of their own class.
+        __fence_resource__: Any
         __fence_column__: ClassVar[str]
     else:
         __fence__ = "gate"
