@@ -267,6 +267,15 @@ class Mixed:
     amount: Decimal = Decimal(1)
 
 
+@dataclass
+class Puzzling:
+    """With annotations that cannot be evaluated."""
+
+    text: "not an expression"  # type: ignore[valid-type] # noqa: F722
+    other: Decimal.missing | None  # type: ignore[name-defined]
+    amount: int = 1
+
+
 @pytest.fixture
 def later() -> Any:
     """A module of which only the first half has run."""
@@ -282,6 +291,7 @@ def test_a_class_that_is_not_defined_yet_is_reached_when_it_is(later: Any) -> No
     same(later.Pair, later.Pair(later.Line()))
     same(later.Model, later.Model.model_validate({"line": later.Line()}))
     same(Mixed, Mixed(None, Line()))
+    same(Puzzling, Puzzling("a", None))
 
 
 def test_a_function_may_be_decorated_before_its_result_is_defined(later: Any, monkeypatch: pytest.MonkeyPatch) -> None:

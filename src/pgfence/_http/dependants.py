@@ -42,10 +42,8 @@ def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
 
 def _cache_key_of(one: Dependant) -> object:
     """Return what FastAPI finds the result of a dependency by; newer versions have a function for it, and no attribute."""
-    if hasattr(one, "cache_key"):
-        return one.cache_key
     find = getattr(sys.modules[type(one).__module__], "_get_cache_key", None)
-    return find and find(dependant=one)
+    return getattr(one, "cache_key", None) if find is None else find(dependant=one)
 
 
 def _is_generator(endpoint: Callable[..., object] | None) -> bool:

@@ -123,15 +123,12 @@ def _find_operations(
 ) -> Iterator[tuple[str, str, Operation, Dependant]]:
     """Yield path, method, description and dependant of what the document describes."""
     for route in routes:
-        path = getattr(route, "path_format", None)
+        path, dependant = getattr(route, "path_format", None), getattr(route, "dependant", None)
+        methods = getattr(route, "methods", None) or ()
         for method in HTTPMethod:
             operation = document.get("paths", {}).get(path, {}).get(method.lower())
-            if (
-                operation is not None
-                and method in (getattr(route, "methods", None) or ())
-                and hasattr(route, "dependant")
-            ):
-                yield str(path), method, operation, route.dependant
+            if operation is not None and method in methods and dependant is not None:
+                yield str(path), method, operation, dependant
 
 
 def _find_version_problems(operation: Operation) -> tuple[Problem, ...]:

@@ -121,14 +121,15 @@ class _TypeVisitor:
 
     def _visit_fields(self, one: type[object]) -> None:
         scope = {each.__name__: each for each in (one, *getattr(one, "__type_params__", ()))}
-        while True:
+        hints: dict[str, object] | None = None
+        while hints is None:
             try:
                 hints = get_type_hints(one, localns=scope)
-                break
-            except NameError as error:
-                # Imported for type checkers only, or not defined yet. The rest of the class is known all the same.
-                self.complete = False
-                scope[error.name] = _Unknown
+            except Exception as error:
+                # A name that only type checkers import, or that is not defined yet, hides none of the other fields.
+                self.complete, name = False, getattr(error, "name", None)
+                hints = {} if name is None or name in scope else None
+                scope[name] = _Unknown
         for name in fields_of(one):
             self.visit(hints.get(name))
         for base in one.__mro__:

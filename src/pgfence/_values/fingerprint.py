@@ -20,8 +20,11 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING
 from uuid import UUID
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def fingerprint(payload: object) -> bytes | None:
@@ -34,7 +37,7 @@ def fingerprint(payload: object) -> bytes | None:
     if payload is None:
         return None
     try:
-        form = json.dumps(_canonical(payload), sort_keys=True, separators=(",", ":"))
+        form = json.dumps(_canonicalize(payload), sort_keys=True, separators=(",", ":"))
     except RecursionError:
         raise ValueError("the payload is nested too deeply, or contains itself") from None
     except AttributeError as error:
@@ -44,31 +47,31 @@ def fingerprint(payload: object) -> bytes | None:
     return sha256(form.encode("ascii")).digest()
 
 
-def _canonical(value: Any) -> Any:
+def _canonicalize(value: object) -> object:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):
-        return _canonical(value.value)
+        return _canonicalize(value.value)
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, (int, float, Decimal)):
-        return ["number", _number(value)]
+        return ["number", _canonicalize_number(value)]
     if isinstance(value, dict):
-        return _mapping(value)
+        return _canonicalize_mapping(value)
     if isinstance(value, (list, tuple)):
-        return ["list", *map(_canonical, value)]
+        return ["list", *map(_canonicalize, value)]
     if isinstance(value, (set, frozenset)):
-        return ["set", *sorted(map(_canonical, value), key=json.dumps)]
+        return ["set", *sorted(map(_canonicalize, value), key=json.dumps)]
     if is_dataclass(value) and not isinstance(value, type):
-        return _mapping({field.name: getattr(value, field.name) for field in fields(value)})
+        return _canonicalize_mapping({field.name: getattr(value, field.name) for field in fields(value)})
     model = getattr(type(value), "model_fields", None)
     if isinstance(model, dict):
         extra = getattr(value, "__pydantic_extra__", None) or {}
-        return _mapping({name: getattr(value, name) for name in model} | extra)
-    return _atom(value)
+        return _canonicalize_mapping({name: getattr(value, name) for name in model} | extra)
+    return _canonicalize_atom(value)
 
 
-def _atom(value: Any) -> Any:
+def _canonicalize_atom(value: object) -> object:
     if isinstance(value, datetime):
         moment = value if value.utcoffset() is None else value.astimezone(UTC)
         return ["datetime", moment.isoformat()]
@@ -84,7 +87,7 @@ def _atom(value: Any) -> Any:
     )
 
 
-def _number(value: float | Decimal) -> str:
+def _canonicalize_number(value: float | Decimal) -> str:
     number = (
         Decimal(value) if isinstance(value, int) else Decimal(repr(float(value)) if isinstance(value, float) else value)
     )
@@ -99,9 +102,9 @@ def _number(value: float | Decimal) -> str:
     return f"{'-' if sign else ''}{stripped}e{exponent + len(text) - len(stripped)}"
 
 
-def _mapping(value: dict[Any, Any]) -> Any:
-    names = [_canonical(key) if isinstance(key, str) else None for key in value]
+def _canonicalize_mapping(value: Mapping[object, object]) -> object:
+    names = [_canonicalize(key) if isinstance(key, str) else None for key in value]
     if all(isinstance(name, str) for name in names):
-        return dict(zip(names, map(_canonical, value.values()), strict=True))
-    pairs = [[_canonical(key), _canonical(one)] for key, one in value.items()]
+        return dict(zip(names, map(_canonicalize, value.values()), strict=True))
+    pairs = [[_canonicalize(key), _canonicalize(one)] for key, one in value.items()]
     return ["dict", *sorted(pairs, key=json.dumps)]

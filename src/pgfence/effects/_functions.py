@@ -36,7 +36,7 @@ def check_value(value: T, fn: Callable[..., Any]) -> T:
     return value
 
 
-def unreached(fn: Callable[..., Any], reached: frozenset[type[Any]] | None) -> str | None:
+def find_unreached(fn: Callable[..., Any], reached: frozenset[type[Any]] | None) -> str | None:
     """Say why what a function is annotated to return could not be stored; None if nothing tells that.
 
     Args:

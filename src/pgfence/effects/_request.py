@@ -17,7 +17,7 @@ from pgfence._values import errors
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
 from pgfence.effects._ends import kind_of
-from pgfence.effects._functions import unreached
+from pgfence.effects._functions import find_unreached
 from pgfence.effects._wanted import EffectKey
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
 from pgfence.lease._request import EngineSourceT
@@ -94,7 +94,7 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
         Raises:
             IdempotencyMisuseError: it returns something that only `result` could name.
         """
-        if why := unreached(fn, self._reached):
+        if why := find_unreached(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
 
     def _replay(self, stored: StoredResult) -> T:
