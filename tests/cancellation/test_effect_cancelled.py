@@ -45,7 +45,7 @@ async def world(request: pytest.FixtureRequest, dsn: str) -> AsyncIterator[World
 
 def renewed(engine: Any) -> int:
     """Return how many claims the heartbeat of an engine renews."""
-    return len(heartbeat_of(engine, config_of(engine))._agenda.schedule)
+    return len(heartbeat_of(engine, config_of(engine))._queue.schedule)
 
 
 async def test_a_run_cancelled_at_every_await(world: World, admin: psycopg.Connection[Any]) -> None:

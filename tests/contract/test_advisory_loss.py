@@ -345,7 +345,7 @@ async def test_a_loss_found_by_the_unlock_raises(world: World, name: str, admin:
 
 
 async def behind_our_back(world: World, held: Any) -> None:
-    driver = held._hold.session.wire.driver
+    driver = held._hold.session.driver.raw
     if world.name == "psycopg2":
         await world.call(driver.cursor().execute, "SELECT pg_advisory_unlock_all()")
     else:

@@ -79,12 +79,12 @@ def test_a_dropped_lock_is_closed_before_the_next_user_gets_its_connection(dsn: 
     connection = engine.connect()
     held = AdvisoryLock(connection, name).acquire()
     hold = held._hold
-    close, given_back = hold.session.wire.close, []
+    close, given_back = hold.session.driver.close, []
     owner = threading.Thread(target=connection.close)
 
     def waits() -> bool:
         frame = sys._current_frames().get(owner.ident or 0)
-        return frame is not None and frame.f_code.co_name == "returned"
+        return frame is not None and frame.f_code.co_name == "on_checkin"
 
     def close_late() -> None:
         owner.start()
@@ -94,7 +94,7 @@ def test_a_dropped_lock_is_closed_before_the_next_user_gets_its_connection(dsn: 
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore", ResourceWarning)
-        patch.setattr(hold.session.wire, "close", close_late)
+        patch.setattr(hold.session.driver, "close", close_late)
         del held
         gc.collect()
         eventually(lambda: given_back and owner.ident)

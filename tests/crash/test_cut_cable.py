@@ -48,7 +48,7 @@ async def test_opening_and_closing_a_connection_have_their_budgets(world: World,
     manager = getattr(lock(world, world.engine(), name), form)()
     async with world.enter(manager) as entered:
         handle = entered if form == "hold" else held_on(entered)
-        ours = kernel(handle._hold.session.wire.fileno())
+        ours = kernel(handle._hold.session.driver.fileno())
         assert ours == {"KEEPIDLE": 5, "KEEPINTVL": 5, "KEEPCNT": 3, "USER_TIMEOUT": 20_000, "KEEPALIVE": 1}
         assert ours["KEEPIDLE"] + ours["KEEPINTVL"] * ours["KEEPCNT"] == CLIENT_SECONDS
         if form == "connect":
@@ -71,7 +71,7 @@ async def test_the_users_own_sockets_are_left_alone(world: World, name: str) -> 
     async with transactions.connection(world, engine) as connection:
         one = lock(world, connection, name)
         held = await world.call(one.acquire)
-        before = kernel(held._hold.session.wire.fileno())
+        before = kernel(held._hold.session.driver.fileno())
         assert before["USER_TIMEOUT"] == 0
         await world.call(held.release)
 

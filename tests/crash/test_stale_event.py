@@ -37,12 +37,12 @@ def test_a_late_hang_up_does_not_end_the_session_that_has_the_number_now(
             pass  # until the kernel has told it
         MONITOR.unwatch(one)
         MONITOR.unwatch(two)
-        MONITOR.watch(two, two.wire.fileno())
+        MONITOR.watch(two, two.driver.fileno())
         assert two.dup == number
     assert not living.wait_lost(timeout=0.5)
     assert living.state == "held"
     living.release()
-    one.died("killed")  # nobody watches it any more
+    one.on_connection_lost("killed")  # nobody watches it any more
     eventually(lambda: dead.lost)
     with pytest.raises(Exception, match="was lost"):
         dead.release()

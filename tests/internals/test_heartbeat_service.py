@@ -279,7 +279,7 @@ async def test_an_answer_after_the_deadline_resurrects_nothing(bench: Any, name:
     here = bench()
     grant = here.take(name, 60)
     grant.deadline = clock()
-    assert not grant.renewed(clock(), 60.0, grant.expires_at, 60.0)
+    assert not grant.note_renewed(clock(), 60.0, grant.expires_at, 60.0)
     assert grant.state == "lost"
 
 
@@ -289,7 +289,7 @@ async def test_a_slow_response_does_not_extend_the_deadline(bench: Any, proxy: A
     grant = here.take(name, 3.0)
     count = here.renewals(name)
     await eventually(lambda: count() >= 1)
-    await eventually(lambda: not grant.asked)
+    await eventually(lambda: not grant.renewal_pending)
     proxy.delay(0.3)
     for _ in range(2):
         before = grant.expires_at
@@ -416,7 +416,7 @@ async def test_a_release_without_an_answer_is_repeated(bench: Any, proxy: Any, n
     here.beat.drop(grant)
     grant.begin_release()
     here.beat.release_later(grant)
-    await eventually(lambda: here.beat._agenda.failures)
+    await eventually(lambda: here.beat._queue.failures)
     proxy.heal()
     await eventually(lambda: not here.held(name))
 
@@ -463,7 +463,7 @@ async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
             )
         )
         here.beat.forget_later(PLACE, name, lease_id, 30)
-        await eventually(lambda: any(ending.failures for ending in here.beat._agenda.endings))
+        await eventually(lambda: any(ending.failures for ending in here.beat._queue.releases))
     waiting.join()
     assert granted == [(True,)]
     await eventually(lambda: not here.held(name))
@@ -478,7 +478,7 @@ async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
     lease_id = uuid4()
     here.take(name, 60, heartbeat="manual")
     here.beat.forget_later(PLACE, name, lease_id, 30)
-    await eventually(lambda: any(ending.answer is False for ending in here.beat._agenda.endings))
+    await eventually(lambda: any(ending.answer is False for ending in here.beat._queue.releases))
     here.admin.execute("UPDATE pgfence_lease SET released_at = now(), free_at = 'epoch' WHERE name = %s", (name,))
     row = here.admin.execute(
         "SELECT granted FROM pgfence_acquire_lease_v2(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
@@ -527,10 +527,10 @@ async def test_the_heartbeat_connection_opens_with_the_first_renewal_and_closes_
     here = bench()
     grant = here.take(name, 60)
     here.beat.drop(grant)
-    assert here.beat._link is None
+    assert here.beat._connection is None
     grant = here.take(f"{name}:2", 0.6)
-    await eventually(lambda: here.beat._link is not None)
+    await eventually(lambda: here.beat._connection is not None)
     here.beat.drop(grant)
     here.beat._engine_disposed(here.beat.engine)
-    await eventually(lambda: here.beat._link is None)
-    await eventually(lambda: here.beat._timekeeper is None)
+    await eventually(lambda: here.beat._connection is None)
+    await eventually(lambda: here.beat._timer is None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pgfence._leases.pauses import Pauses
+from pgfence._leases.grant import Pauses
 
 if TYPE_CHECKING:
     import pytest

@@ -17,7 +17,7 @@ from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
 class Stub(SimpleNamespace):
     """What a state needs of a session."""
 
-    cold = LockConnection.cold
+    is_expired = LockConnection.is_expired
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -27,7 +27,7 @@ def session() -> Any:
 
 
 def opened(state: PoolState) -> Any:
-    assert state.take(PoolWaiter()).may_open
+    assert state.serve_or_enqueue(PoolWaiter()).may_open
     return session()
 
 
@@ -35,8 +35,8 @@ def test_a_warm_session_is_used_before_a_new_one_is_opened() -> None:
     """What was given back is taken again, and nothing more is open."""
     state: PoolState = PoolState(2)
     one = opened(state)
-    assert state.give(one)
-    assert state.take(PoolWaiter()).session is one
+    assert state.checkin(one)
+    assert state.serve_or_enqueue(PoolWaiter()).session is one
     assert state.open == 1
 
 
@@ -45,15 +45,15 @@ def test_at_the_limit_turns_are_served_in_order() -> None:
     state: PoolState = PoolState(2)
     one, two = opened(state), opened(state)
     woken: list[int] = []
-    turns = [state.take(PoolWaiter()) for _ in range(3)]
+    turns = [state.serve_or_enqueue(PoolWaiter()) for _ in range(3)]
     for number, turn in enumerate(turns):
         turn.wake = lambda number=number: woken.append(number)
     assert not any(turn.served for turn in turns)
-    state.give(one)
-    state.gone()
+    state.checkin(one)
+    state.connection_closed()
     assert (turns[0].session, turns[1].may_open, turns[2].served) == (one, True, False)
     assert woken == [0, 1]
-    state.give(two)
+    state.checkin(two)
     assert turns[2].session is two
 
 
@@ -61,10 +61,10 @@ def test_a_cancelled_waiter_is_passed_over() -> None:
     """The next one gets the session, and forgoing twice is no error."""
     state: PoolState = PoolState(1)
     one = opened(state)
-    quitter, patient = state.take(PoolWaiter()), state.take(PoolWaiter())
-    state.forgo(quitter)
-    state.forgo(quitter)
-    state.give(one)
+    quitter, patient = state.serve_or_enqueue(PoolWaiter()), state.serve_or_enqueue(PoolWaiter())
+    state.cancel_wait(quitter)
+    state.cancel_wait(quitter)
+    state.checkin(one)
     assert (quitter.served, patient.session) == (False, one)
 
 
@@ -72,9 +72,9 @@ def test_a_newcomer_does_not_jump_the_queue() -> None:
     """While somebody waits for a turn, a place that is free for a moment is not taken by whoever comes later."""
     state: PoolState = PoolState(1)
     opened(state)
-    first = state.take(PoolWaiter())
-    state.gone()
-    late = state.take(PoolWaiter())
+    first = state.serve_or_enqueue(PoolWaiter())
+    state.connection_closed()
+    late = state.serve_or_enqueue(PoolWaiter())
     assert (first.may_open, late.served) == (True, False)
 
 
@@ -82,7 +82,7 @@ def test_only_a_few_are_kept_warm() -> None:
     """One more than the warm ones goes back to the caller to be closed."""
     state: PoolState = PoolState(WARM + 1)
     sessions = [opened(state) for _ in range(WARM + 1)]
-    assert [state.give(one) for one in sessions] == [True] * WARM + [False]
+    assert [state.checkin(one) for one in sessions] == [True] * WARM + [False]
 
 
 def test_dead_and_single_use_connections_are_not_kept() -> None:
@@ -90,8 +90,8 @@ def test_dead_and_single_use_connections_are_not_kept() -> None:
     state: PoolState = PoolState(2)
     dead, close_after_use = opened(state), opened(state)
     dead.dead, close_after_use.close_after_use = "killed", True
-    assert not state.give(dead)
-    assert not state.give(close_after_use)
+    assert not state.checkin(dead)
+    assert not state.checkin(close_after_use)
 
 
 def test_the_cold_and_the_dead_are_taken_out() -> None:
@@ -99,10 +99,10 @@ def test_the_cold_and_the_dead_are_taken_out() -> None:
     state: PoolState = PoolState(3)
     cold, dead, warm = (opened(state) for _ in range(3))
     for one in (cold, dead, warm):
-        state.give(one)
+        state.checkin(one)
     dead.dead = "killed"
     cold.idle_since = time.monotonic() - WARM_FOR - 1
-    assert sorted(map(id, state.cold(time.monotonic()))) == sorted(map(id, (cold, dead)))
+    assert sorted(map(id, state.take_expired(time.monotonic()))) == sorted(map(id, (cold, dead)))
     assert state.idle == [warm]
 
 
@@ -110,8 +110,8 @@ def test_retiring_empties_the_warm_ones() -> None:
     """They are handed out to be closed, once."""
     state: PoolState = PoolState(2)
     one, two = opened(state), opened(state)
-    state.give(one)
-    state.give(two)
+    state.checkin(one)
+    state.checkin(two)
     assert state.take_all_idle() == [one, two]
     assert state.take_all_idle() == []
 
@@ -120,11 +120,11 @@ def test_an_idle_connection_that_died_frees_its_slot() -> None:
     """Its place comes free: by the one who finds it dead, or by the one who clears it away."""
     state: PoolState = PoolState(1)
     one = opened(state)
-    state.give(one)
+    state.checkin(one)
     one.dead = "killed"
-    turn = state.take(PoolWaiter())
-    for _ in state.cold(time.monotonic()):
-        state.gone()
+    turn = state.serve_or_enqueue(PoolWaiter())
+    for _ in state.take_expired(time.monotonic()):
+        state.connection_closed()
     assert turn.may_open
     assert state.open == 1
 
@@ -157,12 +157,12 @@ class Connections(RuleBasedStateMachine):
         for one in sessions:
             assert not one.closed
             one.closed = True
-            self.state.gone()
+            self.state.connection_closed()
 
     @rule()
-    def take(self) -> None:
-        self.waiting.append(self.state.take(PoolWaiter()))
-        self.close(self.state.cold(0.0))
+    def serve_or_enqueue(self) -> None:
+        self.waiting.append(self.state.serve_or_enqueue(PoolWaiter()))
+        self.close(self.state.take_expired(0.0))
         self.serve()
 
     @precondition(lambda self: self.opening)
@@ -172,16 +172,16 @@ class Connections(RuleBasedStateMachine):
         if works:
             self.used.append(session())
         else:
-            self.state.gone()
+            self.state.connection_closed()
         self.serve()
 
     @precondition(lambda self: self.used)
     @rule(data=st.data(), close_after_use=st.booleans())
-    def give(self, data: Any, close_after_use: bool) -> None:
+    def checkin(self, data: Any, close_after_use: bool) -> None:
         one = data.draw(st.sampled_from(self.used))
         self.used.remove(one)
         one.close_after_use = close_after_use
-        if not self.state.give(one):
+        if not self.state.checkin(one):
             self.close([one])
         self.serve()
 
@@ -192,7 +192,7 @@ class Connections(RuleBasedStateMachine):
 
     @rule()
     def reap(self) -> None:
-        self.close(self.state.cold(0.0))
+        self.close(self.state.take_expired(0.0))
         self.serve()
 
     @rule()
@@ -205,7 +205,7 @@ class Connections(RuleBasedStateMachine):
     def give_up(self, data: Any) -> None:
         turn = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(turn)
-        self.state.forgo(turn)
+        self.state.cancel_wait(turn)
 
     @invariant()
     def the_count_is_true_and_within_the_limit(self) -> None:

@@ -1,4 +1,4 @@
-"""What the heartbeat does when, without a clock or a server: one agenda, and a time that the test moves."""
+"""What the heartbeat does when, without a clock or a server: one queue, and a time that the test moves."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pgfence._holds.queue import Contender, LocalQueue, QueueEntry
 from pgfence._leases import grant as grants
 from pgfence._leases import terms
-from pgfence._leases.heartbeat.listeners import LINGER, ListenTask, NotifyListeners
 from pgfence._leases.heartbeat.queue import LISTEN_AFTER, RenewalQueue
-from pgfence._leases.heartbeat.tasks import CheckTask, ReleaseTask, RenewTask
+from pgfence._leases.heartbeat.tasks import LINGER, CheckTask, ListenTask, NotifyListeners, ReleaseTask, RenewTask
 from pgfence._leases.request import Granted, LeaseRequest
 from pgfence._leases.terms import LeaseTerms
 from pgfence._sql.lease import BATCH, LeaseResult
@@ -55,88 +54,88 @@ def make(now: float, ttl: float, *, heartbeat: Any = "auto", place: TableNames =
     )
 
 
-def renewals(agenda: RenewalQueue, now: float) -> list[RenewTask]:
+def renewals(queue: RenewalQueue, now: float) -> list[RenewTask]:
     """Return all renewals that are due."""
-    agenda.take(now)
+    queue.take(now)
     found: list[RenewTask] = []
-    while isinstance(chore := agenda.pick(now), RenewTask):
-        found.append(chore)
-    assert chore is None or isinstance(chore, ListenTask)
+    while isinstance(task := queue.pick(now), RenewTask):
+        found.append(task)
+    assert task is None or isinstance(task, ListenTask)
     return found
 
 
 def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
     """Those taken over a quarter of an interval go together, 500 at a time."""
-    agenda = RenewalQueue()
+    queue = RenewalQueue()
     for n in range(2 * BATCH + 1):
-        agenda.schedule.plan(make(now.now + n / 1000, 30, name=str(n)))
-    assert renewals(agenda, now.now + 9.9) == []
-    assert [len(chore.wishes) for chore in renewals(agenda, now.now + 10)] == [BATCH, BATCH, 1]
-    assert renewals(agenda, now.now + 11) == []
+        queue.schedule.plan(make(now.now + n / 1000, 30, name=str(n)))
+    assert renewals(queue, now.now + 9.9) == []
+    assert [len(task.requests) for task in renewals(queue, now.now + 10)] == [BATCH, BATCH, 1]
+    assert renewals(queue, now.now + 11) == []
 
 
 def test_each_place_has_statements_of_its_own(now: Clock) -> None:
     """Tenants with tables of their own share the connection, not the statement, and none waits for all of another's."""
-    agenda = RenewalQueue()
+    queue = RenewalQueue()
     for n in range(BATCH + 1):
-        agenda.schedule.plan(make(now.now, 30, name=str(n)))
-    agenda.schedule.plan(make(now.now, 30, place=THERE))
-    assert [(c.place, len(c.wishes)) for c in renewals(agenda, now.now + 10)] == [(HERE, BATCH), (THERE, 1), (HERE, 1)]
+        queue.schedule.plan(make(now.now, 30, name=str(n)))
+    queue.schedule.plan(make(now.now, 30, place=THERE))
+    assert [(c.place, len(c.requests)) for c in renewals(queue, now.now + 10)] == [(HERE, BATCH), (THERE, 1), (HERE, 1)]
 
 
 def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None:
     """C082: nobody is lost by it; all are in doubt, and the pause is short for the shortest TTL."""
-    agenda = RenewalQueue()
+    queue = RenewalQueue()
     short, long = make(now.now, 0.3, name="short"), make(now.now, 30, name="long")
     answers: list[Exception | None] = []
-    agenda.schedule.plan(short)
-    agenda.schedule.plan(long)
-    assert agenda.wish(long, None, answers.append)
+    queue.schedule.plan(short)
+    queue.schedule.plan(long)
+    assert queue.request_renewal(long, None, answers.append)
     now.now += 0.1
-    [chore] = renewals(agenda, now.now)
-    wishes = agenda.failed(chore, now.now)
+    [task] = renewals(queue, now.now)
+    requests = queue.note_failure(task, now.now)
     assert [short.state, long.state] == ["unknown", "unknown"]
-    assert len(wishes) == 1
-    assert now.now < agenda.retry_at <= now.now + 0.03
-    [again] = renewals(agenda, agenda.retry_at)
-    assert set(again.wishes) == {short, long}
+    assert len(requests) == 1
+    assert now.now < queue.retry_at <= now.now + 0.03
+    [again] = renewals(queue, queue.retry_at)
+    assert set(again.requests) == {short, long}
     again.started = now.now
-    for grant in again.wishes:
-        agenda.answered(again, grant, LeaseResult("ok", grant.ttl, EXPIRES), now.now)
+    for grant in again.requests:
+        queue.note_answer(again, grant, LeaseResult("ok", grant.ttl, EXPIRES), now.now)
     assert [short.state, long.state] == ["held", "held"]
 
 
 def test_a_locked_row_is_asked_for_again_without_a_loss(now: Clock) -> None:
     """The one who wished for a renewal waits on; what was wished for since is not lost either."""
-    agenda = RenewalQueue()
+    queue = RenewalQueue()
     grant = make(now.now, 30, heartbeat="progress")
-    agenda.schedule.plan(grant)
+    queue.schedule.plan(grant)
     first: list[Exception | None] = []
     second: list[Exception | None] = []
-    agenda.wish(grant, 40.0, first.append)
-    [chore] = renewals(agenda, now.now)
-    agenda.wish(grant, None, second.append)
-    assert agenda.answered(chore, grant, LeaseResult("busy"), now.now) is None
+    queue.request_renewal(grant, 40.0, first.append)
+    [task] = renewals(queue, now.now)
+    queue.request_renewal(grant, None, second.append)
+    assert queue.note_answer(task, grant, LeaseResult("busy"), now.now) is None
     now.now += 1
-    [again] = renewals(agenda, now.now)
+    [again] = renewals(queue, now.now)
     assert again.ttl(grant) == 40.0
     again.started = now.now
-    wish = agenda.answered(again, grant, LeaseResult("ok", 40.0, EXPIRES), now.now)
-    assert wish is not None
-    wish.granted(None)
+    request = queue.note_answer(again, grant, LeaseResult("ok", 40.0, EXPIRES), now.now)
+    assert request is not None
+    request.finish(None)
     assert (first, second) == ([None], [None])
     assert grant.ttl == 40.0
 
 
 def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
     """A release that had no answer is repeated with growing pauses, and then left to the TTL."""
-    agenda = RenewalQueue()
-    agenda.endings.append(ReleaseTask(HERE, lambda sql: sql.release, (), now.now + 60))
+    queue = RenewalQueue()
+    queue.releases.append(ReleaseTask(HERE, lambda sql: sql.release, (), now.now + 60))
     tries = 0
-    while (chore := agenda.pick(now.now)) is not None or agenda.endings:
-        if chore is not None:
+    while (task := queue.pick(now.now)) is not None or queue.releases:
+        if task is not None:
             tries += 1
-            agenda.failed(chore, now.now)
+            queue.note_failure(task, now.now)
         now.now += 0.5
     assert 40 < tries < 140
     assert now.now <= 1000 + 61
@@ -144,87 +143,87 @@ def test_an_ending_is_tried_until_the_ttl_is_over(now: Clock) -> None:
 
 def test_a_channel_is_listened_to_while_there_are_waiters_and_shortly_after() -> None:
     """Waiters that come and go do not make a statement each."""
-    ears, woken = NotifyListeners(), []
-    assert ears.add(HERE, "a", lambda: woken.append("a"))
-    on = ears.chore(0.0)
+    listeners, woken = NotifyListeners(), []
+    assert listeners.add(HERE, "a", lambda: woken.append("a"))
+    on = listeners.next_change(0.0)
     assert isinstance(on, ListenTask) and on.on
-    assert len(ears.changed(on)) == 1
-    assert ears.chore(0.0) is None
-    wake = ears.told(HERE.channel, "a")[0]
-    ears.remove(HERE, "a", wake, 5.0)
-    ears.remove(HERE, "a", wake, 5.0)
-    assert not ears
-    assert ears.chore(5.0 + LINGER) is None
-    assert not ears.add(HERE, "b", lambda: None)
-    assert ears.chore(6.0 + LINGER) is None
-    ears.remove(HERE, "b", ears.told(HERE.channel, "b")[0], 20.0)
-    off = ears.chore(20.1 + LINGER)
+    assert len(listeners.note_change(on)) == 1
+    assert listeners.next_change(0.0) is None
+    wake = listeners.waiters_of(HERE.channel, "a")[0]
+    listeners.remove(HERE, "a", wake, 5.0)
+    listeners.remove(HERE, "a", wake, 5.0)
+    assert not listeners
+    assert listeners.next_change(5.0 + LINGER) is None
+    assert not listeners.add(HERE, "b", lambda: None)
+    assert listeners.next_change(6.0 + LINGER) is None
+    listeners.remove(HERE, "b", listeners.waiters_of(HERE.channel, "b")[0], 20.0)
+    off = listeners.next_change(20.1 + LINGER)
     assert off is not None and not off.on
-    assert ears.changed(off) == []
-    assert ears.chore(99.0) is None
+    assert listeners.note_change(off) == []
+    assert listeners.next_change(99.0) is None
 
 
 def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     """After a second with leases, by one LISTEN for each prefix; then all are checked, later those that are named."""
-    agenda = RenewalQueue()
+    queue = RenewalQueue()
     leases = [make(now.now, 3600, heartbeat="manual", name=name) for name in "abc"]
     leases += [make(now.now, 3600, heartbeat="manual", place=THERE), make(now.now, 3600, name="renewed")]
     for each in leases:
-        agenda.keep(each, now.now)
-    assert not agenda.unheard(now.now)
+        queue.keep(each, now.now)
+    assert not queue.needs_listening(now.now)
     now.now += LISTEN_AFTER
-    assert agenda.unheard(now.now)
-    chore = agenda.pick(now.now)
-    assert isinstance(chore, ListenTask) and chore.on
-    agenda.listening(chore)
-    renewal = agenda.pick(now.now)
-    checks = [agenda.pick(now.now), agenda.pick(now.now)]
-    assert isinstance(renewal, RenewTask) and list(renewal.wishes) == leases[4:]
+    assert queue.needs_listening(now.now)
+    task = queue.pick(now.now)
+    assert isinstance(task, ListenTask) and task.on
+    queue.note_listening(task)
+    renewal = queue.pick(now.now)
+    checks = [queue.pick(now.now), queue.pick(now.now)]
+    assert isinstance(renewal, RenewTask) and list(renewal.requests) == leases[4:]
     found = [isinstance(check, CheckTask) and sorted(each.stored for each in check.grants) for check in checks]
     assert sorted(found) == [["a", "b", "c"], ["n"]]
-    assert agenda.pick(now.now) is None
-    assert not agenda.unheard(now.now)
-    assert agenda.suspect(HERE.evictions, "b") and not agenda.suspect(HERE.evictions, "x")
-    check = agenda.pick(now.now)
+    assert queue.pick(now.now) is None
+    assert not queue.needs_listening(now.now)
+    assert queue.suspect_eviction(HERE.evictions, "b") and not queue.suspect_eviction(HERE.evictions, "x")
+    check = queue.pick(now.now)
     assert isinstance(check, CheckTask) and check.grants == [leases[1]]
     for each in leases:
-        agenda.drop(each)
-    assert agenda.pick(now.now) is None
-    off = agenda.pick(now.now + 2 * LINGER)
+        queue.drop(each)
+    assert queue.pick(now.now) is None
+    off = queue.pick(now.now + 2 * LINGER)
     assert isinstance(off, ListenTask) and not off.on
 
 
 def test_a_flood_of_notifications_does_not_keep_a_renewal_waiting(now: Clock) -> None:
     """Anyone may send them: a lease without a heartbeat is checked again and again, after the renewals that are due."""
-    agenda = RenewalQueue()
-    agenda.keep(make(now.now, 3600, heartbeat="manual", name="flooded"), now.now)
+    queue = RenewalQueue()
+    queue.keep(make(now.now, 3600, heartbeat="manual", name="flooded"), now.now)
     renewed = make(now.now, 3600, name="renewed")
-    agenda.keep(renewed, now.now)
-    agenda.suspect(HERE.evictions, "flooded")
-    assert isinstance(agenda.pick(now.now), CheckTask)
-    agenda.suspect(HERE.evictions, "flooded")
-    agenda.wish(renewed, None, lambda _: None)
-    assert isinstance(agenda.pick(now.now), RenewTask)
-    assert isinstance(agenda.pick(now.now), CheckTask)
+    queue.keep(renewed, now.now)
+    queue.suspect_eviction(HERE.evictions, "flooded")
+    assert isinstance(queue.pick(now.now), CheckTask)
+    queue.suspect_eviction(HERE.evictions, "flooded")
+    queue.request_renewal(renewed, None, lambda _: None)
+    assert isinstance(queue.pick(now.now), RenewTask)
+    assert isinstance(queue.pick(now.now), CheckTask)
 
 
 def test_nothing_is_listened_to_where_no_notification_comes_through(now: Clock) -> None:
     """A pooler that was declared or found makes neither a connection nor a statement for it."""
     declared, found = RenewalQueue(listens=False), RenewalQueue()
-    found.ears.deaf = True
-    for agenda in (declared, found):
-        agenda.keep(make(now.now, 3600), now.now)
-        assert not agenda.unheard(now.now + 60)
+    found.listeners.deaf = True
+    for queue in (declared, found):
+        queue.keep(make(now.now, 3600), now.now)
+        assert not queue.needs_listening(now.now + 60)
     assert declared.pick(now.now + 60) is None
 
 
 def test_the_server_says_when_max_hold_ends_a_lease(now: Clock) -> None:
     """C083: fewer seconds than the TTL mean that no renewal helps any more: no beat follows, and the reason is "overdue"."""
     grant = make(now.now, 10)
-    assert grant.renewed(now.now, 10, EXPIRES, 10)
-    assert grant.next_beat < math.inf
-    assert grant.renewed(now.now, 4, EXPIRES, 10)
-    assert grant.next_beat == math.inf
+    assert grant.note_renewed(now.now, 10, EXPIRES, 10)
+    assert grant.next_renewal < math.inf
+    assert grant.note_renewed(now.now, 4, EXPIRES, 10)
+    assert grant.next_renewal == math.inf
     now.now += 3.6
     assert grant.loss_reason == "overdue"
 
@@ -237,7 +236,7 @@ class Schedules(RuleBasedStateMachine):
         self.clock = Clock()
         self.before = grants.clock
         grants.clock = self.clock
-        self.agenda = RenewalQueue()
+        self.queue = RenewalQueue()
         self.kept: list[grants.Grant] = []
         self.at_work: list[RenewTask] = []
         self.answered = 0
@@ -246,85 +245,89 @@ class Schedules(RuleBasedStateMachine):
     def teardown(self) -> None:
         grants.clock = self.before
 
-    def told(self, wish: Any) -> None:
-        if wish is not None:
-            self.answered += len(wish.done)
+    def told(self, request: Any) -> None:
+        if request is not None:
+            self.answered += len(request.done)
 
     @rule(ttl=st.floats(0.3, 60), heartbeat=st.sampled_from(["auto", "progress", "manual"]))
     def keep(self, ttl: float, heartbeat: str) -> None:
         grant = make(self.clock.now, ttl, heartbeat=heartbeat)
         self.kept.append(grant)
-        self.agenda.schedule.plan(grant)
+        self.queue.schedule.plan(grant)
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         if self.kept:
             grant = data.draw(st.sampled_from(self.kept))
             self.kept.remove(grant)
-            self.told(self.agenda.drop(grant))
+            self.told(self.queue.drop(grant))
 
     @rule(data=st.data())
     def progress(self, data: st.DataObject) -> None:
         if self.kept:
             grant = data.draw(st.sampled_from(self.kept))
             grant.progress()
-            self.agenda.request_renewal(grant, self.clock.now)
+            self.queue.make_up(grant, self.clock.now)
 
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
-        if self.kept and self.agenda.wish(data.draw(st.sampled_from(self.kept)), None, lambda _: None):
+        if self.kept and self.queue.request_renewal(data.draw(st.sampled_from(self.kept)), None, lambda _: None):
             self.wished += 1
 
     @rule(seconds=st.floats(0, 20))
     def pass_time(self, seconds: float) -> None:
         self.clock.now += seconds
-        _, over = self.agenda.take(self.clock.now)
-        for grant, wish in over:
+        _, over = self.queue.take(self.clock.now)
+        for grant, request in over:
             assert self.clock.now >= grant.deadline
             assert grant.state == "lost"
             self.kept.remove(grant)
-            self.told(wish)
+            self.told(request)
 
     @rule()
     def send(self) -> None:
-        if not self.at_work and isinstance(chore := self.agenda.pick(self.clock.now), RenewTask):
-            chore.started = self.clock.now
-            self.at_work.append(chore)
+        if not self.at_work and isinstance(task := self.queue.pick(self.clock.now), RenewTask):
+            task.started = self.clock.now
+            self.at_work.append(task)
 
     @rule(verdict=st.sampled_from(["ok", "busy", "lost", "silence"]))
     def answer(self, verdict: Any) -> None:
         if not self.at_work:
             return
-        chore = self.at_work.pop()
+        task = self.at_work.pop()
         if verdict == "silence":
-            for wish in self.agenda.failed(chore, self.clock.now):
-                self.told(wish)
+            for request in self.queue.note_failure(task, self.clock.now):
+                self.told(request)
             return
-        for grant in chore.wishes:
+        for grant in task.requests:
             if verdict == "lost":
                 grant.lose("superseded")
-            granted = LeaseResult("ok", chore.ttl(grant), EXPIRES)
+            granted = LeaseResult("ok", task.ttl(grant), EXPIRES)
             self.told(
-                self.agenda.answered(chore, grant, granted if verdict == "ok" else LeaseResult(verdict), self.clock.now)
+                self.queue.note_answer(
+                    task, grant, granted if verdict == "ok" else LeaseResult(verdict), self.clock.now
+                )
             )
             if grant.state == "lost" and grant in self.kept:
-                self.told(self.agenda.drop(grant))
+                self.told(self.queue.drop(grant))
                 self.kept.remove(grant)
 
     @invariant()
     def whoever_is_kept_is_looked_at_in_time(self) -> None:
         """The schedule never sleeps past a deadline, and whoever renews by itself is asked or has a beat ahead."""
-        assert set(self.agenda.schedule) == set(self.kept)
-        assert self.agenda.schedule.next() <= min((grant.deadline for grant in self.kept), default=math.inf)
+        assert set(self.queue.schedule) == set(self.kept)
+        assert self.queue.schedule.next() <= min((grant.deadline for grant in self.kept), default=math.inf)
         for grant in self.kept:
             if grant.heartbeat == "auto":
-                assert grant.asked or grant.next_beat <= grant.deadline - terms.margin(grant.ttl)
+                assert grant.renewal_pending or grant.next_renewal <= grant.deadline - terms.margin(grant.ttl)
 
     @invariant()
     def every_wish_is_answered_or_waits(self) -> None:
         """Nobody who asked for a renewal is forgotten."""
-        waiting = sum(len(wish.done) for wish in self.agenda._wishes.values())
-        sent = sum(len(wish.done) for chore in self.at_work for wish in chore.wishes.values() if wish is not None)
+        waiting = sum(len(request.done) for request in self.queue._requests.values())
+        sent = sum(
+            len(request.done) for task in self.at_work for request in task.requests.values() if request is not None
+        )
         assert self.answered + waiting + sent == self.wished
 
 

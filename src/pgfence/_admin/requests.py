@@ -64,7 +64,7 @@ def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, fo
     """End what this process held through the engine under the name that was evicted, and return what was found."""
     beat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
     if isinstance(beat, HeartbeatService) and found.newest is not None and found.token is not None:
-        beat.evicted(order.place, order.name, found.token)
+        beat.note_eviction(order.place, order.name, found.token)
     return found
 
 

@@ -32,15 +32,15 @@ class CallerConnection(LockConnection):
     direct = False
 
     def __init__(
-        self, connection: Connection, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo
+        self, connection: Connection, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo
     ) -> None:
-        super().__init__(dbapi_connection, wire, facts)
+        super().__init__(dbapi_connection, driver, facts)
         self.connection = connection
         self._fairy = connection.connection
-        self._ending = threading.RLock()
+        self._closing = threading.RLock()
         """Held while the driver's connection is closed, so that the pool does not give it to another user."""
-        self._with_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
-        self._with_it.append(self)
+        self._locks_on_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
+        self._locks_on_it.append(self)
         pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
         if _returned not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
             event.listen(pool, "checkin", _returned)
@@ -49,34 +49,34 @@ class CallerConnection(LockConnection):
 
     @classmethod
     async def borrow(
-        cls, carrier: Carrier, connection: Connection, make_wire: type[DriverConnection], limit: float
+        cls, carrier: Carrier, connection: Connection, make_driver: type[DriverConnection], limit: float
     ) -> Self:
         """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
         dbapi_connection: Any = await carrier.call(lambda: connection.connection.dbapi_connection)
-        wire = make_wire(connection.dialect.get_driver_connection(dbapi_connection))
-        cls.fit(connection, dbapi_connection, wire)
+        driver = make_driver(connection.dialect.get_driver_connection(dbapi_connection))
+        cls.check_usable(connection, dbapi_connection, driver)
         facts = cls.known_facts(connection, dbapi_connection)
-        session = cls(connection, dbapi_connection, wire, facts or server.UNKNOWN)
+        session = cls(connection, dbapi_connection, driver, facts or server.UNKNOWN)
         if facts is None:
             try:
-                row = await session.row(connection.engine, server.READ_FACTS, (), limit=limit)
+                row = await session.fetch_row(connection.engine, server.READ_FACTS, (), limit=limit)
                 facts = server.ServerInfo.of(row, set_up=False)
             except BaseException:
-                session.forgo()
+                session.give_up()
                 raise
-            session.know(facts)
+            session.learn_facts(facts)
             cls.learn(connection, dbapi_connection, facts)
         return session
 
     @staticmethod
-    def fit(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> None:
+    def check_usable(connection: Connection, dbapi_connection: Any, driver: DriverConnection) -> None:
         """Refuse a connection on which a session lock cannot be taken as it is."""
-        if wire.busy:
+        if driver.busy:
             raise TransactionStateError(
                 "this connection is in pipeline mode, where an earlier error would hide whether the lock was taken: take"
                 " the lock outside the pipeline"
             )
-        if in_transaction(connection, dbapi_connection, wire):
+        if in_transaction(connection, dbapi_connection, driver):
             raise TransactionStateError(
                 "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
                 " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
@@ -93,17 +93,17 @@ class CallerConnection(LockConnection):
         """Keep with the pooled connection what one round trip told of it."""
         connection.info[_FACTS] = dbapi_connection, facts
 
-    def forgo(self) -> None:
+    def give_up(self) -> None:
         """Leave the connection to its owner after a first statement that failed; if it was cut off, close it."""
         if self.dead is None:
-            self.let_go()
+            self.detach()
         else:
             self.close()
 
     def _guard(self, connection: Connection, *_: Any) -> None:
         """SQLAlchemy reconnects after a lost connection without a word: refuse to go on there without the lock."""
         if connection.connection.dbapi_connection is not self.dbapi_connection:
-            self.died(self.dead or "killed")
+            self.on_connection_lost(self.dead or "killed")
             hold = self.hold
             if hold is not None:
                 raise hold.lost_error()
@@ -116,36 +116,38 @@ class CallerConnection(LockConnection):
             return False
         return connection.connection.dbapi_connection is self.dbapi_connection
 
-    def expect_attached(self) -> None:
+    def check_attached(self) -> None:
         """Raise before a statement that would reach another user of the driver's connection."""
         if not self.attached:
             self.dead = self.dead or "returned"
             raise ConnectionGoneError("the Connection was closed")
 
     @property
-    def spoiled(self) -> bool:  # type: ignore[override]
+    def is_in_transaction(self) -> bool:  # type: ignore[override]
         """Whether the lock cannot be given back at this moment, for a transaction is open."""
-        return self.dead is None and self.attached and in_transaction(self.connection, self.dbapi_connection, self.wire)
+        return (
+            self.dead is None and self.attached and in_transaction(self.connection, self.dbapi_connection, self.driver)
+        )
 
     @property
     def shared(self) -> bool:
         """Whether another Connection was closed, and the caller's still has the driver's connection (StaticPool)."""
         return bool(getattr(self._fairy, "_counter", 0))
 
-    def returned(self, record: ConnectionPoolEntry) -> None:
+    def on_checkin(self, record: ConnectionPoolEntry) -> None:
         """End the lock, because the Connection is given back: the pool opens another one for its next user."""
-        with self._ending:
+        with self._closing:
             if self.closed:
                 return
-            self.let_go()
+            self.detach()
             self.dead = self.dead or "returned"
             with contextlib.suppress(Exception):
-                self.wire.close()
+                self.driver.close()
         # An async driver would be awaited: a cancel there would cost the pool a place.
         record.invalidate(soft=self.connection.dialect.is_async)
-        self.died(self.dead)
+        self.on_connection_lost(self.dead)
 
-    def let_go(self, *, listed: bool = False) -> None:
+    def detach(self, *, listed: bool = False) -> None:
         """Leave the connection to its owner, as it was; `listed`: the pool still waits for what comes next here."""
         if self.closed:
             return
@@ -156,19 +158,19 @@ class CallerConnection(LockConnection):
         event.remove(self.connection, "before_cursor_execute", self._guard)
 
     def _unlist(self) -> None:
-        if self in self._with_it:
-            self._with_it.remove(self)
+        if self in self._locks_on_it:
+            self._locks_on_it.remove(self)
 
     def close(self) -> None:
         """End the caller's connection, for a lock would stay on it; SQLAlchemy learns that it is gone."""
         PROCESS.notice_fork()
-        with self._ending:
+        with self._closing:
             attached = self.attached
-            self.let_go(listed=attached)  # a check-in by another thread waits until the driver's connection is closed
+            self.detach(listed=attached)  # a check-in by another thread waits until the driver's connection is closed
             self.dead = self.dead or "killed"
             if attached:
                 with contextlib.suppress(Exception):
-                    self.wire.close()
+                    self.driver.close()
                 with contextlib.suppress(Exception):
                     self.invalidate()
                 self._unlist()
@@ -177,37 +179,37 @@ class CallerConnection(LockConnection):
         """Tell SQLAlchemy that the connection is gone."""
         self.connection.invalidate()
 
-    async def row(
+    async def fetch_row(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
     ) -> Any:
         """Run a statement in autocommit and return its first row."""
-        self.expect_attached()
+        self.check_attached()
         self.begin(limit)
-        before = await self.wire.set_autocommit(True)
+        before = await self.driver.set_autocommit(True)
         try:
-            return await self.wire.query(text, args)
+            return await self.driver.query(text, args)
         except Exception as error:
-            if told := text_error(error, args, lambda: self.wire.driver):
+            if told := text_error(error, args, lambda: self.driver.raw):
                 raise told from error
             raise
         finally:
-            self.since = 0.0
+            self.statement_started = 0.0
             with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
-                await self.wire.set_autocommit(before)
+                await self.driver.set_autocommit(before)
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
-        self.expect_attached()
-        before = await self.wire.set_autocommit(True)
+        self.check_attached()
+        before = await self.driver.set_autocommit(True)
         try:
-            return await self.wire.script(f"{wait}; {QUIET_CHECK}")
+            return await self.driver.script(f"{wait}; {QUIET_CHECK}")
         finally:
             with contextlib.suppress(Exception):
-                await self.wire.set_autocommit(before)
+                await self.driver.set_autocommit(before)
 
 
-def in_transaction(connection: Connection, dbapi_connection: Any, wire: DriverConnection) -> bool:
+def in_transaction(connection: Connection, dbapi_connection: Any, driver: DriverConnection) -> bool:
     """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
-    return wire.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
+    return driver.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 
 
 _FACTS = "pgfence.facts"
@@ -218,4 +220,4 @@ def _returned(_: Any, record: ConnectionPoolEntry) -> None:
     """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
     for session in list(record.info.get(_LOCKS, ())):
         if not session.shared:
-            session.returned(record)
+            session.on_checkin(record)

@@ -89,34 +89,34 @@ class LockConnection(ABC):
     turn: Turn
     """The watcher's question, and the unlock: one at a time."""
 
-    def __init__(self, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo) -> None:
+    def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
         self.dbapi_connection = dbapi_connection
-        self.wire = wire
-        self.know(facts)
+        self.driver = driver
+        self.learn_facts(facts)
         self.hold: Hold[Any] | None = None
-        self.lent = False
+        self.in_user_hands = False
         """The user's code runs on it (`connect()`): it may be told dead, but no statement of ours goes in between."""
         self.dead: LossReason | None = None
         self.closed = False
         self.close_after_use = False
         """Not to be kept after its use."""
-        self.counts = True
+        self.uses_slot = True
         """Whether it is one of the `max_lock_connections`."""
         self.dup = -1
         self.socket: SocketId | None = None
         """Which socket it speaks through."""
-        self.since = 0.0
+        self.statement_started = 0.0
         """When the running statement was sent; 0: none runs."""
         self.limit = STATEMENT_BUDGET
         self.idle_since = time.monotonic()
-        self.probed = self.idle_since
+        self.last_probe = self.idle_since
         self.handoffs = 0
         self.granted_at = 0.0
         self.token = 0
         """What came with the last grant, of a lock that brings one."""
         self.on_death: Callable[[Hold[Any] | None], object] | None = None
 
-    def know(self, facts: server.ServerInfo) -> None:
+    def learn_facts(self, facts: server.ServerInfo) -> None:
         """Store the facts about the server and this session."""
         self.pid = facts.backend_pid
         self.slice = slice_for(facts.deadlock_timeout)
@@ -126,15 +126,15 @@ class LockConnection(ABC):
 
     direct = True
     """Statements may go straight to the driver's connection as it is."""
-    spoiled = False
+    is_in_transaction = False
     """Whether the lock cannot be given back at this moment."""
 
-    def cold(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         """Whether it is not worth keeping, idle as it is."""
         return self.dead is not None or now - self.idle_since > WARM_FOR
 
     def watch(self) -> None:
-        fd = self.wire.fileno()
+        fd = self.driver.fileno()
         if fd >= 0:
             self.socket = socket_id(fd)
             if self.ours:
@@ -142,7 +142,7 @@ class LockConnection(ABC):
         MONITOR.watch(self, fd)
         _OPEN.add(self)
 
-    def died(self, reason: LossReason) -> None:
+    def on_connection_lost(self, reason: LossReason) -> None:
         """Tell everybody that the session is over: on the watcher's thread, or wherever it was found out."""
         if self.dead is None:
             self.dead = reason
@@ -153,28 +153,28 @@ class LockConnection(ABC):
 
     def tick(self, now: float, paused: bool) -> None:
         """Once a second, on the watcher's thread: cut what is overdue, ask for what is in doubt."""
-        if self.since and paused:
-            self.since = now  # the answer may lie in the socket already: we, not the server, stood still
-        elif self.since and now - self.since > self.limit:
-            self.cut()
+        if self.statement_started and paused:
+            self.statement_started = now  # the answer may lie in the socket already: we, not the server, stood still
+        elif self.statement_started and now - self.statement_started > self.limit:
+            self.abort()
         hold = self.hold
-        if hold is None or self.lent or self.dead or not self.ours:
+        if hold is None or self.in_user_hands or self.dead or not self.ours:
             return
         if paused:
             hold.in_doubt = True
-        if paused or (not HAS_HANGUP and now - self.probed > PROBE_EVERY):
-            self.probed = now
+        if paused or (not HAS_HANGUP and now - self.last_probe > PROBE_EVERY):
+            self.last_probe = now
             self.probe(hold)
 
     @abstractmethod
     def probe(self, hold: Hold[Any]) -> None:
         """Ask the server whether the session lives, without waiting for the answer here."""
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Give up on a server that does not answer: the statement under way fails, the hold is lost."""
         self.dead = self.dead or "cut off"
         MONITOR.shut_down(self)
-        self.died("cut off")
+        self.on_connection_lost("cut off")
 
     def close(self) -> None:
         """End the connection. Only for its owner: never while another thread is in a statement on it."""
@@ -186,7 +186,7 @@ class LockConnection(ABC):
             self.unwatch()
         finally:
             with contextlib.suppress(Exception):
-                self.wire.close()
+                self.driver.close()
         self.closed = True
 
     def unwatch(self) -> None:
@@ -198,17 +198,17 @@ class LockConnection(ABC):
     def begin(self, limit: float) -> None:
         """Note that a statement is sent. Its end is `since = 0.0`: a call there could be interrupted, and the note would stay."""
         self.limit = limit
-        self.since = time.monotonic()
+        self.statement_started = time.monotonic()
 
     # ------------------------------------------------------------ statements
 
-    async def ask(
+    async def fetch_value(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
     ) -> Any:
         """Run a statement of ours and return the first column of its one row."""
-        return (await self.row(engine, text, args, limit=limit, prepare=prepare))[0]
+        return (await self.fetch_row(engine, text, args, limit=limit, prepare=prepare))[0]
 
-    async def row(
+    async def fetch_row(
         self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
     ) -> Any:
         """Run a statement of ours and return its first row, or None where it has none."""
@@ -216,21 +216,21 @@ class LockConnection(ABC):
         try:
             if has_listeners(engine):
                 return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
-            return await self.wire.query(text, args, prepare=prepare)
+            return await self.driver.query(text, args, prepare=prepare)
         except Exception as error:
-            if told := text_error(error, args, lambda: self.wire.driver):
+            if told := text_error(error, args, lambda: self.driver.raw):
                 raise told from error
             raise
         finally:
-            self.since = 0.0
+            self.statement_started = 0.0
 
-    async def through(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
+    async def run_with_sqlalchemy(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
         """Run sync code on this session by way of SQLAlchemy."""
         self.begin(limit)
         try:
             return await self._run(engine, run)
         finally:
-            self.since = 0.0
+            self.statement_started = 0.0
 
     async def _run(self, engine: Engine, run: Callable[[Connection], R]) -> R:
         def call() -> R:
@@ -244,13 +244,13 @@ class LockConnection(ABC):
             return await self.lock_with_token(engine, sql, 0)
         args = (self.pid, *sql.unlock_args)
         if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
-            self.limit, self.since = limit, time.monotonic()
+            self.limit, self.statement_started = limit, time.monotonic()
             try:
-                granted = (await self.wire.query(sql.try_text, args, prepare=True))[0]
+                granted = (await self.driver.query(sql.try_text, args, prepare=True))[0]
             finally:
-                self.since = 0.0
+                self.statement_started = 0.0
         else:
-            granted = await self.ask(engine, sql.try_text, args, limit=limit)
+            granted = await self.fetch_value(engine, sql.try_text, args, limit=limit)
         if granted is None:
             raise wrong_backend_error(engine)
         return bool(granted)
@@ -261,7 +261,7 @@ class LockConnection(ABC):
         args, token = sql.lock_args(self.pid, milliseconds), None
         for failures in range(RETRIES + 1):
             try:
-                token = await self.ask(engine, sql.lock_text, args, limit=limit)
+                token = await self.fetch_value(engine, sql.lock_text, args, limit=limit)
                 break
             except Exception as error:
                 state = sqlstate_of(error)
@@ -270,7 +270,7 @@ class LockConnection(ABC):
                 if state != SERIALIZATION_FAILURE or failures == RETRIES:
                     raise
                 # The session lock came before a commit that failed, or not at all.
-                await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
+                await self.fetch_value(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET)
         if token == STRANGE_BACKEND:
             raise wrong_backend_error(engine)
         self.token = token or 0
@@ -284,7 +284,7 @@ class LockConnection(ABC):
         limit = milliseconds * len(sql.keys) / 1000 + WAIT_GRACE
         if not quiet:
             try:
-                await self.ask(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
+                await self.fetch_value(engine, sql.wait_text, sql.wait_args(milliseconds), limit=limit, prepare=False)
             except Exception as error:
                 if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                     return False
@@ -294,11 +294,11 @@ class LockConnection(ABC):
         try:
             return await self.run_script(engine, sql.quiet_wait(milliseconds))
         finally:
-            self.since = 0.0
+            self.statement_started = 0.0
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
         if not has_listeners(engine):
-            return await self.wire.script(f"{wait}; {QUIET_CHECK}")
+            return await self.driver.script(f"{wait}; {QUIET_CHECK}")
 
         def run(connection: Connection) -> bool:
             connection.exec_driver_sql(wait)
@@ -311,12 +311,12 @@ class LockConnection(ABC):
             await self.wait_for_probe()
         try:
             if not self.direct or has_listeners(engine):
-                return bool(await self.ask(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
-            self.limit, self.since = RELEASE_BUDGET, time.monotonic()
+                return bool(await self.fetch_value(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
+            self.limit, self.statement_started = RELEASE_BUDGET, time.monotonic()
             try:
-                return bool((await self.wire.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
+                return bool((await self.driver.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
             finally:
-                self.since = 0.0
+                self.statement_started = 0.0
         finally:
             self.turn.release()
 
@@ -335,7 +335,7 @@ class LockConnection(ABC):
             engine.dialect.reset_isolation_level(self.dbapi_connection)
             return wrap_dbapi(engine, self.dbapi_connection, reconnects=False)
 
-        self.lent = True
+        self.in_user_hands = True
         return await self._call(lend)
 
     async def close_lent(self, connection: Connection) -> None:
@@ -356,7 +356,7 @@ class LockConnection(ABC):
         try:
             return await self.carrier.call(work)
         finally:
-            self.since = 0.0
+            self.statement_started = 0.0
 
 
 _OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()
@@ -372,7 +372,7 @@ def _forget_in_child() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for session in sessions:
         with contextlib.suppress(Exception):
-            fd = session.wire.fileno()
+            fd = session.driver.fileno()
             if session.socket == socket_id(
                 fd
             ):  # the child may have closed it long ago, and something else has its number

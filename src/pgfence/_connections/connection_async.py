@@ -9,8 +9,8 @@ from pgfence._connections.caller_connection import CallerConnection
 from pgfence._connections.connect import at_once
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, LockConnection
 from pgfence._holds.carriers import TaskCarrier, keep_task, run_on_loop
+from pgfence._process.lifecycle import weak_method
 from pgfence._process.monitor import reason_of
-from pgfence._process.references import weak_method
 
 if TYPE_CHECKING:
     from pgfence._connections.drivers import DriverConnection
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 class AsyncLockConnection(LockConnection):
     """One connection of ours, or the caller's own, driven by the task that needs it."""
 
-    def __init__(self, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo) -> None:
-        super().__init__(dbapi_connection, wire, facts)
+    def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
+        super().__init__(dbapi_connection, driver, facts)
         self.loop = asyncio.get_running_loop()
         self.carrier = TaskCarrier(self.loop)
         self._probing: asyncio.Future[None] | None = None
         """The watcher's question, while it is under way: these drivers take one statement at a time."""
-        if hasattr(wire.driver, "add_termination_listener"):
+        if hasattr(driver.raw, "add_termination_listener"):
             # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
             self._listener = weak_method(self._terminated)
-            wire.driver.add_termination_listener(self._listener)
+            driver.raw.add_termination_listener(self._listener)
 
     def _terminated(self, _: Any) -> None:
         if not self.closed:
-            self.died(reason_of(self.dup) if self.dup >= 0 else "killed")
+            self.on_connection_lost(reason_of(self.dup) if self.dup >= 0 else "killed")
 
     @property
     def turn(self) -> AsyncLockConnection:  # type: ignore[override]
@@ -51,20 +51,20 @@ class AsyncLockConnection(LockConnection):
         if self._probing is not None:
             await asyncio.wait({self._probing}, timeout=RELEASE_BUDGET)
         if self._probing is not None:
-            self.cut()  # the watcher's question has no answer either, and ends with the connection
+            self.abort()  # the watcher's question has no answer either, and ends with the connection
             await asyncio.wait({self._probing})
 
     def probe(self, hold: Hold[Any]) -> None:
         async def ask() -> None:
             self.begin(STATEMENT_BUDGET)
             try:
-                await self.wire.ping()
+                await self.driver.ping()
             except Exception:
-                self.died("cut off")
+                self.on_connection_lost("cut off")
             else:
                 hold.in_doubt = False
             finally:
-                self.since = 0.0
+                self.statement_started = 0.0
                 self._probing = None
 
         def start() -> None:
@@ -78,10 +78,10 @@ class AsyncLockConnection(LockConnection):
 class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
     """The caller's own connection, for one lock. Our statements run between its transactions, in autocommit."""
 
-    def let_go(self, *, listed: bool = False) -> None:
-        if not self.closed and hasattr(self.wire.driver, "remove_termination_listener"):
-            self.wire.driver.remove_termination_listener(self._listener)
-        super().let_go(listed=listed)
+    def detach(self, *, listed: bool = False) -> None:
+        if not self.closed and hasattr(self.driver.raw, "remove_termination_listener"):
+            self.driver.raw.remove_termination_listener(self._listener)
+        super().detach(listed=listed)
 
     def invalidate(self) -> None:
         if self.connection.dialect.has_terminate:

@@ -22,13 +22,13 @@ class SyncLockConnection(LockConnection):
 
     carrier = THREADS
 
-    def __init__(self, dbapi_connection: Any, wire: DriverConnection, facts: server.ServerInfo) -> None:
-        super().__init__(dbapi_connection, wire, facts)
+    def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
+        super().__init__(dbapi_connection, driver, facts)
         self.turn = self._turn = threading.Lock()
 
     async def wait_for_probe(self) -> None:
         if not self._turn.acquire(timeout=RELEASE_BUDGET):
-            self.cut()  # the watcher's question has no answer either, and ends with the connection
+            self.abort()  # the watcher's question has no answer either, and ends with the connection
             self._turn.acquire()
 
     def probe(self, hold: Hold[Any]) -> None:
@@ -38,13 +38,13 @@ class SyncLockConnection(LockConnection):
                     return
                 self.begin(STATEMENT_BUDGET)
                 try:
-                    run_sync(self.wire.ping())
+                    run_sync(self.driver.ping())
                 except Exception:
-                    self.died("cut off")
+                    self.on_connection_lost("cut off")
                 else:
                     hold.in_doubt = False
                 finally:
-                    self.since = 0.0
+                    self.statement_started = 0.0
 
         MONITOR.post(ask)
 

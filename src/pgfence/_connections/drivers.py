@@ -25,7 +25,8 @@ Heard: TypeAlias = "Callable[[str, str], object]"
 class DriverConnection(Protocol):
     """What both worlds need to know of a driver's connection."""
 
-    driver: Any
+    raw: Any
+    """The driver's own connection."""
     pooled: bool
     """A pooler may stand in between: nothing that is prepared may outlive its transaction. Set by whoever opened it."""
 
@@ -77,11 +78,11 @@ class DriverConnection(Protocol):
         """Run a LISTEN or UNLISTEN."""
         ...
 
-    def hear(self, heard: Heard) -> None:
+    def on_notify(self, heard: Heard) -> None:
         """Have `heard` called with channel and payload of a NOTIFY, by whoever reads from the connection."""
         ...
 
-    def collect(self) -> None:
+    def poll_notifies(self) -> None:
         """Read what has arrived, without waiting. Raises when the connection has ended."""
         ...
 
@@ -91,57 +92,57 @@ class _PsycopgBase:
 
     pooled = False
     reads_alone = False
-    _heard: Heard
+    _on_notify: Heard
 
     def __init__(self, driver: Any) -> None:
         from psycopg.rows import tuple_row
 
-        self.driver = driver
+        self.raw = driver
         self.cursor = driver.cursor(row_factory=tuple_row)
 
     @property
     def pid(self) -> int:
-        pid: int = self.driver.info.backend_pid
+        pid: int = self.raw.info.backend_pid
         return pid
 
     def fileno(self) -> int:
-        fd: int = self.driver.fileno()
+        fd: int = self.raw.fileno()
         return fd
 
     @property
     def in_transaction(self) -> bool | None:
         from psycopg.pq import TransactionStatus
 
-        status = self.driver.info.transaction_status
+        status = self.raw.info.transaction_status
         return None if status == TransactionStatus.INERROR else bool(status != TransactionStatus.IDLE)
 
     @property
     def busy(self) -> bool:
         from psycopg.pq import PipelineStatus
 
-        return bool(self.driver.pgconn.pipeline_status != PipelineStatus.OFF)
+        return bool(self.raw.pgconn.pipeline_status != PipelineStatus.OFF)
 
-    def hear(self, heard: Heard) -> None:
-        self._heard = heard
-        self.driver.add_notify_handler(lambda notify: heard(notify.channel, notify.payload))
+    def on_notify(self, heard: Heard) -> None:
+        self._on_notify = heard
+        self.raw.add_notify_handler(lambda notify: heard(notify.channel, notify.payload))
 
-    def collect(self) -> None:
-        pgconn, encoding = self.driver.pgconn, self.driver.info.encoding
+    def poll_notifies(self) -> None:
+        pgconn, encoding = self.raw.pgconn, self.raw.info.encoding
         pgconn.consume_input()
         while (news := pgconn.notifies()) is not None:
-            self._heard(news.relname.decode(encoding), news.extra.decode(encoding))
+            self._on_notify(news.relname.decode(encoding), news.extra.decode(encoding))
 
     def close(self) -> None:
         # libpq's own end: it says goodbye, never waits, and works from both worlds.
-        self.driver.pgconn.finish()
+        self.raw.pgconn.finish()
 
 
 class PsycopgConnection(_PsycopgBase):
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
-        self.driver.execute(text)
+        self.raw.execute(text)
 
     async def ping(self) -> None:
-        self.driver.execute(_PING)
+        self.raw.execute(_PING)
 
     async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
@@ -157,18 +158,18 @@ class PsycopgConnection(_PsycopgBase):
         return self.cursor.fetchone() is not None
 
     async def set_autocommit(self, value: bool) -> bool:
-        before: bool = self.driver.autocommit
+        before: bool = self.raw.autocommit
         if before != value:
-            self.driver.autocommit = value
+            self.raw.autocommit = value
         return before
 
 
 class AsyncPsycopgConnection(_PsycopgBase):
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
-        await self.driver.execute(text)
+        await self.raw.execute(text)
 
     async def ping(self) -> None:
-        await self.driver.execute(_PING)
+        await self.raw.execute(_PING)
 
     async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         await self.cursor.execute(text, args, prepare=prepare and not self.pooled)
@@ -182,37 +183,37 @@ class AsyncPsycopgConnection(_PsycopgBase):
         return await self.cursor.fetchone() is not None
 
     async def set_autocommit(self, value: bool) -> bool:
-        before: bool = self.driver.autocommit
+        before: bool = self.raw.autocommit
         if before != value:
-            await self.driver.set_autocommit(value)
+            await self.raw.set_autocommit(value)
         return before
 
 
 class Psycopg2Connection:
     pooled = False
     reads_alone = False
-    _heard: Heard
+    _on_notify: Heard
 
     def __init__(self, driver: Any) -> None:
         from psycopg2.extensions import cursor
 
-        self.driver = driver
+        self.raw = driver
         self.cursor = driver.cursor(cursor_factory=cursor)
 
     @property
     def pid(self) -> int:
-        pid: int = self.driver.info.backend_pid
+        pid: int = self.raw.info.backend_pid
         return pid
 
     def fileno(self) -> int:
-        fd: int = self.driver.fileno()
+        fd: int = self.raw.fileno()
         return fd
 
     @property
     def in_transaction(self) -> bool | None:
         from psycopg2.extensions import TRANSACTION_STATUS_IDLE, TRANSACTION_STATUS_INERROR
 
-        status = self.driver.info.transaction_status
+        status = self.raw.info.transaction_status
         return None if status == TRANSACTION_STATUS_INERROR else bool(status != TRANSACTION_STATUS_IDLE)
 
     @property
@@ -220,20 +221,20 @@ class Psycopg2Connection:
         return False
 
     async def ping(self) -> None:
-        with self.driver.cursor() as cursor:
+        with self.raw.cursor() as cursor:
             cursor.execute(_PING)
 
-    def hear(self, heard: Heard) -> None:
-        self._heard = heard
+    def on_notify(self, heard: Heard) -> None:
+        self._on_notify = heard
 
-    def collect(self) -> None:
-        self.driver.poll()
-        while self.driver.notifies:
-            news = self.driver.notifies.pop(0)
-            self._heard(news.channel, news.payload)
+    def poll_notifies(self) -> None:
+        self.raw.poll()
+        while self.raw.notifies:
+            news = self.raw.notifies.pop(0)
+            self._on_notify(news.channel, news.payload)
 
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
-        with self.driver.cursor() as cursor:
+        with self.raw.cursor() as cursor:
             cursor.execute(text)
 
     async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
@@ -246,72 +247,72 @@ class Psycopg2Connection:
         return self.cursor.fetchone() is not None
 
     async def set_autocommit(self, value: bool) -> bool:
-        before: bool = self.driver.autocommit
+        before: bool = self.raw.autocommit
         if before != value:
-            self.driver.autocommit = value
+            self.raw.autocommit = value
         return before
 
     def close(self) -> None:
-        self.driver.close()
+        self.raw.close()
 
 
 class AsyncpgConnection:
     pooled = False
     reads_alone = True
-    _heard: Heard
+    _on_notify: Heard
 
     def __init__(self, driver: Any) -> None:
-        self.driver = driver
+        self.raw = driver
 
     @property
     def pid(self) -> int:
-        pid: int = self.driver.get_server_pid()
+        pid: int = self.raw.get_server_pid()
         return pid
 
     def fileno(self) -> int:
-        return descriptor(self.driver)
+        return descriptor(self.raw)
 
     @property
     def in_transaction(self) -> bool | None:
         # asyncpg does not tell an aborted transaction from an open one.
-        return bool(self.driver.is_in_transaction())
+        return bool(self.raw.is_in_transaction())
 
     @property
     def busy(self) -> bool:
         return False
 
     async def ping(self) -> None:
-        await self.driver.execute(_PING)
+        await self.raw.execute(_PING)
 
-    def hear(self, heard: Heard) -> None:
-        self._heard = heard
+    def on_notify(self, heard: Heard) -> None:
+        self._on_notify = heard
 
-    def collect(self) -> None:
+    def poll_notifies(self) -> None:
         """The loop reads."""
 
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
         # The driver writes the statement itself, and drops what is told on a channel that it does not know.
-        change = self.driver.add_listener if on else self.driver.remove_listener
+        change = self.raw.add_listener if on else self.raw.remove_listener
         await change(channel, self._notified)
 
     def _notified(self, _driver: Any, _pid: int, channel: str, payload: str) -> None:
-        self._heard(channel, payload)
+        self._on_notify(channel, payload)
 
     def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
         if self.pooled:
             return self._at_once(text, args)
-        row: Awaitable[Sequence[Any]] = self.driver.fetchrow(text, *args)
+        row: Awaitable[Sequence[Any]] = self.raw.fetchrow(text, *args)
         return row
 
     async def _at_once(self, text: str, args: Sequence[Any]) -> Sequence[Any]:
         # The driver prepares always, in a trip of its own, which a transaction keeps on the same server.
-        async with self.driver.transaction():
-            statement = await self.driver.prepare(text, name="")
+        async with self.raw.transaction():
+            statement = await self.raw.prepare(text, name="")
             row: Sequence[Any] = await statement.fetchrow(*args)
             return row
 
     async def script(self, text: str) -> bool:
-        status: str = await self.driver.execute(text)
+        status: str = await self.raw.execute(text)
         return status == "SELECT 1"
 
     async def set_autocommit(self, value: bool) -> bool:
@@ -319,7 +320,7 @@ class AsyncpgConnection:
         return True
 
     def close(self) -> None:
-        self.driver.terminate()
+        self.raw.terminate()
 
 
 SYNC_DRIVERS: dict[str, type[DriverConnection]] = {"psycopg": PsycopgConnection, "psycopg2": Psycopg2Connection}

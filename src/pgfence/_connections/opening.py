@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 class PendingConnection:
     """A connection being opened for somebody who may have gone by the time it is there."""
 
-    __slots__ = ("__weakref__", "_over", "abandoned", "counts", "done", "error", "event", "late", "session")
+    __slots__ = ("__weakref__", "_done", "abandoned", "done", "error", "event", "late", "session", "uses_slot")
 
     def __init__(self, event: WakeEvent, *, counts: bool) -> None:
         self.event = event
-        self.counts = counts
+        self.uses_slot = counts
         """Whether it has one of the `max_lock_connections`."""
         self.done = False
         self.session: LockConnection | None = None
         self.error: Exception | None = None
         self.abandoned = False
         self.late = False
-        self._over = threading.Event()
+        self._done = threading.Event()
 
-    def left_driver(self) -> None:
+    def mark_done(self) -> None:
         """Let the interpreter end, if it waits for that."""
-        self._over.set()
+        self._done.set()
 
     def end(self, seconds: float) -> None:
         """Wait, for the interpreter ends: exit() must not meet the thread inside the driver."""
-        self._over.wait(seconds)
+        self._done.wait(seconds)
 
 
 def start_thread(opening: PendingConnection, opener: Opener) -> None:
@@ -80,7 +80,7 @@ def close_all(sessions: set[LockConnection]) -> None:
     """End sessions in an orderly way: their engine is collected, their loop or the interpreter ends."""
     PROCESS.notice_fork()  # a forked child must not shut down the sockets of its parent
     for session in list(sessions):
-        if session.since:  # another thread is inside a statement: it must not lose the memory under it
+        if session.statement_started:  # another thread is inside a statement: it must not lose the memory under it
             MONITOR.shut_down(session)
         else:
             session.close()

@@ -15,9 +15,8 @@ from pgfence._connections.opening import PendingConnection, close_at_exit, close
 from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
 from pgfence._process import threads
 from pgfence._process.callbacks import log
-from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS, when_disposed
 from pgfence._process.monitor import MONITOR
-from pgfence._process.references import when_disposed
 from pgfence._sql import server
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN, translate_connect_error
@@ -54,7 +53,7 @@ class LockPool:
         any_pooler: bool = False,
         warm: int = WARM,
     ) -> None:
-        self._wire = driver_connection_for(engine.dialect)
+        self._driver_kind = driver_connection_for(engine.dialect)
         is_async = engine.dialect.is_async
         self._kind: type[LockConnection] = AsyncLockConnection if is_async else SyncLockConnection
         self._callers_kind: type[CallerConnection] = AsyncCallerConnection if is_async else SyncCallerConnection
@@ -97,13 +96,13 @@ class LockPool:
         try:
             event = None
             with MUTEX:
-                if not self.state.take(turn).served:
+                if not self.state.serve_or_enqueue(turn).served:
                     event = self.carrier.event()
                     turn.wake = event.set
             if event is not None:
                 await event.wait(left, cancel)
                 with MUTEX:
-                    self.state.forgo(turn)
+                    self.state.cancel_wait(turn)
                 if not turn.served:
                     return None
             if turn.session is None:
@@ -118,7 +117,7 @@ class LockPool:
         turn = PoolWaiter()
         try:
             with MUTEX:
-                self.state.warm(turn)
+                self.state.pop_idle(turn)
             if turn.session is None:
                 await self._open(turn, OPEN_BUDGET, 0)
             assert turn.session is not None
@@ -131,10 +130,10 @@ class LockPool:
         """Give back what a turn has: its place in the line, its place to open a connection, or its session."""
         opening = turn.opening
         with MUTEX:
-            self.state.forgo(turn)
+            self.state.cancel_wait(turn)
             if opening is None and turn.may_open:
                 turn.may_open = False
-                self.state.gone()
+                self.state.connection_closed()
         session = turn.session or (self._abandon(opening, late=False) if opening is not None else None)
         if session is not None:
             self.checkin(session)
@@ -147,8 +146,8 @@ class LockPool:
         await opening.event.wait(budget, cancel)
         turn.session = self._abandon(opening, late=True)
         if turn.session is None:
-            raise opening.error or self.too_late(budget)
-        self.room_for(keys)
+            raise opening.error or self.opening_timeout_error(budget)
+        self.check_room(keys)
 
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
         """Stop waiting for a connection, once. Returns the session if it came in the last moment.
@@ -161,8 +160,8 @@ class LockPool:
             if not opening.done:
                 opening.abandoned, opening.late = True, late
                 self.stuck += late
-                if opening.counts:
-                    self.state.gone()
+                if opening.uses_slot:
+                    self.state.connection_closed()
         return opening.session
 
     async def _opener(self, opening: PendingConnection) -> None:
@@ -174,19 +173,21 @@ class LockPool:
                 entered, self._close_with_loop = self._close_with_loop, None
                 self._entered = entered  # kept until the loop ends
                 await anext(entered)
-            session = await self._opened_alone()
+            session = await self._open_unshared()
         except Exception as caught:
             error = caught
         finally:
-            opening.left_driver()
+            opening.mark_done()
             with MUTEX:
-                self.opened(session, generation, counts=opening.counts and not opening.abandoned, late=opening.late)
+                self.note_opened(
+                    session, generation, counts=opening.uses_slot and not opening.abandoned, late=opening.late
+                )
                 opening.session, opening.error, opening.done = session, error, True
             opening.event.set()
             if opening.abandoned and session is not None:
                 self.checkin(session)
 
-    async def _opened_alone(self) -> LockConnection:
+    async def _open_unshared(self) -> LockConnection:
         """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
         engine, pooler, any_pooler = self.engine, self.config.pooler, self.any_pooler
         while True:
@@ -194,8 +195,8 @@ class LockPool:
             dbapi_connection, driver, facts = await self.carrier.call(
                 lambda: open_connection(engine, pooler, any_pooler=any_pooler)
             )
-            session = self._kind(dbapi_connection, self._wire(driver), facts)
-            self.settle(session)
+            session = self._kind(dbapi_connection, self._driver_kind(driver), facts)
+            self.configure(session)
             if forks == PROCESS.forks:
                 return session
             session.close()
@@ -203,25 +204,25 @@ class LockPool:
     async def borrow(self, connection: Connection, limit: float) -> LockConnection:
         """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
         try:
-            session = await self._callers_kind.borrow(self.carrier, connection, self._wire, limit)
+            session = await self._callers_kind.borrow(self.carrier, connection, self._driver_kind, limit)
         except Exception as error:
             if told := translate_connect_error(self.engine, error):
                 raise told from error
             raise
-        engine, facts, driver, pooler = self.engine, session.facts, session.wire.driver, self.config.pooler
+        engine, facts, driver, pooler = self.engine, session.facts, session.driver.raw, self.config.pooler
         try:
             await self.carrier.call(lambda: judge(engine, facts, driver, pooler))
         except BaseException:
-            session.let_go()
+            session.detach()
             raise
         session.on_death = self.on_death
         return session
 
-    def settle(self, session: LockConnection) -> None:
+    def configure(self, session: LockConnection) -> None:
         """Make a new session ready for its work."""
-        wire = session.wire
-        wire.pooled = self.any_pooler and (
-            self.config.pooler in ("session", "transaction") or wire.pid != session.facts.backend_pid
+        driver = session.driver
+        driver.pooled = self.any_pooler and (
+            self.config.pooler in ("session", "transaction") or driver.pid != session.facts.backend_pid
         )
         session.watch()
 
@@ -229,10 +230,10 @@ class LockPool:
         """Give back a session that holds nothing."""
         if not session.ours:
             assert isinstance(session, CallerConnection)
-            session.let_go()
+            session.detach()
             return
         with MUTEX:
-            kept = self.state.give(session)
+            kept = self.state.checkin(session)
         if not kept:
             self.discard(session)
 
@@ -241,19 +242,19 @@ class LockPool:
         session.close()
         with MUTEX:
             if session in self.sessions:
-                if session.counts:
-                    self.state.gone()
+                if session.uses_slot:
+                    self.state.connection_closed()
                 self.sessions.discard(session)  # last: an interrupt before it is followed by another discard
 
-    def reap(self, now: float) -> None:
+    def close_idle(self, now: float) -> None:
         """Close the idle sessions that are dead, or were idle for too long."""
-        if any(session.cold(now) for session in list(self.state.idle)):
-            self.carrier.run_at_home(lambda: self._close_cold(now))
+        if any(session.is_expired(now) for session in list(self.state.idle)):
+            self.carrier.run_at_home(lambda: self._close_expired(now))
 
-    def _close_cold(self, now: float) -> None:
+    def _close_expired(self, now: float) -> None:
         with MUTEX:
-            cold = self.state.cold(now)
-        for session in cold:
+            expired = self.state.take_expired(now)
+        for session in expired:
             self.discard(session)
 
     def _engine_disposed(self, _: Engine) -> None:
@@ -272,34 +273,34 @@ class LockPool:
 
         self.carrier.run_at_home(close)
 
-    def opened(self, session: LockConnection | None, generation: int, *, counts: bool, late: bool) -> None:
+    def note_opened(self, session: LockConnection | None, generation: int, *, counts: bool, late: bool) -> None:
         """Enter a session that was opened, or none; under the mutex. One that does not count is closed after its use."""
         if late:
             self.stuck -= 1
         if session is None:
             if counts:
-                self.state.gone()
+                self.state.connection_closed()
             return
         session.close_after_use = generation != self.generation or not counts
-        session.counts = counts
+        session.uses_slot = counts
         session.on_death = self.on_death
         self.sessions.add(session)
-        self.counted(session.facts.locks_used, session.facts.lock_limit)
+        self.note_count(session.facts.locks_used, session.facts.lock_limit)
 
-    def too_late(self, budget: float) -> UnreachableError:
+    def opening_timeout_error(self, budget: float) -> UnreachableError:
         return UnreachableError(
             f"no session at {describe_server(self.engine)} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
         )
 
-    def must_count(self) -> bool:
+    def needs_count(self) -> bool:
         """Say whether the last count of the server's lock table is too old to judge a large request by."""
         return time.monotonic() - self._counted_at > COUNT_EVERY
 
-    def took(self, keys: int) -> None:
+    def note_taken(self, keys: int) -> None:
         """Add what this process took since the last count."""
         self._used += keys
 
-    def counted(self, used: int, limit: int | None = None) -> None:
+    def note_count(self, used: int, limit: int | None = None) -> None:
         self._counted_at = time.monotonic()
         self._used = used
         if limit is not None:
@@ -321,7 +322,7 @@ class LockPool:
                 return
         raise UnreachableError(f"{describe_server(self.engine)} does not answer. {LOCK_OUTCOME_UNKNOWN}")
 
-    def room_for(self, keys: int) -> None:
+    def check_room(self, keys: int) -> None:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
         if not self._limit:
             return

@@ -46,25 +46,25 @@ class PoolState:
 
     def __init__(self, limit: int, warm: int = WARM) -> None:
         self.limit = limit
-        self.warmest = warm
+        self.max_idle = warm
         """How many are kept idle at most."""
         self.open = 0
         """Open or being opened."""
         self.idle: list[LockConnection] = []
-        self._line: deque[PoolWaiter] = deque()
+        self._waiting: deque[PoolWaiter] = deque()
 
-    def take(self, turn: PoolWaiter) -> PoolWaiter:
+    def serve_or_enqueue(self, turn: PoolWaiter) -> PoolWaiter:
         """Give a turn a warm session, the right to open one, or a place in the line for one, and return it."""
-        if self.warm(turn):
+        if self.pop_idle(turn):
             return turn
-        if self.open < self.limit and not self._line:
+        if self.open < self.limit and not self._waiting:
             self.open += 1
             turn.may_open = True
         else:
-            self._line.append(turn)
+            self._waiting.append(turn)
         return turn
 
-    def warm(self, user: Borrower) -> bool:
+    def pop_idle(self, user: Borrower) -> bool:
         """Give the session that was used last, if it lives; a dead one stays for `cold`."""
         if not self.idle or self.idle[-1].dead is not None:
             return False
@@ -72,40 +72,40 @@ class PoolState:
         self.idle.pop()
         return True
 
-    def give(self, session: LockConnection) -> bool:
+    def checkin(self, session: LockConnection) -> bool:
         """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
         if session.dead or session.close_after_use:
             return False
-        if self._line:
-            turn = self._line.popleft()
+        if self._waiting:
+            turn = self._waiting.popleft()
             turn.session = session
             turn.wake()
             return True
-        if len(self.idle) >= self.warmest:
+        if len(self.idle) >= self.max_idle:
             return False
         session.idle_since = time.monotonic()
         self.idle.append(session)
         return True
 
-    def gone(self) -> None:
+    def connection_closed(self) -> None:
         """One is closed, or could not be opened."""
         self.open -= 1
-        if self._line and self.open < self.limit:
+        if self._waiting and self.open < self.limit:
             self.open += 1
-            turn = self._line.popleft()
+            turn = self._waiting.popleft()
             turn.may_open = True
             turn.wake()
 
-    def forgo(self, turn: PoolWaiter) -> None:
+    def cancel_wait(self, turn: PoolWaiter) -> None:
         """Leave the line without having been served."""
         with contextlib.suppress(ValueError):
-            self._line.remove(turn)
+            self._waiting.remove(turn)
 
-    def cold(self, now: float) -> list[LockConnection]:
+    def take_expired(self, now: float) -> list[LockConnection]:
         """Take out the sessions that were idle for too long, or are dead."""
-        cold = [s for s in self.idle if s.cold(now)]
-        self.idle[:] = [s for s in self.idle if s not in cold]
-        return cold
+        expired = [s for s in self.idle if s.is_expired(now)]
+        self.idle[:] = [s for s in self.idle if s not in expired]
+        return expired
 
     def take_all_idle(self) -> list[LockConnection]:
         """Take out all idle sessions."""

@@ -113,7 +113,7 @@ class BaseHold:
             raise self.not_held_error()
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         """Who has it, for the others of this process."""
         if self.dropped:
             return "a handle of this process that was dropped without release()"
@@ -221,7 +221,7 @@ def here(key: LockKey, hold: Hold[Any]) -> Holder:
         name=key.name,
         key=key,
         kind="advisory",
-        owner=hold.in_words,
+        owner=hold.description,
         pid=hold.pid,
         backend_pid=hold.session.pid,
         token=hold.token,

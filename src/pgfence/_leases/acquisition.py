@@ -97,7 +97,7 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
                 name=self.names[0],
                 key=None,
                 kind="lease",
-                owner=hold.label or hold.in_words,
+                owner=hold.label or hold.description,
                 pid=hold.pid,
                 token=hold.token,
                 expires_at=hold.expires_at,

@@ -19,7 +19,7 @@ from pgfence._leases import terms
 from pgfence._process.clock import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from uuid import UUID
 
     from pgfence._holds.queue import QueueEntry
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
     from pgfence.config import Config
     from pgfence.errors import LossReason, PgfenceError
+
 
 log = logging.getLogger("pgfence.lease")
 
@@ -49,7 +50,6 @@ class Grant(BaseHold):
     """
 
     __slots__ = (
-        "asked",
         "attempt",
         "capped",
         "checkpoint",
@@ -63,14 +63,15 @@ class Grant(BaseHold):
         "idle",
         "label",
         "lease_id",
-        "next_beat",
+        "next_renewal",
         "noun",
         "progressed",
+        "renewal_pending",
         "request_renewal",
+        "schedule_entry",
         "server_time",
         "slot",
         "ttl",
-        "turn",
     )
 
     def __init__(
@@ -115,7 +116,7 @@ class Grant(BaseHold):
         self.config = config
         self.failures = 0
         """Renewals in a row that had no answer."""
-        self.asked = False
+        self.renewal_pending = False
         """A renewal is on its way, or waits for its turn."""
         self.progressed = False
         """`progress()` was called since the last renewal was sent."""
@@ -123,15 +124,15 @@ class Grant(BaseHold):
         """A renewal was due and left out, for there was no progress."""
         self.request_renewal: Callable[[Grant], object] | None = None
         """Tells the heartbeat to look at this grant now."""
-        self.turn = 0
+        self.schedule_entry = 0
         """Which entry in the heartbeat's schedule counts."""
-        self.next_beat = math.inf
+        self.next_renewal = math.inf
         """When to renew, on the clock of this process; never while `asked`."""
         self.ttl = claim.terms.ttl
         self.deadline = math.inf
         self.server_time = datetime.min.replace(tzinfo=UTC)
         """The server's clock as it was last read."""
-        self._settle(started, told.remaining, told.expires_at)
+        self._apply_renewal(started, told.remaining, told.expires_at)
         if told.hold_remaining is not None and told.hold_remaining <= told.remaining + CLOSE:
             self._cap()
 
@@ -145,7 +146,7 @@ class Grant(BaseHold):
             return self.reason
         if self.capped:
             return "overdue"
-        return "cut off" if self.failures or self.asked else "expired"
+        return "cut off" if self.failures or self.renewal_pending else "expired"
 
     def remaining(self) -> float:
         """Return the seconds to this process's own deadline, 0.0 when it is over or nothing is held. No I/O."""
@@ -165,7 +166,7 @@ class Grant(BaseHold):
         emit_event(self.config, "lost", self.names, self.token, owner=self.label, lease_id=self.lease_id)
         return True
 
-    def rejected(self, reason: LossReason) -> None:
+    def lose_rejected(self, reason: LossReason) -> None:
         """Lose it because the server rejected a renewal. Not under the mutex."""
         if self.reason is None:
             self.warn_of_clock(reason)
@@ -191,7 +192,7 @@ class Grant(BaseHold):
             self.lose(reason)
         return self.state == "lost"
 
-    def renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
+    def note_renewed(self, started: float, remaining: float, expires_at: datetime, ttl: float) -> bool:
         """Note the server's answer to a renewal. False: it came after the deadline, and the lease is lost; see `expire`.
 
         Args:
@@ -205,15 +206,15 @@ class Grant(BaseHold):
         self.ttl = ttl
         self.failures = 0
         self.in_doubt = False
-        self._settle(started, remaining, expires_at)
+        self._apply_renewal(started, remaining, expires_at)
         return self.loss_reason is None
 
-    def unanswered(self) -> None:
+    def note_unanswered(self) -> None:
         """Note that a renewal had no answer: it is believed in until the deadline, but nobody knows."""
         self.failures += 1
         self.in_doubt = True
 
-    def _settle(self, started: float, remaining: float, expires_at: datetime) -> None:
+    def _apply_renewal(self, started: float, remaining: float, expires_at: datetime) -> None:
         before, self.server_time = self.server_time, expires_at - timedelta(seconds=remaining)
         if (step := (before - self.server_time).total_seconds()) >= terms.NOTABLE_STEP:
             log.warning(
@@ -225,7 +226,7 @@ class Grant(BaseHold):
             )
         self.deadline = terms.deadline(started, remaining, min(self.ttl, remaining))
         self.expires_at = expires_at
-        self.next_beat = math.inf if self.heartbeat == "manual" else started + terms.interval(self.ttl)
+        self.next_renewal = math.inf if self.heartbeat == "manual" else started + terms.interval(self.ttl)
         self.capped = False
         if remaining < self.ttl - CLOSE:
             self._cap()
@@ -233,8 +234,35 @@ class Grant(BaseHold):
     def _cap(self) -> None:
         """Note that max_hold ends it: no renewal can move its deadline any more."""
         self.capped = True
-        self.next_beat = math.inf
+        self.next_renewal = math.inf
 
 
 def ended_error(grant: Grant) -> PgfenceError:
     return grant.lost_error() if grant.state == "lost" else grant.not_held_error()
+
+
+STOOD_STILL = 0.25
+"""The share of the margin that a pause may take before it is logged."""
+
+
+class Pauses:
+    """The pauses that were noticed; a warning for each that is twice as long as all before."""
+
+    def __init__(self) -> None:
+        self._longest = 0.0
+
+    def note(self, late: float, held: Iterable[Grant]) -> None:
+        """Warn if a thread that slept woke up so much later than planned that the shortest lease is at risk."""
+        if late <= 2 * self._longest or late <= 0.05:
+            return
+        ttl = min((grant.ttl for grant in held), default=None)
+        if ttl is None or late <= STOOD_STILL * terms.margin(ttl):
+            return
+        self._longest = late
+        log.warning(
+            "this process stood still for %.2f s: of a lease with ttl=%g s only %.2f s are kept as a margin for that."
+            " Raise the ttl, or find what stops the process (CPU limit, suspend, a call that keeps the GIL)",
+            late,
+            ttl,
+            terms.margin(ttl),
+        )

@@ -193,7 +193,7 @@ class LeaseManager(LeaseReleases):
             except StopIteration as end:
                 outcome: Outcome = end.value
                 return outcome
-            row = await session.row(self.engine, text, args, limit=call.budget)
+            row = await session.fetch_row(self.engine, text, args, limit=call.budget)
 
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
         """Raise that it was not free in time; return where the caller did not want to wait.

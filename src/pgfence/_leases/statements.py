@@ -80,7 +80,7 @@ class LeaseStatements:
         session = await self._checkout()
         kept = False
         try:
-            row = await session.row(self.engine, text, args, limit=limit)
+            row = await session.fetch_row(self.engine, text, args, limit=limit)
             kept = True
         except Exception as error:
             kept = spoke(session, error)

@@ -25,7 +25,7 @@ async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
     """
     session = await pool.checkout_for_query()
     try:
-        found = await session.through(pool.engine, sql.holders, limit=STATEMENT_BUDGET)
+        found = await session.run_with_sqlalchemy(pool.engine, sql.holders, limit=STATEMENT_BUDGET)
     except BaseException as error:
         pool.discard(session)
         if isinstance(error, Exception) and (told := translate_connect_error(pool.engine, error)):
@@ -38,7 +38,7 @@ async def look(pool: LockPool, sql: LockSql) -> list[Holder]:
 async def look_on(pool: LockPool, session: LockConnection, sql: LockSql) -> list[Holder]:
     """Look on a session, for a message: nothing must fail for it."""
     try:
-        return await session.through(pool.engine, sql.holders, limit=WAIT_GRACE)
+        return await session.run_with_sqlalchemy(pool.engine, sql.holders, limit=WAIT_GRACE)
     except Exception:
         log.debug("could not look who holds a lock", exc_info=True)
         session.close_after_use = True

@@ -21,9 +21,8 @@ from pgfence._locks.own_holds import on_these_keys, self_deadlock
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import MUTEX, PROCESS
+from pgfence._process.lifecycle import MUTEX, PROCESS, weak_method
 from pgfence._process.monitor import MONITOR
-from pgfence._process.references import weak_method
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
 from pgfence._sql.errors import is_connection_lost
@@ -114,7 +113,7 @@ class LockManager:
                 if (front := call.enqueue()) is None:
                     return None
                 if front and on is None:
-                    self.pool.state.warm(entry)
+                    self.pool.state.pop_idle(entry)
             if not front:
                 await self._wait_for_turn(call, on)
             if entry.handed_over is not None or await self._contend(call, on):
@@ -180,7 +179,7 @@ class LockManager:
                 if granted:
                     session.handoffs, session.granted_at = 0, time.monotonic()
                     if many:
-                        self.pool.took(len(sql.keys))
+                        self.pool.note_taken(len(sql.keys))
                     return True
                 holders = await look_on(self.pool, session, sql) if call.waits else []
             except ConnectionGoneError as gone:
@@ -207,9 +206,9 @@ class LockManager:
 
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
         """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
-        if self.pool.must_count():
-            self.pool.counted(await session.ask(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget))
-        self.pool.room_for(len(call.wanted.keys))
+        if self.pool.needs_count():
+            self.pool.note_count(await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget))
+        self.pool.check_room(len(call.wanted.keys))
 
     async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
         sql = call.wanted
@@ -244,7 +243,7 @@ class LockManager:
             entry.owner.holds.append(hold)
             session.hold = entry.hold = hold
         if session.dead is not None:  # it died between the answer and this line
-            session.died(session.dead)
+            session.on_connection_lost(session.dead)
         if self.config.on_event is not None:
             emit_event(self.config, "acquired", call.names, hold.token)
         return hold
@@ -293,7 +292,7 @@ class LockManager:
         """
         if hold.pid != PROCESS.pid:
             raise hold.not_held_error()
-        if not hold.session.spoiled or hold.state == "released":
+        if not hold.session.is_in_transaction or hold.state == "released":
             return False
         if not leaving:
             raise in_transaction(hold.names)
@@ -312,7 +311,7 @@ class LockManager:
                 hold.owner.holds.remove(hold)
             session = hold.session
             session.hold = None
-            if hold.reason is not None or session.dead or session.lent or not session.ours:
+            if hold.reason is not None or session.dead or session.in_user_hands or not session.ours:
                 return True, False
             successor = self.queue.next_for_same_keys(hold.entry)
             if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
@@ -326,7 +325,7 @@ class LockManager:
         """Close the connection, unless it serves somebody else already."""
         session = hold.session
         if session.hold in (None, hold):
-            if session.since:  # somebody else is inside a statement on it by now
+            if session.statement_started:  # somebody else is inside a statement on it by now
                 MONITOR.shut_down(session)
             else:
                 self.pool.discard(session)
@@ -336,7 +335,7 @@ class LockManager:
         """Unlock on the server. Returns whether the session may be used again."""
         session = hold.session
         try:
-            if session.lent:
+            if session.in_user_hands:
                 await session.reclaim(self.engine)
             done = await session.unlock(self.engine, hold.sql)
         except Exception as error:
@@ -346,7 +345,7 @@ class LockManager:
             return False
         if not done:
             hold.reason = "killed"
-        return done and not session.lent
+        return done and not session.in_user_hands
 
     async def _unlock_unused(self, session: LockConnection, sql: LockSql) -> None:
         """Unlock a session that was handed over to somebody who cannot use it."""
@@ -374,7 +373,7 @@ class LockManager:
             hold.entry.leave()
             emit_event(self.config, "lost", hold.names, hold.token)
             log.warning("the lock %s was lost: %s", format_names(hold.names), hold.reason)
-        self.pool.reap(time.monotonic())
+        self.pool.close_idle(time.monotonic())
 
 
 def manager_for(engine: Engine, config: Config) -> LockManager:

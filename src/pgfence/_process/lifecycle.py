@@ -11,10 +11,13 @@ import mmap
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Protocol
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sqlalchemy import Engine
 
 
 _WIPE_ON_FORK = 18
@@ -143,3 +146,26 @@ MUTEX = threading.Lock()
 """The one mutex of pgfence, for what all threads of the process share."""
 # A fork while another thread is in here leaves the child a locked mutex. What it protected belongs to the parent.
 PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def weak_method(method: Any) -> Any:
+    """Return a call of a bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        target = reference()
+        return None if target is None else target(*args)
+
+    return call
+
+
+def when_disposed(engine: Engine, method: Any) -> None:
+    """Have a bound method called after each `engine.dispose()`, without keeping its object alive.
+
+    `event.listen` would mark the engine as one with events, and from then on each statement of each of its connections would
+    look for listeners.
+    """
+    dispatch = engine.dispatch
+    collection: Any = dispatch.engine_disposed.for_modify(dispatch)
+    # A copy made by execution_options() has its own beside those of the engine it was made from.
+    getattr(collection, "local", collection).listeners.append(weak_method(method))

@@ -53,14 +53,14 @@ class Monitored(Protocol):
 
     @property
     def dead(self) -> object: ...
-    def died(self, reason: LossReason) -> None: ...
+    def on_connection_lost(self, reason: LossReason) -> None: ...
     def tick(self, now: float, paused: bool) -> None: ...
 
 
 class IdleReaper(Protocol):
     """What the watcher needs of those who keep sessions."""
 
-    def reap(self, now: float) -> None: ...
+    def close_idle(self, now: float) -> None: ...
 
 
 class ConnectionMonitor:
@@ -158,12 +158,12 @@ class ConnectionMonitor:
             if paused and epoll is not None:  # what happened meanwhile says more than what a question would
                 events += epoll.poll(0)
             for dup, _ in events:
-                self._hang_up(dup)
+                self._on_hangup(dup)
             if paused or now - before >= TICK:
                 before = now
                 self._tick(time.monotonic(), paused)
 
-    def _hang_up(self, dup: int) -> None:
+    def _on_hangup(self, dup: int) -> None:
         with self._lock:
             reference = self._sessions.get(dup)
             session = reference() if reference is not None else None
@@ -174,7 +174,7 @@ class ConnectionMonitor:
                 with contextlib.suppress(OSError):
                     self._epoll.unregister(dup)
             reason = reason_of(dup)
-        call_logged(lambda: session.died(reason))
+        call_logged(lambda: session.on_connection_lost(reason))
 
     def _renew(self) -> None:
         """Watch again only what is to be watched.
@@ -201,7 +201,7 @@ class ConnectionMonitor:
         for session in sessions:
             call_logged(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
         for keeper in keepers:
-            call_logged(lambda keeper=keeper: keeper.reap(now))  # type: ignore[misc]
+            call_logged(lambda keeper=keeper: keeper.close_idle(now))  # type: ignore[misc]
 
     def forget(self) -> None:
         """In a forked child: give up everything of the parent without a word on its sockets.
@@ -217,11 +217,11 @@ class ConnectionMonitor:
             with contextlib.suppress(OSError):
                 if socket_id(self._epoll.fileno()) == self._epoll_id:
                     self._epoll.close()
-            _GRAVEYARD.append(self._epoll)  # its finalizer would close the number
+            _LEAKED_AFTER_FORK.append(self._epoll)  # its finalizer would close the number
         self._reset()
 
 
-_GRAVEYARD: list[object] = []
+_LEAKED_AFTER_FORK: list[object] = []
 
 
 def socket_id(fd: int) -> SocketId:

@@ -29,7 +29,7 @@ class Closable(Protocol):
 
 
 _ALL: weakref.WeakSet[Closable] = weakref.WeakSet()
-_GRAVEYARD: list[Closable] = []
+_LEAKED_AFTER_FORK: list[Closable] = []
 
 
 def register(one: Closable) -> None:
@@ -58,7 +58,7 @@ def block_during_shutdown() -> None:
 
 def _forget_threads_in_child() -> None:
     # Finalising an event loop here would take the parent's sockets out of the epoll that both have.
-    _GRAVEYARD.extend(_ALL)
+    _LEAKED_AFTER_FORK.extend(_ALL)
     _ALL.clear()
 
 

@@ -66,7 +66,7 @@ class _Limit:
         PROCESS.notice_fork()
         MONITOR.watch(self, fd)
 
-    def died(self, reason: LossReason) -> None:
+    def on_connection_lost(self, reason: LossReason) -> None:
         """Nothing to do: the statement under way fails."""
 
     def tick(self, now: float, paused: bool) -> None:

@@ -39,10 +39,10 @@ class HeartbeatConnection(ABC, Generic[S]):
 
     session: S | None = None
 
-    def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
+    def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         self.engine = engine
         self.config = config
-        self.heard = heard
+        self.on_notify = on_notify
 
     @property
     def live(self) -> bool:
@@ -50,21 +50,21 @@ class HeartbeatConnection(ABC, Generic[S]):
         return self.session is not None and self.session.dead is None
 
     @property
-    def hears(self) -> bool:
+    def can_listen(self) -> bool:
         """Whether LISTEN works: not behind a pooler that may change the server under it."""
-        return self.session is not None and (not self.session.wire.pooled or self.config.pooler == "session")
+        return self.session is not None and (not self.session.driver.pooled or self.config.pooler == "session")
 
-    def settle(self, session: S) -> None:
+    def configure(self, session: S) -> None:
         """Make a new session ready for its work."""
-        wire = session.wire
-        wire.pooled = self.config.pooler in ("session", "transaction") or wire.pid != session.facts.backend_pid
+        driver = session.driver
+        driver.pooled = self.config.pooler in ("session", "transaction") or driver.pid != session.facts.backend_pid
         session.on_death = lambda _: self.wake()
         session.watch()
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Give up on the statement under way; whoever waits for it gets an error."""
         if self.session is not None:
-            self.session.cut()
+            self.session.abort()
 
     @abstractmethod
     def open(self) -> None:
@@ -79,7 +79,7 @@ class HeartbeatConnection(ABC, Generic[S]):
         """Run a LISTEN or an UNLISTEN."""
 
     @abstractmethod
-    def rest(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Wait until somebody wakes us or the server tells something, which is passed on; at most so long."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class HeartbeatConnection(ABC, Generic[S]):
         """End the rest that is under way, or the next one."""
 
     @abstractmethod
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection, if there is one."""
 
     @abstractmethod
@@ -98,21 +98,21 @@ class HeartbeatConnection(ABC, Generic[S]):
 class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
     """Over a sync driver."""
 
-    def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
-        super().__init__(engine, config, heard)
-        self._wire = driver_connection_for(engine.dialect)
-        self._bell, self._rope = socket.socketpair()
-        self._bell.setblocking(False)
-        self._rope.setblocking(False)
+    def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
+        super().__init__(engine, config, on_notify)
+        self._driver_kind = driver_connection_for(engine.dialect)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
 
     def open(self) -> None:
-        self.hang_up()
+        self.disconnect()
         while self.session is None:
             forks = PROCESS.forks
             opened, driver, facts = open_connection(self.engine, self.config.pooler, any_pooler=True)
-            session = SyncLockConnection(opened, self._wire(driver), facts)
-            self.settle(session)
-            session.wire.hear(self.heard)
+            session = SyncLockConnection(opened, self._driver_kind(driver), facts)
+            self.configure(session)
+            session.driver.on_notify(self.on_notify)
             if forks == PROCESS.forks:  # else a forked child has a copy of the socket
                 self.session = session
             else:
@@ -120,63 +120,63 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
 
     def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
         assert self.session is not None
-        answer = run_sync(self.session.ask(self.engine, text, args, limit=limit))
-        self._collect(self.session)
+        answer = run_sync(self.session.fetch_value(self.engine, text, args, limit=limit))
+        self._poll_notifies(self.session)
         return answer
 
     def listen(self, text: str, channel: str, *, on: bool) -> None:
         assert self.session is not None
-        run_sync(self.session.wire.listen(text, channel, on=on))
-        self._collect(self.session)
+        run_sync(self.session.driver.listen(text, channel, on=on))
+        self._poll_notifies(self.session)
 
-    def rest(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         session = self.session if self.live else None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._bell, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
             if session is not None:
-                selector.register(session.wire.fileno(), selectors.EVENT_READ)
+                selector.register(session.driver.fileno(), selectors.EVENT_READ)
             selector.select(seconds)
         with contextlib.suppress(BlockingIOError):
-            self._bell.recv(4096)
+            self._wake_reader.recv(4096)
         if session is not None:
-            self._collect(session)
+            self._poll_notifies(session)
 
-    def _collect(self, session: SyncLockConnection) -> None:
+    def _poll_notifies(self, session: SyncLockConnection) -> None:
         try:
-            session.wire.collect()
+            session.driver.poll_notifies()
         except Exception:
-            session.died("killed")
+            session.on_connection_lost("killed")
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # the buffer is full of wakes already, or we are closed
-            self._rope.send(b"!")
+            self._wake_writer.send(b"!")
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         session, self.session = self.session, None
         if session is not None:
             session.on_death = None
             session.close()
 
     def close(self) -> None:
-        self.hang_up()
-        self._bell.close()
-        self._rope.close()
+        self.disconnect()
+        self._wake_reader.close()
+        self._wake_writer.close()
 
 
 class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
     """Over an async driver, on a loop of our own."""
 
-    def __init__(self, engine: Engine, config: Config, heard: Heard) -> None:
-        super().__init__(engine, config, heard)
-        self._wire = driver_connection_for(engine.dialect)
+    def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
+        super().__init__(engine, config, on_notify)
+        self._driver_kind = driver_connection_for(engine.dialect)
         self._loop = asyncio.SelectorEventLoop()
-        self._bell = asyncio.Event()
+        self._wake_reader = asyncio.Event()
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         return self._loop.run_until_complete(work)
 
     def open(self) -> None:
-        self.hang_up()
+        self.disconnect()
         self._run(self._open())
 
     async def _open(self) -> None:
@@ -184,9 +184,9 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
         while self.session is None:
             forks = PROCESS.forks
             opened, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler, any_pooler=True))
-            session = AsyncLockConnection(opened, self._wire(driver), facts)
-            self.settle(session)
-            session.wire.hear(self.heard)
+            session = AsyncLockConnection(opened, self._driver_kind(driver), facts)
+            self.configure(session)
+            session.driver.on_notify(self.on_notify)
             if forks == PROCESS.forks:
                 self.session = session
             else:
@@ -194,38 +194,38 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
 
     def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
         assert self.session is not None
-        return self._run(self.session.ask(self.engine, text, args, limit=limit))
+        return self._run(self.session.fetch_value(self.engine, text, args, limit=limit))
 
     def listen(self, text: str, channel: str, *, on: bool) -> None:
         assert self.session is not None
-        self._run(self.session.wire.listen(text, channel, on=on))
+        self._run(self.session.driver.listen(text, channel, on=on))
 
-    def rest(self, seconds: float) -> None:
-        self._run(self._rest(seconds))
+    def wait(self, seconds: float) -> None:
+        self._run(self._wait(seconds))
 
-    async def _rest(self, seconds: float) -> None:
+    async def _wait(self, seconds: float) -> None:
         session = self.session if self.live else None
-        fd = -1 if session is None or session.wire.reads_alone else session.wire.fileno()
+        fd = -1 if session is None or session.driver.reads_alone else session.driver.fileno()
         if fd >= 0:
-            self._loop.add_reader(fd, self._bell.set)
+            self._loop.add_reader(fd, self._wake_reader.set)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._bell.wait(), seconds)
+                await asyncio.wait_for(self._wake_reader.wait(), seconds)
         finally:
             if fd >= 0:
                 self._loop.remove_reader(fd)
-        self._bell.clear()
+        self._wake_reader.clear()
         if session is not None:
             try:
-                session.wire.collect()
+                session.driver.poll_notifies()
             except Exception:
-                session.died("killed")
+                session.on_connection_lost("killed")
 
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._bell.set)
+            self._loop.call_soon_threadsafe(self._wake_reader.set)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         session, self.session = self.session, None
         if session is not None:
             session.on_death = None
@@ -233,10 +233,10 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
             self._run(asyncio.sleep(0))  # for the transport's own farewell
 
     def close(self) -> None:
-        self.hang_up()
+        self.disconnect()
         self._loop.close()
 
 
-def heartbeat_connection_for(engine: Engine, config: Config, heard: Heard) -> HeartbeatConnection[Any]:
+def heartbeat_connection_for(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection[Any]:
     """Return a link of the engine's own world, not yet open."""
-    return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, heard)
+    return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, on_notify)

@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases import terms
-from pgfence._leases.grant import ended_error, log
+from pgfence._leases.grant import Pauses, ended_error, log
 from pgfence._leases.heartbeat import tasks
 from pgfence._leases.heartbeat.connection import heartbeat_connection_for
-from pgfence._leases.heartbeat.listeners import LINGER, ListenTask
 from pgfence._leases.heartbeat.queue import RenewalQueue
-from pgfence._leases.pauses import Pauses
+from pgfence._leases.heartbeat.tasks import LINGER, ListenTask
 from pgfence._process import threads
 from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import PROCESS
-from pgfence._process.references import when_disposed
+from pgfence._process.lifecycle import PROCESS, when_disposed
 from pgfence._sql import addresses
 from pgfence._sql.params import style_of
 
@@ -65,20 +63,20 @@ class HeartbeatService:
         threads.require_native_threads()
         self._style: ParamStyle = style_of(engine.dialect)
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._wakes_at = 0.0
         """When the timekeeper wakes by itself."""
-        self._timekeeper: threading.Thread | None = None
-        self._agenda = RenewalQueue(listens=config.pooler != "transaction")
-        self._link: HeartbeatConnection[Any] | None = None
-        self._chore: tasks.HeartbeatTask | None = None
+        self._timer: threading.Thread | None = None
+        self._queue = RenewalQueue(listens=config.pooler != "transaction")
+        self._connection: HeartbeatConnection[Any] | None = None
+        self._task: tasks.HeartbeatTask | None = None
         """What the connection is at."""
         self._cut_at = math.inf
         self._needed = self._busy_at = clock()
         """When the connection was last needed, and when there was last anything to keep the time for."""
         self._thread: threading.Thread | None = None
         self._disposed = False
-        self._over = False
+        self._ending = False
         self._pauses = Pauses()
         when_disposed(engine, self._engine_disposed)
         threads.register(self)
@@ -92,23 +90,23 @@ class HeartbeatService:
         grant.request_renewal = self._request_renewal
         with self._lock:
             self._disposed = False
-            self._agenda.keep(grant, clock())
-            self._look()
+            self._queue.keep(grant, clock())
+            self._wake_timer()
 
     def drop(self, grant: Grant) -> None:
         """Forget a grant: it was released, abandoned or handed on. A second time does nothing."""
         with self._lock:
-            wish = self._agenda.drop(grant)
+            wish = self._queue.drop(grant)
         if wish is not None:
-            wish.granted(ended_error(grant))
+            wish.finish(ended_error(grant))
 
-    def evicted(self, place: TableNames, name: str, token: int) -> None:
+    def note_eviction(self, place: TableNames, name: str, token: int) -> None:
         """End the leases of a name up to a token: this process has evicted their holder."""
         with self._lock:
-            found = self._agenda.named(place, name, token)
-        self._lost([(grant, "evicted") for grant in found])
+            found = self._queue.find(place, name, token)
+        self._lose([(grant, "evicted") for grant in found])
 
-    def _lost(self, lost: Iterable[tuple[Grant, LossReason]]) -> None:
+    def _lose(self, lost: Iterable[tuple[Grant, LossReason]]) -> None:
         for grant, reason in lost:
             grant.lose(reason)
             self.drop(grant)
@@ -121,9 +119,9 @@ class HeartbeatService:
         there was no answer (the grant stands until its deadline, and the heartbeat goes on trying); else what the server said.
         """
         with self._lock:
-            known = self._agenda.wish(grant, ttl, done)
+            known = self._queue.request_renewal(grant, ttl, done)
             if known:
-                self._work()
+                self._ensure_worker()
         if not known:
             grant.expire()
             done(ended_error(grant))
@@ -142,8 +140,8 @@ class HeartbeatService:
     def end_later(self, ending: tasks.ReleaseTask) -> None:
         """Have an ending sent in the background, until the server has answered."""
         with self._lock:
-            self._agenda.endings.append(ending)
-            self._work()
+            self._queue.releases.append(ending)
+            self._ensure_worker()
 
     def listen(self, place: TableNames, name: str, wake: Callable[[], object]) -> Callable[[], None]:
         """Have `wake` called when somebody tells of a release of `name`, until the returned function is called.
@@ -160,209 +158,211 @@ class HeartbeatService:
         if self.config.pooler == "transaction":
             return lambda: None
         with self._lock:
-            if self._agenda.ears.add(place, name, wake):
-                self._work()
+            if self._queue.listeners.add(place, name, wake):
+                self._ensure_worker()
 
         def cease() -> None:
             with self._lock:
-                self._agenda.ears.remove(place, name, wake, clock())
+                self._queue.listeners.remove(place, name, wake, clock())
 
         return cease
 
     # ------------------------------------------------------------ under the lock
 
-    def _look(self) -> None:
+    def _wake_timer(self) -> None:
         """See that the timekeeper runs, and wakes no later than something is to be done."""
-        if self._timekeeper is None:
-            self._timekeeper = threads.start("pgfence-heartbeat", self._keep_time)
-        elif min(self._agenda.schedule.next(), self._cut_at) < self._wakes_at:
-            self._news.notify()
+        if self._timer is None:
+            self._timer = threads.start("pgfence-heartbeat", self._run_timer)
+        elif min(self._queue.schedule.next(), self._cut_at) < self._wakes_at:
+            self._changed.notify()
 
     def _request_renewal(self, grant: Grant) -> None:
         with self._lock:
-            if self._agenda.request_renewal(grant, clock()):
-                self._look()
+            if self._queue.make_up(grant, clock()):
+                self._wake_timer()
 
-    def _work(self) -> None:
+    def _ensure_worker(self) -> None:
         """See that the connection's thread runs and looks for chores."""
         self._disposed = False
-        self._look()
-        if self._over:
+        self._wake_timer()
+        if self._ending:
             return
-        if self._link is None:
-            self._link = heartbeat_connection_for(self.engine, self.config, self._heard)
-            self._thread = threads.start("pgfence-link", self._serve, self._link)
-        elif self._chore is None:
-            self._link.wake()
+        if self._connection is None:
+            self._connection = heartbeat_connection_for(self.engine, self.config, self._on_notify)
+            self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
+        elif self._task is None:
+            self._connection.wake()
 
     # ------------------------------------------------------------ the timekeeper
 
-    def _keep_time(self) -> None:
+    def _run_timer(self) -> None:
         while True:
             with self._lock:
                 now = clock()
-                due, over = self._agenda.take(now)
-                if due or self._agenda.unheard(now):
-                    self._work()
-                hung, stuck = self._hung(now)
+                due, over = self._queue.take(now)
+                if due or self._queue.needs_listening(now):
+                    self._ensure_worker()
+                hung, stuck = self._find_hung(now)
                 if not over and hung is None:
-                    if len(self._agenda.schedule) or self._link is not None:
+                    if len(self._queue.schedule) or self._connection is not None:
                         self._busy_at = now
                     elif self._disposed or now - self._busy_at > LINGER:
-                        self._timekeeper = None
+                        self._timer = None
                         return
                     self._sleep(now)
                     continue
             for grant, wish in over:
                 grant.expire()
                 if wish is not None:
-                    wish.granted(ended_error(grant))
+                    wish.finish(ended_error(grant))
             if hung is not None:
-                hung.cut()
+                hung.abort()
             if stuck is not None:
-                self._failed(stuck, TimeoutError("no connection in time"))
+                self._note_failure(stuck, TimeoutError("no connection in time"))
 
-    def _hung(self, now: float) -> tuple[HeartbeatConnection[Any] | None, tasks.HeartbeatTask | None]:
+    def _find_hung(self, now: float) -> tuple[HeartbeatConnection[Any] | None, tasks.HeartbeatTask | None]:
         """Return (the link whose chore takes too long, that chore if it hangs in the opening: its thread is given up)."""
-        if now < self._cut_at or self._link is None:
+        if now < self._cut_at or self._connection is None:
             return None, None
         self._cut_at = math.inf
-        link, chore = self._link, self._chore
+        link, chore = self._connection, self._task
         if link.session is not None:
             return link, None
-        self._link = self._chore = None
+        self._connection = self._task = None
         return link, chore
 
     def _sleep(self, now: float) -> None:
-        self._wakes_at = min(self._agenda.schedule.next(), self._cut_at, now + TICK)
-        self._news.wait(max(0.0, self._wakes_at - now))
-        self._pauses.note(clock() - self._wakes_at, self._agenda.schedule)
+        self._wakes_at = min(self._queue.schedule.next(), self._cut_at, now + TICK)
+        self._changed.wait(max(0.0, self._wakes_at - now))
+        self._pauses.note(clock() - self._wakes_at, self._queue.schedule)
 
     # ------------------------------------------------------------ the connection's thread
 
-    def _serve(self, link: HeartbeatConnection[Any]) -> None:
+    def _run_worker(self, link: HeartbeatConnection[Any]) -> None:
         try:
-            while (step := self._next(link)) is not None:
+            while (step := self._next_step(link)) is not None:
                 if isinstance(step, tasks.HeartbeatTask):
-                    self._attend(link, step)
+                    self._run_task(link, step)
                 else:
-                    self._rest(link, step)
+                    self._wait(link, step)
         finally:
             with self._lock:
-                if self._link is link:
-                    self._link = self._chore = None
+                if self._connection is link:
+                    self._connection = self._task = None
                     self._cut_at = math.inf
             link.close()
 
-    def _rest(self, link: HeartbeatConnection[Any], seconds: float) -> None:
+    def _wait(self, link: HeartbeatConnection[Any], seconds: float) -> None:
         try:
-            link.rest(seconds)
+            link.wait(seconds)
         except Exception:  # the connection is not what it was: the next chore opens another
             log.debug("the heartbeat's connection broke at rest", exc_info=True)
-            link.hang_up()
+            link.disconnect()
 
-    def _attend(self, link: HeartbeatConnection[Any], chore: tasks.HeartbeatTask) -> None:
+    def _run_task(self, link: HeartbeatConnection[Any], chore: tasks.HeartbeatTask) -> None:
         try:
             if not link.live:
                 link.open()
-            if self._link is not link:
+            if self._connection is not link:
                 return
-            chore.perform(
+            chore.run(
                 link,
                 tasks.texts(chore.family, chore.place, self._style),
                 min(self._cut_at - clock(), terms.LONGEST_STATEMENT),
             )
         except Exception as error:
-            link.hang_up()
-            if self._ours(link):
-                self._failed(chore, error)
+            link.disconnect()
+            if self._finish_task(link):
+                self._note_failure(chore, error)
         else:
-            if self._ours(link):
-                self._succeeded(chore)
+            if self._finish_task(link):
+                self._note_success(chore)
 
-    def _ours(self, link: HeartbeatConnection[Any]) -> bool:
+    def _finish_task(self, link: HeartbeatConnection[Any]) -> bool:
         """End the chore, unless the timekeeper has done so already and given up this very thread."""
         with self._lock:
-            if self._link is not link:
+            if self._connection is not link:
                 return False
-            self._chore = None
+            self._task = None
             self._cut_at = math.inf
             return True
 
-    def _next(self, link: HeartbeatConnection[Any]) -> tasks.HeartbeatTask | float | None:
+    def _next_step(self, link: HeartbeatConnection[Any]) -> tasks.HeartbeatTask | float | None:
         """Return what to do: a chore, a rest of some seconds, or to end."""
         with self._lock:
-            if self._link is not link:
+            if self._connection is not link:
                 return None
             now = clock()
             if not link.live:
-                self._agenda.ears.deafened()
-            if now < self._agenda.retry_at:
-                return self._agenda.retry_at - now
-            chore = self._agenda.pick(now)
-            if isinstance(chore, ListenTask) and link.live and not link.hears:
-                self._agenda.ears.deaf, chore = True, None
+                self._queue.listeners.reset()
+            if now < self._queue.retry_at:
+                return self._queue.retry_at - now
+            chore = self._queue.pick(now)
+            if isinstance(chore, ListenTask) and link.live and not link.can_listen:
+                self._queue.listeners.deaf, chore = True, None
             if chore is not None:
-                self._chore = chore
-                self._cut_at = now + self._agenda.limit(chore, now)
+                self._task = chore
+                self._cut_at = now + self._queue.limit(chore, now)
                 self._needed = now
-                self._look()
+                self._wake_timer()
                 return chore
-            if self._agenda.busy:
+            if self._queue.busy:
                 self._needed = now
-                return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._agenda.endings)])
+                return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._queue.releases)])
             if self._disposed or now - self._needed > LINGER:
-                self._link = None
-                self._news.notify()
+                self._connection = None
+                self._changed.notify()
                 return None
             return LINGER + 0.1 - (now - self._needed)
 
-    def _succeeded(self, chore: tasks.HeartbeatTask) -> None:
-        if self._agenda.failures:
+    def _note_success(self, chore: tasks.HeartbeatTask) -> None:
+        if self._queue.failures:
             log.info("there are answers from %s again", addresses.describe_server(self.engine))
-        self._agenda.failures = 0
+        self._queue.failures = 0
         if isinstance(chore, tasks.RenewTask):
-            for grant, answer in chore.told:
-                self._answered(chore, grant, answer)
+            for grant, answer in chore.results:
+                self._note_renewal(chore, grant, answer)
         elif isinstance(chore, tasks.ReleaseTask):
             with self._lock:
-                self._agenda.ended(chore, clock())
+                self._queue.note_released(chore, clock())
         elif isinstance(chore, ListenTask):
             with self._lock:
-                wakes = self._agenda.listening(chore)
+                wakes = self._queue.note_listening(chore)
             for wake in wakes:
                 call_logged(wake)
         elif isinstance(chore, tasks.CheckTask):
-            self._lost(chore.lost)
+            self._lose(chore.lost)
 
-    def _answered(self, chore: tasks.RenewTask, grant: Grant, answer: LeaseResult) -> None:
+    def _note_renewal(self, chore: tasks.RenewTask, grant: Grant, answer: LeaseResult) -> None:
         if answer.verdict == "lost" and answer.reason is not None:
-            grant.rejected(answer.reason)
+            grant.lose_rejected(answer.reason)
         with self._lock:
-            wish = self._agenda.answered(chore, grant, answer, clock())
-            self._look()
+            wish = self._queue.note_answer(chore, grant, answer, clock())
+            self._wake_timer()
         grant.expire()
         if wish is not None:
-            wish.granted(None if grant.state == "held" else ended_error(grant))
+            wish.finish(None if grant.state == "held" else ended_error(grant))
 
-    def _failed(self, chore: tasks.HeartbeatTask, error: Exception) -> None:
+    def _note_failure(self, chore: tasks.HeartbeatTask, error: Exception) -> None:
         """Note a chore without an answer: nothing is known, and it is tried again."""
         told = tasks.translate_renewal_error(error, chore.place)
         with self._lock:
-            wishes = self._agenda.failed(chore, clock())
-            if self._agenda.waiting:
-                self._work()
-        if self._agenda.failures == 1:
+            wishes = self._queue.note_failure(chore, clock())
+            if self._queue.waiting:
+                self._ensure_worker()
+        if self._queue.failures == 1:
             where = addresses.describe_server(self.engine)
             log.warning("no answer from %s, trying again until the deadlines of the leases: %s", where, error)
         for wish in wishes:
-            wish.granted(told)
+            wish.finish(told)
 
-    def _heard(self, channel: str, payload: str) -> None:
+    def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:
-            wakes = self._agenda.ears.told(channel, payload)
-            if self._agenda.suspect(channel, payload):  # a hint: other schemas share the channel, and anyone can send
-                self._work()
+            wakes = self._queue.listeners.waiters_of(channel, payload)
+            if self._queue.suspect_eviction(
+                channel, payload
+            ):  # a hint: other schemas share the channel, and anyone can send
+                self._ensure_worker()
         for wake in wakes:
             call_logged(wake)
 
@@ -372,15 +372,15 @@ class HeartbeatService:
             return
         with self._lock:
             self._disposed = True
-            self._news.notify()
-            if self._link is not None:
-                self._link.wake()
+            self._changed.notify()
+            if self._connection is not None:
+                self._connection.wake()
 
     def end(self, seconds: float) -> None:
         """End the connection in an orderly way, for the interpreter ends."""
         with self._lock:
-            self._over = True
-            link, self._link = self._link, None
+            self._ending = True
+            link, self._connection = self._connection, None
         if link is not None and self._thread is not None:
             link.wake()
             self._thread.join(seconds)

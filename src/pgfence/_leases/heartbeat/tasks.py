@@ -1,4 +1,4 @@
-"""What the heartbeat's connection has to do: renewals in batches, and ends of leases that were not confirmed."""
+"""What the heartbeat's connection has to do: renewals in batches, ends of leases that were not confirmed, channels to listen to."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._leases import terms
+from pgfence._leases.terms import SHORTEST_PATIENCE
 from pgfence._process.clock import clock
 from pgfence._sql.effects import EffectSql, effect_sql
 from pgfence._sql.errors import translate_error
 from pgfence._sql.lease import LeaseSql, answers, lease_sql, losses
+from pgfence._sql.storage import quoted
 from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pgfence._leases.heartbeat.connection import HeartbeatConnection
+    from pgfence._sql.storage import TableNames
+
+    Wake = Callable[[], object]
     from collections.abc import Callable
 
     from pgfence._leases.grant import Grant
-    from pgfence._leases.heartbeat.connection import HeartbeatConnection
     from pgfence._leases.terms import LeaseKind
     from pgfence._sql.lease import LeaseResult
     from pgfence._sql.params import ParamStyle
-    from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
 
     Done = Callable[[Exception | None], object]
@@ -44,7 +50,7 @@ class RenewRequest:
         self.ttl: float | None = None
         self.done: list[Done] = []
 
-    def granted(self, error: Exception | None) -> None:
+    def finish(self, error: Exception | None) -> None:
         for done in self.done:
             done(error)
 
@@ -60,7 +66,7 @@ class HeartbeatTask(ABC):
         """Return the seconds it may take, a new connection included."""
 
     @abstractmethod
-    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         """Send it. Raises whatever went wrong."""
 
 
@@ -70,15 +76,15 @@ class RenewTask(HeartbeatTask):
     def __init__(self, place: TableNames, family: LeaseKind, wishes: dict[Grant, RenewRequest | None]) -> None:
         self.place = place
         self.family = family
-        self.wishes = wishes
+        self.requests = wishes
         self.started = 0.0
-        self.told: list[tuple[Grant, LeaseResult]] = []
+        self.results: list[tuple[Grant, LeaseResult]] = []
 
     def limit(self, now: float) -> float:
-        return terms.patience(max(0.0, min((grant.deadline for grant in self.wishes), default=math.inf) - now))
+        return terms.patience(max(0.0, min((grant.deadline for grant in self.requests), default=math.inf) - now))
 
-    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
-        grants = list(self.wishes)
+    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+        grants = list(self.requests)
         for grant in grants:
             grant.progressed = False
         lists = (
@@ -89,10 +95,10 @@ class RenewTask(HeartbeatTask):
         )
         self.started = clock()
         text = link.ask(sql.renew, lists, limit)
-        self.told = list(zip(grants, answers(text), strict=True))
+        self.results = list(zip(grants, answers(text), strict=True))
 
     def ttl(self, grant: Grant) -> float:
-        wish = self.wishes[grant]
+        wish = self.requests[grant]
         return grant.ttl if wish is None or wish.ttl is None else wish.ttl
 
 
@@ -107,7 +113,7 @@ class CheckTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return 10 * terms.SHORTEST_PATIENCE
 
-    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         assert isinstance(sql, LeaseSql)
         lists = (
             [grant.stored for grant in self.grants],
@@ -119,7 +125,7 @@ class CheckTask(HeartbeatTask):
 
 
 class ReleaseTask(HeartbeatTask):
-    """A release, or the end of a grant nobody heard of, to be repeated until the server has answered or the TTL is over."""
+    """A release, or the end of a grant nobody on_notify of, to be repeated until the server has answered or the TTL is over."""
 
     def __init__(
         self,
@@ -142,18 +148,18 @@ class ReleaseTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return terms.patience(max(terms.SHORTEST_PATIENCE, self.until - now))
 
-    def perform(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         self.answer = link.ask(self.text(sql), self.args, limit)
 
-    def again(self, now: float) -> bool:
+    def plan_retry(self, now: float) -> bool:
         """Plan another try and say whether there is time for one."""
         self.failures += 1
         self.at = now + terms.retry_after(self.failures, 10.0)
         return self.at < self.until
 
-    def unsettled(self, now: float) -> bool:
+    def needs_retry(self, now: float) -> bool:
         """Say whether the answer is not the last word, and plan another try then: somebody had the row locked."""
-        return self.answer is None and self.again(now)
+        return self.answer is None and self.plan_retry(now)
 
 
 def release_of(grant: Grant) -> ReleaseTask:
@@ -172,7 +178,7 @@ def row_until(grant: Grant) -> float:
 class RevokeTask(ReleaseTask):
     """The end of a grant whose answer was lost. The statement that asks for it may still be on its way to the server."""
 
-    SETTLED = 5.0
+    SETTLE_SECONDS = 5.0
     """Seconds after which it has come to its end: in the server it waits for its row two seconds at most."""
 
     def __init__(
@@ -184,16 +190,16 @@ class RevokeTask(ReleaseTask):
         family: LeaseKind = "lease",
     ) -> None:
         super().__init__(place, text, args, until, family)
-        self._heard: float | None = None
+        self._on_notify: float | None = None
         """When the server answered first."""
 
-    def unsettled(self, now: float) -> bool:
+    def needs_retry(self, now: float) -> bool:
         if self.answer is None:
-            return self.again(now)
+            return self.plan_retry(now)
         if self.answer:
             return False
-        self._heard = now if self._heard is None else self._heard
-        return now - self._heard < self.SETTLED and self.again(now)
+        self._on_notify = now if self._on_notify is None else self._on_notify
+        return now - self._on_notify < self.SETTLE_SECONDS and self.plan_retry(now)
 
 
 def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
@@ -206,3 +212,105 @@ def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
     )
     answer.__cause__ = error
     return answer
+
+
+LINGER = 10.0
+"""Seconds that a connection is kept, and a channel listened to, after the last one who needed it."""
+
+
+class ListenTask(HeartbeatTask):
+    """Begin to listen to a channel, or cease."""
+
+    def __init__(self, place: TableNames, channel: str, *, on: bool) -> None:
+        self.place = place
+        self.channel = channel
+        self.on = on
+
+    def limit(self, now: float) -> float:
+        return 10 * SHORTEST_PATIENCE
+
+    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+        if link.can_listen:
+            link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quoted(self.channel)}", self.channel, on=self.on)
+
+
+class NotifyListeners:
+    """The waiters of one heartbeat, and the channels that its connection listens to."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[str, dict[str, list[Wake]]] = {}
+        self._places: dict[str, TableNames] = {}
+        self._on: dict[str, float] = {}
+        """Since when a channel that is listened to has had no user; 0 while it has one."""
+        self.deaf = False
+        """The connection, which may go through a pooler, gets no notifications."""
+
+    def __bool__(self) -> bool:
+        return bool(self._waiters)
+
+    def add(self, place: TableNames, name: str, wake: Wake) -> bool:
+        """Enter a waiter, and say whether its channel has yet to be listened to."""
+        channel = place.channel
+        self._waiters.setdefault(channel, {}).setdefault(name, []).append(wake)
+        self._places[channel] = place
+        if channel in self._on:
+            self._on[channel] = 0.0
+            return False
+        return True
+
+    def remove(self, place: TableNames, name: str, wake: Wake, now: float) -> None:
+        """Forget a waiter; a second time does nothing."""
+        names = self._waiters.get(place.channel, {})
+        wakes = names.get(name, [])
+        if wake not in wakes:
+            return
+        wakes.remove(wake)
+        if not wakes:
+            del names[name]
+        if not names:
+            del self._waiters[place.channel]
+            if place.channel in self._on:
+                self._on[place.channel] = now
+
+    def waiters_of(self, channel: str, name: str) -> list[Wake]:
+        """Return whom news of a name wakes."""
+        return list(self._waiters.get(channel, {}).get(name, ()))
+
+    def is_missing(self, held: Iterable[TableNames]) -> bool:
+        """Return whether evictions of leases in these places would go unheard, and listening can change that."""
+        return not self.deaf and any(place.evictions not in self._on for place in held)
+
+    def next_change(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
+        """Return what is to be changed about the channels, if anything is.
+
+        Args:
+            now: the time.
+            held: the places of the leases that are held.
+        """
+        wanted = {place.evictions: place for place in held}
+        wanted |= {channel: self._places[channel] for channel in self._waiters}
+        for channel, place in wanted.items():
+            if channel not in self._on:
+                self._places[channel] = place
+                return ListenTask(place, channel, on=True)
+        for channel, since in self._on.items():
+            if channel in wanted:
+                self._on[channel] = 0.0
+            elif not since:
+                self._on[channel] = now
+            elif now - since > LINGER:
+                return ListenTask(self._places[channel], channel, on=False)
+        return None
+
+    def note_change(self, listening: ListenTask) -> list[Wake]:
+        """Note that a channel is listened to or not, and return whom to wake: what was told before then went unheard."""
+        if not listening.on:
+            self._on.pop(listening.channel, None)
+            return []
+        self._on[listening.channel] = 0.0
+        return [wake for wakes in self._waiters.get(listening.channel, {}).values() for wake in wakes]
+
+    def reset(self) -> None:
+        """Note that the connection is another one."""
+        self._on.clear()
+        self.deaf = False
