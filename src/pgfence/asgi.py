@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pgfence._api.inputs import DAY, check_async_engine_source
+from pgfence._api.inputs import DAY
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE
 from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, parse_length
-from pgfence.effects._attempts import Reply, StoredResult, claim_async
-from pgfence.effects._ends import kind_of
+from pgfence.effects._claim import Reply, StoredResult
+from pgfence.effects._ends import describe_error
+from pgfence.effects._manager import EffectManager
+from pgfence.effects._running import claim
 from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.lease._engines import ASYNC_ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from pgfence._http.rules import OnFailure
     from pgfence._process.clock import Seconds
-    from pgfence.effects._attempts import AsyncRunning
+    from pgfence.effects._running import RunningAttempt
 
 __all__ = ["IdempotencyMiddleware"]
 
@@ -102,7 +105,7 @@ class IdempotencyMiddleware:
         on_failure: OnFailure = "free",
     ) -> None:
         self._app = app
-        self._engine = check_async_engine_source(engine, type(self).__name__, WHY)
+        self._engine = ASYNC_ENGINES.check(engine, type(self).__name__, WHY)
         self._rules = Rules.of(
             principal=principal,
             methods=methods,
@@ -147,7 +150,8 @@ class IdempotencyMiddleware:
         body = await _read_body(receive, rules)
         wanted = rules.build_effect_key(request, owner, key, body)
         try:
-            found = await claim_async(self._engine, wanted, 0)
+            at = ASYNC_ENGINES.find_manager(self._engine, type(self).__name__, EffectManager)
+            found = await claim(*at, wanted, 0)
         except Exception as error:
             if refusal := answers.find_claim_problem(error, str(request)):
                 raise refusal from error
@@ -161,7 +165,7 @@ class _AsgiExchange:
     """One request that is handled, between the server and the application."""
 
     def __init__(
-        self, running: AsyncRunning, rules: Rules, request: HttpRequest, body: bytes, receive: Receive, send: Send
+        self, running: RunningAttempt, rules: Rules, request: HttpRequest, body: bytes, receive: Receive, send: Send
     ) -> None:
         self._running, self._rules, self._request = running, rules, request
         self._body: bytes | None = body
@@ -181,12 +185,12 @@ class _AsgiExchange:
         try:
             await app(scope, self.receive, self.send)
         except Exception as error:
-            await self._end_stopped(kind_of(error))
+            await self._end_stopped(describe_error(error))
             raise
         except BaseException as error:
             self._marker.ended = True
-            self._running.let_lapse(kind_of(error))
-            answers.log_lapse(self._request, self._running.lapsed(kind_of(error)))
+            self._running.let_lapse(describe_error(error))
+            answers.log_lapse(self._request, self._running.describe_lapse(describe_error(error)))
             raise
         await self._end_stopped("no response")
 
@@ -290,7 +294,7 @@ class _AsgiExchange:
         self._marker.ended = True
         if not self._rules.free_on_failure:
             row = await self._running.lapse(how)
-            answers.log_lapse(self._request, self._running.lapsed(how, row))
+            answers.log_lapse(self._request, self._running.describe_lapse(how, row))
             return
         try:
             await self._running.free()

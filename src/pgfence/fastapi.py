@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from pgfence._http.problems import Problem
     from pgfence._process.clock import Seconds
-    from pgfence.effects._wanted import Reply
+    from pgfence.effects._claim import Reply
 
 __all__ = ["Idempotent", "IdempotentCall", "Locked", "idempotency_key", "install_error_handlers"]
 

@@ -6,14 +6,18 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from pgfence._api.contexts import attach
-from pgfence._api.inputs import DAY, check_engine_source
+from pgfence._api.inputs import DAY
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
 from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, announced_length, parse_length
-from pgfence.effects._attempts import Reply, StoredResult, claim
-from pgfence.effects._ends import kind_of
+from pgfence._process.coroutines import run_sync
+from pgfence.effects._claim import Reply, StoredResult
+from pgfence.effects._ends import describe_error
+from pgfence.effects._manager import EffectManager
+from pgfence.effects._running import claim
 from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.lease._engines import SYNC_ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
 
     from pgfence._http.rules import OnFailure
     from pgfence._process.clock import Seconds
-    from pgfence.effects._attempts import Running
+    from pgfence.effects._running import RunningAttempt
 
     Headers: TypeAlias = list[tuple[str, str]]
     ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType] | tuple[None, None, None]
@@ -68,7 +72,7 @@ class IdempotencyMiddleware:
         on_failure: OnFailure = "free",
     ) -> None:
         self._app = app
-        self._engine = check_engine_source(engine, type(self).__name__, WHY)
+        self._engine = SYNC_ENGINES.check(engine, type(self).__name__, WHY)
         self._rules = Rules.of(
             principal=principal,
             methods=methods,
@@ -107,7 +111,8 @@ class IdempotencyMiddleware:
         body = _read_body(environ, request, rules)
         wanted = rules.build_effect_key(request, owner, key, body)
         try:
-            found = claim(self._engine, wanted, 0)
+            at = SYNC_ENGINES.find_manager(self._engine, type(self).__name__, EffectManager)
+            found = run_sync(claim(*at, wanted, 0))
         except Exception as error:
             if refusal := answers.find_claim_problem(error, str(request)):
                 raise refusal from error
@@ -121,7 +126,9 @@ class IdempotencyMiddleware:
 class _WsgiExchange:
     """One request that is handled, between the server and the application."""
 
-    def __init__(self, running: Running, rules: Rules, request: HttpRequest, start_response: StartResponse) -> None:
+    def __init__(
+        self, running: RunningAttempt, rules: Rules, request: HttpRequest, start_response: StartResponse
+    ) -> None:
         self._running, self._rules, self._request = running, rules, request
         self._server = start_response
         self._started: tuple[str, Headers] | None = None
@@ -240,7 +247,7 @@ class _WsgiExchange:
             return None
         self._marker.ended = True
         try:
-            self._running.finish_reply(reply)
+            run_sync(self._running.finish_reply(reply))
         except AttemptLostError as error:
             return answers.build_refusal(error, str(self._request))
         except Exception:
@@ -267,17 +274,17 @@ class _WsgiExchange:
             return
         self._marker.ended = True
         begun = self._started
-        how = kind_of(error) if error else f"status {begun[0]}" if begun else "no response"
+        how = describe_error(error) if error else f"status {begun[0]}" if begun else "no response"
         if not isinstance(error, Exception | None):
             self._running.let_lapse(how)
-            answers.log_lapse(self._request, self._running.lapsed(how))
+            answers.log_lapse(self._request, self._running.describe_lapse(how))
             return
         if not self._rules.free_on_failure:
-            row = self._running.lapse(how)
-            answers.log_lapse(self._request, self._running.lapsed(how, row))
+            row = run_sync(self._running.lapse(how))
+            answers.log_lapse(self._request, self._running.describe_lapse(how, row))
             return
         try:
-            self._running.free()
+            run_sync(self._running.free())
         except Exception:
             answers.log.exception("%s: the key is not free", self._request)
 

@@ -12,7 +12,7 @@ from sqlalchemy import create_engine
 
 from pgfence import schema
 from pgfence._leases import manager, releases, statements
-from pgfence.effects import IdempotentEffect, _record
+from pgfence.effects import IdempotentEffect, _running
 from pgfence.errors import IdempotencyInProgressError, UnreachableError
 from support.effects import Gate, Shop
 from support.processes import frozen
@@ -96,7 +96,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seconds for a server that does not answer cut to one."""
     for module in (manager, releases, statements):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
-    monkeypatch.setattr(_record, "LONGEST_PATIENCE", 1.0)
+    monkeypatch.setattr(_running, "LONGEST_PATIENCE", 1.0)
 
 
 @pytest.mark.twins

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pgfence._process.coroutines import run_sync
 from pgfence.config import configure
-from pgfence.effects._attempts import AsyncRunning, EffectKey, Reply, Running, StoredResult, claim, claim_async
+from pgfence.effects._claim import EffectKey, Reply, StoredResult
+from pgfence.effects._manager import EffectManager
+from pgfence.effects._running import RunningAttempt, claim
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,
     IdempotencyMisuseError,
     UnreachableError,
 )
+from pgfence.lease._engines import ASYNC_ENGINES, SYNC_ENGINES
 from support.effects import Shop
 from support.waiting import eventually
 
@@ -36,7 +40,13 @@ def shop(world: World, admin: psycopg.Connection[Any]) -> Shop:
 async def taken(shop: Shop, **options: Any) -> Any:
     """Claim the key "k" as a middleware does."""
     wanted = EffectKey(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
-    return await shop.world.call(shop.world.pick(claim, claim_async), shop.engine, wanted, 0)
+    engines: Any = shop.world.pick(SYNC_ENGINES, ASYNC_ENGINES)
+    return await drive(shop, claim, *engines.find_manager(shop.engine, "a test", EffectManager), wanted, 0)
+
+
+async def drive(shop: Shop, steps: Any, *args: Any) -> Any:
+    """Run a coroutine of the runtime as a middleware does: to its end on a thread, or awaited by a task."""
+    return await shop.world.call(shop.world.pick(lambda: run_sync(steps(*args)), lambda: steps(*args)))
 
 
 @pytest.mark.every_driver
@@ -45,31 +55,31 @@ async def test_a_reply_comes_back_byte_for_byte(shop: Shop) -> None:
     reply = Reply(201, (("location", "/p/7"), ("x", "1"), ("x", "é")), bytes(range(256)))
     running = await taken(shop)
     assert (running.number, running.steps, 25 < running.remaining() <= 30) == (1, {}, True)
-    await shop.world.call(running.finish_reply, reply)
+    await drive(shop, running.finish_reply, reply)
     assert await taken(shop) == StoredResult("done", None, reply)
     with pytest.raises(IdempotencyMisuseError, match="was used over HTTP"):
         await shop.run("k")
     with pytest.raises(IdempotencyMisuseError, match="has ended already"):
-        await shop.world.call(running.finish, "done", "1")
+        await drive(shop, running.finish, "done", "1")
 
 
 async def test_an_empty_reply_and_a_text_come_back(shop: Shop) -> None:
     """A reply without headers and body is a reply; a text is none."""
     running = await taken(shop)
-    await shop.world.call(running.finish_reply, Reply(204, (), b""))
+    await drive(shop, running.finish_reply, Reply(204, (), b""))
     assert await taken(shop) == StoredResult("done", None, Reply(204, (), b""))
     shop.expire("k")
     running = await taken(shop)
-    await shop.world.call(running.save_step, "a", '{"b": 1}')
+    await drive(shop, running.save_step, "a", '{"b": 1}')
     assert running.steps == {"a": '{"b": 1}'}
-    await shop.world.call(running.finish, "failed", "[1]")
+    await drive(shop, running.finish, "failed", "[1]")
     assert await taken(shop) == StoredResult("failed", "[1]", None)
 
 
 async def test_an_attempt_ends_once_in_each_of_its_ways(shop: Shop) -> None:
     """Freed: the next one runs at once. Lapsed, or dropped by a program that forgot it: it is renewed no more."""
     running = await taken(shop)
-    await shop.world.call(running.free)
+    await drive(shop, running.free)
     running = await taken(shop)
     assert running.number == 2
     running.let_lapse()
@@ -97,8 +107,8 @@ async def test_events_for_each_attempt(shop: Shop) -> None:
     shop.lapse("k")
     second = await taken(shop)
     with pytest.raises(AttemptLostError):
-        await shop.world.call(running.finish, "done", "1")
-    await shop.world.call(second.free)
+        await drive(shop, running.finish, "done", "1")
+    await drive(shop, second.free)
     name = f"{shop.scope}:k"
     assert [(one.event, one.name, one.token) for one in events] == [
         ("acquired", name, 1),
@@ -125,15 +135,14 @@ async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
     running = await taken(shop)
     assert child_of(running) == 0
     running.check()
-    await shop.world.call(running.free)
+    await drive(shop, running.free)
 
 
-async def test_a_step_whose_save_was_unanswered_is_saved_without_running_again(
+async def test_a_step_whose_save_had_no_answer_is_saved_and_not_done_when_it_is_asked_for_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C100: within the attempt its value is known."""
-    kind: Any = shop.world.pick(Running, AsyncRunning)
-    save = kind.save_step
+    save = RunningAttempt.save_step
     answers = [UnreachableError("no answer")]
 
     def once(running: Any, name: str, value: str) -> Any:
@@ -141,7 +150,7 @@ async def test_a_step_whose_save_was_unanswered_is_saved_without_running_again(
             raise answers.pop()
         return save(running, name, value)
 
-    monkeypatch.setattr(kind, "save_step", once)
+    monkeypatch.setattr(RunningAttempt, "save_step", once)
 
     async def work(attempt: Any) -> str:
         with pytest.raises(UnreachableError):

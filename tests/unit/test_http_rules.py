@@ -13,7 +13,7 @@ from pgfence._http.answers import UNRECORDABLE, ProblemResponse, build_refusal, 
 from pgfence._http.problems import KEY_INVALID, retry_headers
 from pgfence._http.routes import compile_routes
 from pgfence._http.rules import SHOWN, HttpRequest, Rules, parse_key, parse_length
-from pgfence.effects._wanted import Reply, StoredResult
+from pgfence.effects._claim import Reply, StoredResult
 from pgfence.errors import (
     AttemptLostError,
     IdempotencyInProgressError,

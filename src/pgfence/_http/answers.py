@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pgfence._http.problems import Problem
-    from pgfence.effects._wanted import Reply, StoredResult
+    from pgfence.effects._claim import Reply, StoredResult
 
     Headers = tuple[tuple[str, str], ...]
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgfence.effects._wanted import Reply
+from pgfence.effects._claim import Reply
 from pgfence.errors import AttemptLostError, IdempotencyInProgressError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pgfence._http.answers import UNRECORDABLE, ProblemResponse, recordable_head
 from pgfence._http.problems import BODY_TOO_LARGE, KEY_INVALID, KEY_MISSING, KEY_REPEATED, PRINCIPAL_MISSING
 from pgfence._http.routes import compile_routes, matches
 from pgfence._leases.terms import ttl_of
-from pgfence.effects._wanted import EffectKey, Reply
+from pgfence.effects._claim import EffectKey, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, MutableMapping, Sequence

@@ -1,37 +1,20 @@
-"""How an attempt ends by an error, in words: for the traceback, for the log, and for whoever asks for the key next.
+"""How an attempt ends by an error, in words: for the traceback, for the log, and for the next caller with the key.
 
 All of it comes from the row of the key, as far as the server answers.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgfence._leases.request import Busy
+from pgfence.effects._claim import FREEING, Taken
 from pgfence.errors import AttemptLostError, IdempotencyInProgressError
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from pgfence.effects._wanted import EffectKey
-
-_SHOWN = 200
-_FREEING = "look for its effect, then free the key with `pgfence keys free` or monitoring.free_key()"
-
-
-@dataclass(frozen=True, slots=True)
-class Taken(Busy):
-    """A key that another attempt has.
-
-    Attributes:
-        ttl: seconds for which its claim is renewed each time; None if unknown.
-        ended: the error that it ended with; None while it runs, or if its process has died.
-    """
-
-    ttl: float | None = None
-    ended: str | None = None
+    from pgfence._leases.request import Busy
+    from pgfence.effects._claim import EffectKey
 
 
 class Lapse(NamedTuple):
@@ -45,28 +28,17 @@ class Lapse(NamedTuple):
     until: datetime | None
 
 
-def kind_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return what an error is called in messages."""
     return type(error).__qualname__
 
 
-def note_of(ended: str) -> str:
-    """Return as JSON what the next caller reads; in ASCII, which every encoding of a database has."""
-    return json.dumps({"ended": ended.encode("ascii", "replace").decode()[:_SHOWN]})
-
-
-def ended_in(text: str | None) -> str | None:
-    """Return what an attempt ended with, from what `note_of` has stored."""
-    found = None if text is None else json.loads(text).get("ended")
-    return found if isinstance(found, str) else None
-
-
-def in_progress(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInProgressError:
+def in_progress_error(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInProgressError:
     """Return the error for a key that another attempt, or a transaction, has.
 
     Args:
         wanted: what was asked for.
-        busy: what the server said.
+        busy: what the server returned.
         timeout: seconds that the caller has waited; 0 for none.
     """
     waited = f", and did not end within {timeout:g} s" if timeout else ""
@@ -83,7 +55,7 @@ def in_progress(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInP
         told = f"has not renewed its claim for {ttl - busy.remaining:.1f} s: its process hangs or has died"
     else:
         told = f"ended with {ended}, and it is not known what it did"
-    then = _then(wanted, busy.holder.token or 0, busy.remaining, busy.holder.expires_at)
+    then = _describe_next(wanted, busy.holder.token or 0, busy.remaining, busy.holder.expires_at)
     return IdempotencyInProgressError(
         f"{who} {told}. {then}",
         scope=wanted.scope,
@@ -93,20 +65,22 @@ def in_progress(wanted: EffectKey, busy: Busy, timeout: float) -> IdempotencyInP
     )
 
 
-def lost_before(wanted: EffectKey, attempt: int, ended: str | None) -> AttemptLostError:
-    """Return the error for a key whose attempt was lost, where no other one may follow."""
-    how = "was lost" if ended is None else f"ended with {ended}"
+def lost_error(wanted: EffectKey, number: int, newest: int) -> AttemptLostError:
+    """Return the error for an attempt whose claim has ended; `newest` has it now, if that is another one."""
+    taken = f"attempt {newest} has taken over"
+    why = taken if newest > number else "its claim was not renewed in time, or was ended"
     return AttemptLostError(
-        f"attempt {attempt} at {wanted} {how}, and it is not known what it did. With takeover=False no other attempt follows:"
-        f" {_FREEING}",
+        f"attempt {number} at {wanted} does not count any more: {why}. Nothing that it says is stored; what it did outside the"
+        " database stands",
         scope=wanted.scope,
         key=wanted.key,
-        attempt=attempt,
-        newest=attempt,
+        attempt=number,
+        newest=newest,
+        retry_after=1.0,
     )
 
 
-def lapsed(wanted: EffectKey, number: int, what: str, row: Lapse | None, left: float) -> str:
+def describe_lapse(wanted: EffectKey, number: int, what: str, row: Lapse | None, left: float) -> str:
     """Say what became of the key of an attempt that ended with an error of which it is not known what it means.
 
     Args:
@@ -118,17 +92,18 @@ def lapsed(wanted: EffectKey, number: int, what: str, row: Lapse | None, left: f
     """
     who = f"attempt {number} at {wanted} ended with {what}"
     if row is None:
-        return f"{who}, and it is not known what it did. {_then(wanted, number, left, None)}"
+        return f"{who}, and it is not known what it did. {_describe_next(wanted, number, left, None)}"
     if row.mine and row.status in ("done", "failed"):
         return f"{who} after its result was committed: the next call returns that result"
     if row.mine and row.status == "in_progress" and row.remaining is not None:
-        return f"{who}, and it is not known what it did. {_then(wanted, number, row.remaining, row.until)}"
+        then = _describe_next(wanted, number, row.remaining, row.until)
+        return f"{who}, and it is not known what it did. {then}"
     if row.attempt is not None and row.attempt > number:
         return f"{who} after attempt {row.attempt} had taken over"
     return f"{who} after its key had been freed, or had expired: the next call runs"
 
 
-def _then(wanted: EffectKey, attempt: int, remaining: float, until: datetime | None) -> str:
+def _describe_next(wanted: EffectKey, attempt: int, remaining: float, until: datetime | None) -> str:
     when = (
         f"in {remaining:.1f} s" if until is None else f"in {remaining:.1f} s, at {until.isoformat(timespec='seconds')}"
     )
@@ -136,5 +111,5 @@ def _then(wanted: EffectKey, attempt: int, remaining: float, until: datetime | N
         return f"The key is free {when}: the next call then runs attempt {attempt + 1}"
     return (
         f"Its claim ends {when}, and no other attempt follows (takeover=False): from then on calls raise AttemptLostError."
-        f" To run it again, {_FREEING}"
+        f" To run it again, {FREEING}"
     )

@@ -3,60 +3,70 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from inspect import isawaitable, iscoroutine
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.inputs import check_key, is_async_session, is_session, reject_generator, unwrap_session
+from pgfence._api.inputs import (
+    check_key,
+    describe_function,
+    is_async_session,
+    is_session,
+    reject_coroutine,
+    reject_generator,
+    unwrap_session,
+)
+from pgfence._process.coroutines import run_sync
 from pgfence._sql.effects import finish_inside
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.idempotency import NEEDED
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
-from pgfence.effects._attempts import AsyncRunning, Running
-from pgfence.effects._functions import check_plain_function, check_value
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency._claim import connection_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+    from typing import Any
 
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
 
     from pgfence._values.codec import Codec
-    from pgfence.effects._record import Record
+    from pgfence.effects._running import RunningAttempt
 
 R = TypeVar("R")
-RunningT = TypeVar("RunningT", bound="Record")
-NOTHING: Any = object()
+NOTHING: object = object()
+_SYNC_ONLY = "it needs an AsyncIdempotentEffect"
 
 
-class _Attempt(Generic[RunningT]):
-    """What both twins know."""
+class _Attempt:
+    """What both twins of an attempt share."""
 
     def __init__(
         self,
-        running: RunningT,
+        running: RunningAttempt,
         codec: Codec[Any],
-        expect: Callable[[Callable[..., Any]], None],
+        check_function: Callable[[Callable[..., object]], None],
     ) -> None:
         self._running = running
         self._codec = codec
-        self._expect = expect
-        """Refuses a function whose result could not be stored, as far as its annotation tells."""
-        self._completed: Any = NOTHING
-        self.doing: dict[str, object] = {}
-        """The steps at work, each with a mark of whoever does it."""
-        self.torn: dict[str, str] = {}
+        self._check_function = check_function
+        """Rejects a function whose result could not be stored, as far as its annotation tells."""
+        self._completed = NOTHING
+        """The result that `complete` has stored."""
+        self.in_progress: dict[str, object] = {}
+        """The steps that run, each with a mark of the thread or task that does it."""
+        self.unsaved: dict[str, str] = {}
         """What was done and is not known to be saved: steps, with what is to be saved, and "" for the whole."""
 
     def __repr__(self) -> str:
-        return repr(self._running).replace("Running", "Attempt")
+        wanted = self._running.wanted
+        return f"<{type(self).__name__} {self.number} at {wanted.scope!r} {wanted.key!r}>"
 
     @property
     def number(self) -> int:
-        """Which attempt it is, from 1 on. While the key is remembered it only grows, so whoever takes orders can refuse old ones."""
+        """Which attempt it is, from 1 on. While the key is remembered it only grows, so a provider can reject older ones."""
         return self._running.number
 
     def check(self) -> None:
@@ -68,59 +78,68 @@ class _Attempt(Generic[RunningT]):
         """
         self._running.check()
 
-    def _derived(self, name: str) -> str:
-        """Return the key of a step for the provider.
+    def _prepare_step(self, name: str, fn: Callable[..., object]) -> str:
+        """Check a step, and return its key for the provider.
 
         Raises:
-            TypeError, ValueError: it is no name of a step.
+            IdempotencyMisuseError: what it returns could not be stored.
+            TypeError, ValueError: it has no name of a step.
         """
+        self._check_function(fn)
         if ":" in check_key(name, "the name of a step"):
             raise ValueError(
                 f"the name of a step must not contain a colon, which stands between the key and it: {name!r}"
             )
-        return f"{self._running.key}:{name}"
+        return f"{self._running.wanted.key}:{name}"
 
-    def _saved(self, name: str) -> Any:
+    def _load(self, name: str, *, unsaved: bool = False) -> object:
         text = self._running.steps.get(name)
+        if text is None and unsaved:
+            text = self.unsaved.get(name)
         return NOTHING if text is None else self._codec.decode(text)
 
     @contextmanager
-    def _at(self, name: str) -> Iterator[None]:
-        """Be at work at a step.
+    def _in_step(self, name: str) -> Iterator[None]:
+        """Be in a step.
 
         Raises:
             AttemptLostError: the attempt does not count any more.
-            IdempotencyMisuseError: somebody else is at it, or the attempt is complete.
+            IdempotencyMisuseError: another thread or task is in it, or the attempt is complete.
         """
         if self._completed is not NOTHING:
             raise IdempotencyMisuseError(f"{self!r} is complete: no step comes after complete()")
         self.check()
         mark = object()
-        if self.doing.setdefault(name, mark) is not mark:
+        if self.in_progress.setdefault(name, mark) is not mark:
             raise IdempotencyMisuseError(
                 f"the step {name!r} of {self!r} is at work already: give each step a name of its own"
             )
         try:
             yield
         finally:
-            del self.doing[name]
+            del self.in_progress[name]
 
-    def _encode(self, name: str, value: Any) -> None:
-        try:
-            self.torn[name] = self._codec.encode(value)
-        except BaseException as error:
-            self.torn[""] = ""
-            error.add_note(f"the step {name!r} of {self!r} was done, and what it returned is not saved")
-            raise
+    async def _save(self, name: str, value: object) -> None:
+        if name in self._running.steps:
+            return
+        if name not in self.unsaved:
+            try:
+                self.unsaved[name] = self._codec.encode(value)
+            except BaseException as error:
+                self.unsaved[""] = ""
+                error.add_note(f"the step {name!r} of {self!r} was done, and what it returned is not saved")
+                raise
+        await self._running.save_step(name, self.unsaved[name])
+        del self.unsaved[name]
 
-    def _complete(self, session: Session, value: Any) -> None:
-        # Not by what this process believes: the server refuses a late attempt so that its transaction cannot commit.
-        self._running.expect_unfinished()
+    def _complete(self, session: Session, value: object) -> None:
+        # Not by what this process knows: the server rejects a late attempt so that its transaction cannot commit.
+        self._running.check_unfinished()
         self._codec.check(value, str(self._running.wanted))
         text = self._codec.encode(value)
         connection = connection_of(session)
         try:
-            answer = finish_inside(connection, *self._running.inside(text))
+            newest = finish_inside(connection, *self._running.begin_inside(text))
         except DBAPIError as error:
             if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 raise IdempotencyMisuseError(
@@ -128,11 +147,11 @@ class _Attempt(Generic[RunningT]):
                 ) from error
             raise_translated(error, self._running.place, ErrorContext(NEEDED))
             raise
-        self._running.expect(answer)
+        self._running.check_newest(newest)
         self._completed = value
 
 
-class Attempt(_Attempt[Running]):
+class Attempt(_Attempt):
     """One attempt at an effect, for threads."""
 
     def step(self, name: str, fn: Callable[[str], R], /) -> R:
@@ -155,21 +174,13 @@ class Attempt(_Attempt[Running]):
             TypeError, ValueError: `name` cannot be the name of a step; or `fn` is a coroutine or generator function.
         """
         check_plain_function(fn)
-        self._expect(fn)
-        derived = self._derived(name)
-        saved = self._saved(name)
-        if saved is not NOTHING:
-            return cast("R", saved)
-        with self._at(name):
-            if (saved := self._saved(name)) is not NOTHING:  # by another thread, since the look
-                return cast("R", saved)
-            if name in self.torn:  # done, and its save had no answer
-                value = self._codec.decode(self.torn[name])
-            else:
-                value = check_value(fn(derived), fn)
-                self._encode(name, value)
-            self._running.save_step(name, self.torn[name])
-            del self.torn[name]
+        key = self._prepare_step(name, fn)
+        if (value := self._load(name)) is NOTHING:
+            with self._in_step(name):
+                # Saved by another thread since the look; or done, and its save had no answer.
+                if (value := self._load(name, unsaved=True)) is NOTHING:
+                    value = check_value(fn(key), fn)
+                run_sync(self._save(name, value))
         return cast("R", value)
 
     def complete(self, session: Session | scoped_session[Any], value: Any, /) -> None:
@@ -195,28 +206,21 @@ class Attempt(_Attempt[Running]):
         self._complete(unwrap_session(session), value)
 
 
-class AsyncAttempt(_Attempt[AsyncRunning]):
+class AsyncAttempt(_Attempt):
     """One attempt at an effect, for tasks."""
 
     async def step(self, name: str, fn: Callable[[str], Awaitable[R]], /) -> R:
         """Do a step that an attempt before this one may have done, and save what it returns; see the sync twin."""
         reject_generator(fn)
-        self._expect(fn)
-        derived = self._derived(name)
-        saved = self._saved(name)
-        if saved is not NOTHING:
-            return cast("R", saved)
-        with self._at(name):
-            if name in self.torn:  # done, and its save had no answer
-                value = self._codec.decode(self.torn[name])
-            else:
-                value = fn(derived)
-                # A plain function has done it by now: to refuse what it returned would be to forget it.
-                if isawaitable(value):
-                    value = await value
-                self._encode(name, value)
-            await self._running.save_step(name, self.torn[name])
-            del self.torn[name]
+        key = self._prepare_step(name, fn)
+        if (value := self._load(name)) is NOTHING:
+            with self._in_step(name):
+                if (value := self._load(name, unsaved=True)) is NOTHING:
+                    value = fn(key)
+                    # A plain function has done it by now: to reject what it returned would be to forget it.
+                    if isawaitable(value):
+                        value = await value
+                await self._save(name, value)
         return cast("R", value)
 
     async def complete(self, session: AsyncSession | async_scoped_session[Any], value: Any, /) -> None:
@@ -224,3 +228,21 @@ class AsyncAttempt(_Attempt[AsyncRunning]):
         if not is_async_session(session):
             raise TypeError(f"this attempt completes in an AsyncSession, not in a {type(session).__name__}")
         await unwrap_session(session).run_sync(self._complete, value)
+
+
+def check_plain_function(fn: Callable[..., object]) -> None:
+    """Raise TypeError for a coroutine function or a generator function: nothing of it runs when it is called."""
+    reject_coroutine(fn, _SYNC_ONLY)
+    reject_generator(fn)
+
+
+def check_value(value: R, fn: Callable[..., R]) -> R:
+    """Reject a coroutine in the place of a value.
+
+    Raises:
+        TypeError: it is one; nothing of it has run.
+    """
+    if iscoroutine(value):
+        value.close()
+        raise TypeError(f"{describe_function(fn)} returned a coroutine, of which nothing has run: {_SYNC_ONLY}")
+    return value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pgfence._leases.manager import LONGEST_SLEEP, LeaseManager
 from pgfence._process.clock import between
 from pgfence.effects._claim import EffectRequest
-from pgfence.effects._ends import in_progress
+from pgfence.effects._ends import in_progress_error
 from pgfence.errors import LockNotHeldError, UnreachableError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class EffectManager(LeaseManager):
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
         claim = call.wanted
         assert isinstance(claim, EffectRequest)
-        raise in_progress(claim.wanted, busy, call.deadline.timeout if call.waits else 0)
+        raise in_progress_error(claim.wanted, busy, call.deadline.timeout if call.waits else 0)
 
     def no_connection(self, call: LeaseAcquisition | None) -> Exception:
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")

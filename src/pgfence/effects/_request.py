@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, cast
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Generic, Literal, Never, NoReturn, TypeAlias, cast, get_type_hints
 
 from typing_extensions import TypeVar
 
@@ -14,20 +15,25 @@ from pgfence._api.misuse import Guided
 from pgfence._leases.terms import ttl_of
 from pgfence._process.clock import seconds
 from pgfence._values import errors
+from pgfence._values.annotations import find_classes
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
-from pgfence.effects._ends import kind_of
-from pgfence.effects._functions import find_unreached
-from pgfence.effects._wanted import EffectKey
+from pgfence.effects._claim import EffectKey
+from pgfence.effects._ends import describe_error
+from pgfence.effects._handles import NOTHING
+from pgfence.effects._manager import EffectManager
+from pgfence.effects._running import WHY, claim
 from pgfence.errors import AttemptLostError, IdempotencyMisuseError, PgfenceError
-from pgfence.lease._request import EngineSourceT
+from pgfence.lease._engines import EngineSourceT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pgfence._process.clock import Seconds
+    from pgfence.effects._claim import StoredResult
     from pgfence.effects._handles import _Attempt
-    from pgfence.effects._wanted import StoredResult
+    from pgfence.effects._running import RunningAttempt
+    from pgfence.lease._engines import EngineKind
 
 T = TypeVar("T", default=Any)
 End: TypeAlias = Literal["record", "free", "lapse", "lost"]
@@ -37,8 +43,10 @@ log = logging.getLogger("pgfence.idempotency")
 _MEANINGS = ". If this error means that nothing was done, name its class in free=; if it is the result of the work, name it in record="
 
 
-class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
-    """The arguments of an effect, for both twins."""
+class EffectOptions(Guided, Generic[EngineSourceT, T]):
+    """The arguments of an effect and what is done with them, for both twins."""
+
+    _engines: EngineKind[EngineSourceT]
 
     _block = _decorator = "run(fn), which calls fn(attempt)"
     _absent = dict.fromkeys(("acquire", "complete", "hold", "step", "wrap"), f"use {_block}")
@@ -78,23 +86,20 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
         self._timeout = seconds(timeout)
         self._record = check_error_classes(record)
         self._free = check_error_classes(free, "free")
-        self._engine = self._check_engine(engine, type(self).__name__)
-
-    @staticmethod
-    @abstractmethod
-    def _check_engine(engine: object, what: str) -> EngineSourceT:
-        """Reject what is not a source of an engine of this kind."""
+        self._engine = self._engines.check(engine, type(self).__name__, WHY)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._wanted.scope!r} {self._wanted.key!r}>"
 
-    def _expect(self, fn: Callable[..., Any]) -> None:
-        """Refuse a function whose result could not be stored, as far as its annotation tells and nobody has told `result`.
+    # ------------------------------------------------------------ the function and its result
+
+    def _check_function(self, fn: Callable[..., object]) -> None:
+        """Reject a function whose result could not be stored, as far as its annotation tells and `result` does not.
 
         Raises:
             IdempotencyMisuseError: it returns something that only `result` could name.
         """
-        if why := find_unreached(fn, self._reached):
+        if why := _find_unstorable(fn, self._reached):
             raise IdempotencyMisuseError(f"{describe_function(fn)} was not called: {why}")
 
     def _replay(self, stored: StoredResult) -> T:
@@ -103,11 +108,10 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
             raise IdempotencyMisuseError(f"{self._wanted} was used over HTTP: what is stored is a reply")
         if stored.status == "failed":
             raise errors.decode(stored.text, self._record, self._codec, str(self._wanted))
-        value: T = self._codec.decode(stored.text)
-        return value
+        return self._codec.decode(stored.text)
 
-    def _encoded(self, value: Any, attempt: _Attempt[Any]) -> str:
-        attempt.torn[""] = ""
+    def _encode(self, value: T, attempt: _Attempt) -> str:
+        attempt.unsaved[""] = ""
         try:
             self._codec.check(value, str(self._wanted))
             return self._codec.encode(value)
@@ -115,21 +119,62 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
             error.add_note(f"{attempt!r} was done, and nobody will know: what came of it is not stored")
             raise
 
-    def _uncommitted(self, attempt: _Attempt[Any]) -> IdempotencyMisuseError:
-        return IdempotencyMisuseError(
-            f"{attempt!r} was completed in a transaction that was not committed by the end of the function: nothing is stored"
-        )
+    # ------------------------------------------------------------ one run, for both twins
 
-    def _end_of(self, error: BaseException, attempt: _Attempt[Any]) -> tuple[End, str]:
-        """Return how an attempt ends by an error, and of a recorded one its JSON.
+    async def _claim(self) -> RunningAttempt | StoredResult:
+        manager, place = self._engines.find_manager(self._engine, type(self).__name__, EffectManager)
+        return await claim(manager, place, self._wanted, self._timeout)
 
-        What was done and is not known to be saved is unknown, whatever the error is, and so is what another thread or task is
-        still doing. And nobody means an error of ours who says `Exception`: it counts only where a class of ours is named.
-        """
+    async def _succeed(self, attempt: _Attempt, value: T) -> T:
+        """End an attempt whose function has returned, and return the result that is stored."""
+        running = attempt._running
+        try:
+            if attempt._completed is not NOTHING:
+                if not await running.confirm():
+                    raise IdempotencyMisuseError(
+                        f"{attempt!r} was completed in a transaction that was not committed by the end of the function: nothing is"
+                        " stored"
+                    )
+                return cast("T", attempt._completed)
+            text = self._encode(value, attempt)
+        except BaseException as error:
+            await self._fail(attempt, error)
+            raise
+        await running.finish("done", text)
+        return value
+
+    async def _fail(self, attempt: _Attempt, error: BaseException) -> None:
+        """End an attempt that did not come to a result. The error wins over what goes wrong here."""
+        how, text = self._choose_end(error, attempt)
+        running, kind = attempt._running, describe_error(error)
+        describe: Callable[[str], str]
+        try:
+            match how:
+                case "record":
+                    await running.finish("failed", text)
+                    describe = running.describe_recorded
+                case "free":
+                    describe = partial(running.describe_freed, freed=await running.free())
+                case "lapse" if isinstance(error, Exception):
+                    describe = partial(running.describe_lapse, row=await running.lapse(kind))
+                case "lapse":  # an interrupt or a cancel must not be kept waiting
+                    running.let_lapse(kind)
+                    describe = running.describe_lapse
+                case "lost":  # the error says it
+                    running.let_lapse()
+                    return
+            self._log_end(error, attempt, how, describe)
+        except Exception as failure:
+            attach(error, failure, "while the attempt was ended")
+
+    def _choose_end(self, error: BaseException, attempt: _Attempt) -> tuple[End, str]:
+        """Return how an attempt ends by an error, and of a recorded one its JSON."""
         if isinstance(error, AttemptLostError):
             return "lost", ""
-        if attempt.torn or attempt.doing:
+        # What was done and is not known to be saved is unknown, whatever the error is; so is a step that still runs elsewhere.
+        if attempt.unsaved or attempt.in_progress:
             return "lapse", ""
+        # An error of ours is not meant by `Exception`: it counts only where a class of ours is named.
         if errors.is_among(error, self._record):
             try:
                 return "record", errors.encode(cast("Exception", error), self._codec)
@@ -138,11 +183,36 @@ class EffectOptions(Guided, ABC, Generic[EngineSourceT, T]):
                 return "lapse", ""
         return ("free" if errors.is_among(error, self._free) else "lapse"), ""
 
-    def _tell(self, error: BaseException, attempt: _Attempt[Any], how: End, told: Callable[[str], str]) -> None:
+    def _log_end(self, error: BaseException, attempt: _Attempt, how: End, describe: Callable[[str], str]) -> None:
         """Say on the error, and in the log, what becomes of the key of an attempt that ended with it."""
-        if how == "lost" or not attempt._running.ours:  # the error says it, or the parent of this child will
+        if not attempt._running.ours:  # the parent of this child will
             return
-        unsaved = attempt.torn or attempt.doing
+        unsaved = attempt.unsaved or attempt.in_progress
         named = how != "lapse" or unsaved or isinstance(error, PgfenceError) or not isinstance(error, Exception)
-        error.add_note(told("this error") + ("" if named else _MEANINGS))
-        log.log(logging.WARNING if how == "lapse" else logging.INFO, "%s", told(kind_of(error)))
+        error.add_note(describe("this error") + ("" if named else _MEANINGS))
+        log.log(logging.WARNING if how == "lapse" else logging.INFO, "%s", describe(describe_error(error)))
+
+
+def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None) -> str | None:
+    """Say why what a function is annotated to return could not be stored; None if nothing tells that.
+
+    Args:
+        fn: the function.
+        reached: the classes that `result` reaches; None if it was not given.
+    """
+    try:
+        alone: Any = SimpleNamespace(__annotations__={"return": getattr(fn, "__annotations__", {}).get("return")})
+        returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
+    except Exception:  # an annotation that cannot be evaluated, whatever that raises, tells nothing
+        return None
+    if returns in (Never, NoReturn):
+        return None
+    try:
+        found = find_classes(returns).classes.values()
+    except TypeError as error:
+        return str(error) if reached is None else None
+    for one in found:
+        # A class that a reached one inherits from may well be annotated.
+        if not any(issubclass(other, one) for other in reached or ()):
+            return f"it returns a {one.__qualname__}, and what came of it could not be stored. Say so by result={one.__qualname__}"
+    return None

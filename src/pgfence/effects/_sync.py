@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgfence._api.contexts import attach
-from pgfence._api.inputs import EngineSource, check_engine_source
-from pgfence.effects._attempts import WHY, StoredResult, claim
-from pgfence.effects._ends import kind_of
-from pgfence.effects._functions import check_plain_function, check_value
-from pgfence.effects._handles import NOTHING, Attempt
+from pgfence._api.inputs import EngineSource
+from pgfence._process.coroutines import run_sync
+from pgfence.effects._claim import StoredResult
+from pgfence.effects._handles import Attempt, check_plain_function, check_value
 from pgfence.effects._request import EffectOptions, T
+from pgfence.lease._engines import SYNC_ENGINES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from pgfence.effects._attempts import Running
 
 
 class IdempotentEffect(EffectOptions[EngineSource, T]):
@@ -66,9 +63,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
 
-    @staticmethod
-    def _check_engine(engine: object, what: str) -> EngineSource:
-        return check_engine_source(engine, what, WHY)
+    _engines = SYNC_ENGINES
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
         """Run a function in an attempt of its own, or return what came of the one that was first. May be called again.
@@ -91,47 +86,14 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
             Exception: what the function raised, with a note that says what happens to the key; or the recorded error.
         """
         check_plain_function(fn)
-        self._expect(fn)
-        found = claim(self._engine, self._wanted, self._timeout)
-        if isinstance(found, StoredResult):
-            return self._replay(found)
-        attempt = Attempt(found, self._codec, self._expect)
+        self._check_function(fn)
+        running = run_sync(self._claim())
+        if isinstance(running, StoredResult):
+            return self._replay(running)
+        attempt = Attempt(running, self._codec, self._check_function)
         try:
             value = check_value(fn(attempt), fn)
-            if attempt._completed is not NOTHING:
-                return self._confirmed(attempt, found)
-            text = self._encoded(value, attempt)
         except BaseException as error:
-            self._failed(attempt, error)
+            run_sync(self._fail(attempt, error))
             raise
-        found.finish("done", text)
-        return value
-
-    def _confirmed(self, attempt: Attempt, running: Running) -> T:
-        if not running.confirm():
-            raise self._uncommitted(attempt)
-        value: T = attempt._completed
-        return value
-
-    def _failed(self, attempt: Attempt, error: BaseException) -> None:
-        """End an attempt that did not come to a result. The error wins over what goes wrong here."""
-        how, text = self._end_of(error, attempt)
-        running, kind = attempt._running, kind_of(error)
-        try:
-            match how:
-                case "record":
-                    running.finish("failed", text)
-                    self._tell(error, attempt, how, running.recorded)
-                case "free":
-                    freed = running.free()
-                    self._tell(error, attempt, how, lambda what: running.freed(what, freed))
-                case "lapse" if isinstance(error, Exception):
-                    row = running.lapse(kind)
-                    self._tell(error, attempt, how, lambda what: running.lapsed(what, row))
-                case "lapse":  # it must not be kept waiting
-                    running.let_lapse(kind)
-                    self._tell(error, attempt, how, running.lapsed)
-                case "lost":
-                    running.let_lapse()
-        except Exception as failure:
-            attach(error, failure, "while the attempt was ended")
+        return run_sync(self._succeed(attempt, value))

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source, resolve_async_engine
+from pgfence._api.inputs import AsyncEngineSource
 from pgfence._api.locks import AsyncLockBase
-from pgfence._leases import manager as leases
-from pgfence._leases.manager import LeaseManager
-from pgfence._leases.request import holder_of
-from pgfence._sql.storage import table_names
-from pgfence.config import config_of
 from pgfence.fence.handles import AsyncHeldLease
-from pgfence.lease._request import LeaseOptions, claim_of
+from pgfence.lease._engines import ASYNC_ENGINES
+from pgfence.lease._request import LeaseOptions, adopt
 
 if TYPE_CHECKING:
-    from pgfence._leases.request import AcquireRequest
     from pgfence._process.clock import Seconds
-    from pgfence._sql.storage import TableNames
     from pgfence.types import Holder, LeaseRef
 
 
-ManagerT = TypeVar("ManagerT", bound=LeaseManager)
-
-
-class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease]):
+class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[AsyncHeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token; see `Lease`.
 
     Promises, arguments and errors are those of the sync twin, with an AsyncEngine. The heartbeat is a thread of its own, so
     a blocked loop cannot lose the lease; a loss cancels the block of `hold()`.
     """
 
-    _check_engine = staticmethod(check_async_engine_source)
+    _engines = ASYNC_ENGINES
+    _handle = AsyncHeldLease
 
     async def try_acquire(self) -> AsyncHeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -41,8 +33,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
         Raises:
             PgfenceError: as `acquire`.
         """
-        manager, claim = self._place()
-        return await manager.acquire(claim, 0.0, AsyncHeldLease)
+        return await self._take(0.0)
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncHeldLease:
         """Wait until it is held.
@@ -59,11 +50,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
-        manager, claim = self._place()
-        handle = await manager.acquire(claim, timeout, AsyncHeldLease, lasts=timeout is not None)
-        if handle is None:
-            raise manager.begin_call(claim, 0.0).timed_out(await self._seen())
-        return handle
+        return await self._acquire(timeout)
 
     @staticmethod
     async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
@@ -80,11 +67,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        manager, place = manager_for(
-            check_async_engine_source(engine, "AsyncLease.adopt"), "AsyncLease.adopt", LeaseManager
-        )
-        claim, reference = claim_of(manager.engine, ref, place)
-        return await manager.adopt(claim, reference, AsyncHeldLease)
+        return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")
 
     async def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
@@ -93,16 +76,4 @@ class AsyncLease(LeaseOptions[AsyncEngineSource], AsyncLockBase[AsyncHeldLease])
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        manager, claim = self._place()
-        row = await manager.look(claim.place, claim.stored)
-        return [] if row is None else [holder_of(claim, row)]
-
-    def _place(self) -> tuple[LeaseManager, AcquireRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
-        return manager, self._claim(place, manager.config.namespace)
-
-
-def manager_for(source: AsyncEngineSource, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
-    """Return the leases, or the like, of an engine on the running loop, and where its tables are."""
-    engine = resolve_async_engine(source, what)
-    return leases.manager_for(engine.sync_engine, config_of(engine, pin=True), kind), table_names(engine)
+        return await self._find_holders()

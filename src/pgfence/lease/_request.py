@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from copy import copy
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from uuid import UUID
 
 from pgfence._api.inputs import check_choice, check_text
 from pgfence._leases import terms
-from pgfence._leases.request import Identity, LeaseRequest, json_text
-from pgfence.config import config_of
-from pgfence.keys import display_name, qualified_name
+from pgfence._leases.manager import LeaseManager
+from pgfence._leases.request import Identity, LeaseRequest, holder_of, json_text
+from pgfence.errors import UnreachableError
+from pgfence.keys import SEPARATOR, display_name, qualified_name
+from pgfence.lease._engines import EngineSourceT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from pgfence._leases.grant import Grant
     from pgfence._leases.request import AcquireRequest
     from pgfence._leases.terms import Heartbeat
     from pgfence._process.clock import Seconds
     from pgfence._sql.storage import TableNames
     from pgfence.keys import Name
-    from pgfence.types import Json
+    from pgfence.lease._engines import EngineKind
+    from pgfence.types import Holder, Json
 
-EngineSourceT = TypeVar("EngineSourceT")
-"""What gives the engine: of a sync or of an async twin."""
+HandleT = TypeVar("HandleT")
 
 
-class LeaseOptions(ABC, Generic[EngineSourceT]):
-    """The arguments of a lease, for both twins."""
+class LeaseOptions(Generic[EngineSourceT, HandleT]):
+    """The arguments of a lease and what is done with them, for both twins."""
+
+    _engines: EngineKind[EngineSourceT]
+    _handle: Callable[[LeaseManager, Grant], HandleT]
 
     def __init__(
         self,
@@ -58,13 +63,8 @@ class LeaseOptions(ABC, Generic[EngineSourceT]):
             json_text(metadata, "metadata"),
         )
         self._namespace = namespace
-        self._claimed: tuple[object, AcquireRequest] | None = None
-        self._engine = self._check_engine(engine, type(self).__name__)
-
-    @staticmethod
-    @abstractmethod
-    def _check_engine(engine: object, what: str) -> EngineSourceT:
-        """Reject what is not a source of an engine of this kind."""
+        self._request: tuple[object, AcquireRequest] | None = None
+        self._engine = self._engines.check(engine, type(self).__name__)
 
     @property
     def _name(self) -> str:
@@ -77,27 +77,67 @@ class LeaseOptions(ABC, Generic[EngineSourceT]):
         other._names = tuple(names)
         return other
 
-    def _claim(self, place: TableNames, namespace: str) -> AcquireRequest:
+    async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
+        """Return a handle, or None where it is held and `timeout` is 0."""
+        manager, request = self._prepare()
+        return await manager.acquire(request, timeout, self._handle, lasts=lasts)
+
+    async def _acquire(self, timeout: Seconds | None) -> HandleT:
+        handle = await self._take(timeout, lasts=timeout is not None)
+        if handle is not None:
+            return handle
+        manager, request = self._prepare()
+        try:
+            holders = await self._find_holders()
+        except UnreachableError:  # gone since it was held, which changes nothing
+            holders = []
+        raise manager.begin_call(request, 0.0).timed_out(holders)
+
+    async def _find_holders(self) -> list[Holder]:
+        manager, request = self._prepare()
+        row = await manager.look(request.place, request.stored)
+        return [] if row is None else [holder_of(request, row)]
+
+    def _prepare(self) -> tuple[LeaseManager, AcquireRequest]:
+        manager, place = self._engines.find_manager(self._engine, type(self).__name__, LeaseManager)
+        return manager, self._build_request(place, manager.config.namespace)
+
+    def _build_request(self, place: TableNames, namespace: str) -> AcquireRequest:
         """Return what to ask for, created again only where it differs from the last time."""
         asked = place, namespace, self._names
-        if self._claimed is None or self._claimed[0] != asked:
+        if self._request is None or self._request[0] != asked:
             where = namespace if self._namespace is None else self._namespace
-            claim = LeaseRequest(
+            request = LeaseRequest(
                 stored=qualified_name(self._name, where, "the name of a lease"),
                 place=place,
                 terms=self._terms,
                 identity=self._identity,
                 heartbeat=self._heartbeat,
             )
-            self._claimed = asked, claim
-        return self._claimed[1]
+            self._request = asked, request
+        return self._request[1]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r}, ttl={self._terms.ttl:g}>"
 
 
-def claim_of(engine: Any, reference: object, place: TableNames) -> tuple[LeaseRequest, dict[str, Any]]:
-    """Return what a reference asks for.
+async def adopt(
+    engines: EngineKind[EngineSourceT],
+    engine: EngineSourceT,
+    reference: object,
+    make: Callable[[LeaseManager, Grant], HandleT],
+    what: str,
+) -> HandleT:
+    """Take over a lease by its reference; `what` does, for messages."""
+    manager, place = engines.find_manager(engines.check(engine, what), what, LeaseManager)
+    name, lease_id, token = _check_reference(reference)
+    request = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
+    assert request.names == (display_name(name),)
+    return await manager.adopt(request, {"name": name, "lease_id": lease_id, "token": token}, make)
+
+
+def _check_reference(reference: object) -> tuple[str, str, int]:
+    """Return name, id and token.
 
     Raises:
         TypeError: it is no reference.
@@ -106,12 +146,7 @@ def claim_of(engine: Any, reference: object, place: TableNames) -> tuple[LeaseRe
     if not isinstance(reference, dict) or not {"name", "lease_id", "token"} <= reference.keys():
         raise TypeError("adopt() needs what hand_over() returned: a dict with name, lease_id and token")
     name, lease_id, token = reference["name"], reference["lease_id"], reference["token"]
-    if (
-        isinstance(token, bool)
-        or not isinstance(token, int)
-        or not isinstance(name, str)
-        or not isinstance(lease_id, str)
-    ):
+    if type(token) is not int or not isinstance(name, str) or not isinstance(lease_id, str):
         raise TypeError("this reference is damaged: name and lease_id are text, token is an int")
     try:
         UUID(lease_id)
@@ -119,10 +154,6 @@ def claim_of(engine: Any, reference: object, place: TableNames) -> tuple[LeaseRe
         raise ValueError(f"this reference is damaged: {lease_id!r} is no lease id") from None
     if not 0 < token < 1 << 63:
         raise ValueError(f"this reference is damaged: {token} is no token")
-    _, separator, _ = name.partition("\x1f")
-    if not separator:
+    if SEPARATOR not in name:
         qualified_name(name, "", "the name of a lease")
-    config_of(engine, pin=True)
-    claim = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
-    assert claim.names == (display_name(name),)
-    return claim, {"name": name, "lease_id": lease_id, "token": token}
+    return name, lease_id, token

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from pgfence._api.inputs import EngineSource, check_engine_source, resolve_engine
+from pgfence._api.inputs import EngineSource
 from pgfence._api.locks import LockBase
-from pgfence._leases import manager as leases
-from pgfence._leases.manager import LeaseManager
-from pgfence._leases.request import holder_of
 from pgfence._process.coroutines import run_sync
-from pgfence._sql.storage import table_names
-from pgfence.config import config_of
 from pgfence.fence.handles import HeldLease
-from pgfence.lease._request import LeaseOptions, claim_of
+from pgfence.lease._engines import SYNC_ENGINES
+from pgfence.lease._request import LeaseOptions, adopt
 
 if TYPE_CHECKING:
-    from pgfence._leases.request import AcquireRequest
     from pgfence._process.clock import Seconds
-    from pgfence._sql.storage import TableNames
     from pgfence.types import Holder, LeaseRef
 
-ManagerT = TypeVar("ManagerT", bound=LeaseManager)
 
-
-class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
+class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token.
 
     While it is held a thread of its own renews it, every third of the TTL. Works through any pooler.
@@ -51,7 +43,8 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
         ValueError: an argument is out of range; the message says what would do.
     """
 
-    _check_engine = staticmethod(check_engine_source)
+    _engines = SYNC_ENGINES
+    _handle = HeldLease
 
     def try_acquire(self) -> HeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
@@ -61,8 +54,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        manager, claim = self._place()
-        return run_sync(manager.acquire(claim, 0.0, HeldLease))
+        return run_sync(self._take(0.0))
 
     def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
         """Wait until it is held.
@@ -80,11 +72,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
-        manager, claim = self._place()
-        handle = run_sync(manager.acquire(claim, timeout, HeldLease, lasts=timeout is not None))
-        if handle is None:
-            raise manager.begin_call(claim, 0.0).timed_out(self._seen())
-        return handle
+        return run_sync(self._acquire(timeout))
 
     @staticmethod
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
@@ -101,9 +89,7 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        manager, place = manager_for(check_engine_source(engine, "Lease.adopt"), "Lease.adopt", LeaseManager)
-        claim, reference = claim_of(manager.engine, ref, place)
-        return run_sync(manager.adopt(claim, reference, HeldLease))
+        return run_sync(adopt(SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt"))
 
     def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
@@ -112,16 +98,4 @@ class Lease(LeaseOptions[EngineSource], LockBase[HeldLease]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        manager, claim = self._place()
-        row = run_sync(manager.look(claim.place, claim.stored))
-        return [] if row is None else [holder_of(claim, row)]
-
-    def _place(self) -> tuple[LeaseManager, AcquireRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
-        return manager, self._claim(place, manager.config.namespace)
-
-
-def manager_for(source: EngineSource, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
-    """Return the leases, or the like, of an engine in this process, and where its tables are."""
-    engine = resolve_engine(source, what)
-    return leases.manager_for(engine, config_of(engine, pin=True), kind), table_names(engine)
+        return run_sync(self._find_holders())

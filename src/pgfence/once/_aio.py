@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
-from pgfence._api.inputs import AsyncEngineSource, check_async_engine_source
+from pgfence._api.inputs import AsyncEngineSource
 from pgfence._api.locks import AsyncLockBase
-from pgfence._leases.manager import LeaseManager
-from pgfence._leases.request import Refused, holder_of
-from pgfence.lease._aio import manager_for
-from pgfence.once._claim import SlotOverError, answer
+from pgfence.lease._engines import ASYNC_ENGINES
 from pgfence.once._handles import AsyncSlot
-from pgfence.once._request import OnceOptions
+from pgfence.once._request import OnceOptions, R, list_rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
     from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
-    from pgfence.once._claim import SlotRequest
     from pgfence.types import Holder
 
+P = ParamSpec("P")
 
-class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
+
+class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSlot]):
     """Work that is done once in each slot of time, by whichever process comes first; see `Once`.
 
     ::
@@ -35,7 +33,8 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
     Arguments and errors are those of the sync twin, with an AsyncEngine. A run whose slot is lost is cancelled.
     """
 
-    _check_engine = staticmethod(check_async_engine_source)
+    _engines = ASYNC_ENGINES
+    _handle = AsyncSlot
 
     async def try_acquire(self) -> AsyncSlot | None:
         """Ask for the slot that counts, without waiting. Two round trips.
@@ -45,13 +44,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        manager, claim = self._place()
-        try:
-            return await manager.acquire(claim, 0.0, AsyncSlot)
-        except Refused as refused:
-            if isinstance(error := answer(refused), SlotOverError):
-                return None
-            raise error from None
+        return await self._try()
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncSlot:
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
@@ -70,14 +63,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
-        manager, claim = self._place()
-        try:
-            slot = await manager.acquire(claim, timeout, AsyncSlot, lasts=timeout is not None)
-        except Refused as refused:
-            raise answer(refused) from None
-        if slot is None:
-            raise manager.begin_call(claim, 0.0).timed_out(await self._seen())
-        return slot
+        return await self._acquire(timeout)
 
     @overload  # type: ignore[override]  # here skipping is the default
     def wrap(
@@ -114,25 +100,22 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
         lenient: Unreachable = "raise" if unreachable == "raise" else "skip"
         further: Any = super().wrap(busy="skip", unreachable=lenient)
 
-        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-            once(fn)  # what is wrong with it is told now
+        def decorate(fn: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R | None]]:
+            once(fn)  # raises now if the function cannot be wrapped
 
             @functools.wraps(fn)
-            async def each(*args: Any, **kwargs: Any) -> Any:
-                ran: list[Any] = []
+            async def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+                results: list[R] = []
 
                 @functools.wraps(fn)
-                async def note(*args: Any, **kwargs: Any) -> None:
-                    ran.append(await fn(*args, **kwargs))
+                async def note(*args: P.args, **kwargs: P.kwargs) -> None:
+                    results.append(await fn(*args, **kwargs))
 
-                await once(note)(*args, **kwargs)
-                before = 0
-                while len(ran) > before:
-                    before = len(ran)
-                    await further(note)(*args, **kwargs)
-                return ran[-1] if ran else None
+                for guard in list_rounds(results, once, further):
+                    await guard(note)(*args, **kwargs)
+                return results[-1] if results else None
 
-            return each
+            return call
 
         return decorate
 
@@ -143,10 +126,4 @@ class AsyncOnce(OnceOptions[AsyncEngineSource], AsyncLockBase[AsyncSlot]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        manager, claim = self._place()
-        row = await manager.look(claim.place, claim.stored)
-        return [] if row is None else [holder_of(claim, row)]
-
-    def _place(self) -> tuple[LeaseManager, SlotRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
-        return manager, self._claim(place, manager.config.namespace)
+        return await self._find_holders()

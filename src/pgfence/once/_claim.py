@@ -77,11 +77,6 @@ class SlotClockError(SlotOverError):
         self.repair = repair
 
 
-def answer(refused: Refused) -> BaseException:
-    """Return what is to be raised for a refusal."""
-    return refused.__cause__ or refused
-
-
 @dataclass(frozen=True, kw_only=True)
 class SlotRequest(AcquireRequest):
     """The slot that is due.

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, TypeVar, overload
 
+from pgfence._leases.request import Refused
 from pgfence.keys import qualified_name
-from pgfence.lease._request import EngineSourceT, LeaseOptions
-from pgfence.once._claim import SlotRequest
+from pgfence.lease._engines import EngineSourceT
+from pgfence.lease._request import HandleT, LeaseOptions
+from pgfence.once._claim import SlotOverError, SlotRequest
 from pgfence.once._schedule import schedule_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import timedelta
 
     from pgfence._process.clock import Seconds
     from pgfence._sql.storage import TableNames
     from pgfence.once._slots import CatchUp
 
+R = TypeVar("R")
+W = TypeVar("W")
+
 WHAT = "the name of a Once"
 
 
-class OnceOptions(LeaseOptions[EngineSourceT]):
-    """The arguments of a Once, for both twins."""
+def list_rounds(results: list[R], once: W, further: W) -> Iterator[W]:
+    """Yield what guards each call where all slots are caught up: calls go on until one adds no result, for no slot is due."""
+    yield once
+    before = 0
+    while len(results) > before:
+        before = len(results)
+        yield further
+
+
+class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
+    """The arguments of a Once and what is done with them, for both twins."""
 
     @overload
     def __init__(
@@ -78,7 +93,19 @@ class OnceOptions(LeaseOptions[EngineSourceT]):
         self._schedule = schedule_of(every, cron, at, tz, catch_up)
         self._catch_up: CatchUp = catch_up
 
-    def _claim(self, place: TableNames, namespace: str) -> SlotRequest:
+    async def _take(self, timeout: Seconds | None, *, lasts: bool = False) -> HandleT | None:
+        try:
+            return await super()._take(timeout, lasts=lasts)
+        except Refused as refused:
+            raise refused.__cause__ or refused from None
+
+    async def _try(self) -> HandleT | None:
+        try:
+            return await self._take(0.0)
+        except SlotOverError:
+            return None
+
+    def _build_request(self, place: TableNames, namespace: str) -> SlotRequest:
         return SlotRequest(
             stored=qualified_name(self._row(), namespace if self._namespace is None else self._namespace, WHAT),
             place=place,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
-from pgfence._api.inputs import EngineSource, check_engine_source
+from pgfence._api.inputs import EngineSource
 from pgfence._api.locks import LockBase
-from pgfence._leases.manager import LeaseManager
-from pgfence._leases.request import Refused, holder_of
 from pgfence._process.coroutines import run_sync
-from pgfence.lease._sync import manager_for
-from pgfence.once._claim import SlotOverError, answer
+from pgfence.lease._engines import SYNC_ENGINES
 from pgfence.once._handles import Slot
-from pgfence.once._request import OnceOptions
+from pgfence.once._request import OnceOptions, R, list_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,11 +18,12 @@ if TYPE_CHECKING:
     from pgfence._api.decorators import Busy, Unreachable, Wrap, WrapSkip
     from pgfence._process.clock import Seconds
     from pgfence.errors import LockTimeoutError
-    from pgfence.once._claim import SlotRequest
     from pgfence.types import Holder
 
+P = ParamSpec("P")
 
-class Once(OnceOptions[EngineSource], LockBase[Slot]):
+
+class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     """Work that is done once in each slot of time, by whichever process comes first.
 
     ::
@@ -68,7 +66,8 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
         ValueError: an argument cannot be used; the message says what would do.
     """
 
-    _check_engine = staticmethod(check_engine_source)
+    _engines = SYNC_ENGINES
+    _handle = Slot
 
     def try_acquire(self) -> Slot | None:
         """Ask for the slot that counts, without waiting. Two round trips.
@@ -78,13 +77,7 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        manager, claim = self._place()
-        try:
-            return run_sync(manager.acquire(claim, 0.0, Slot))
-        except Refused as refused:
-            if isinstance(error := answer(refused), SlotOverError):
-                return None
-            raise error from None
+        return run_sync(self._try())
 
     def acquire(self, *, timeout: Seconds | None = None) -> Slot:
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
@@ -104,14 +97,7 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
-        manager, claim = self._place()
-        try:
-            slot = run_sync(manager.acquire(claim, timeout, Slot, lasts=timeout is not None))
-        except Refused as refused:
-            raise answer(refused) from None
-        if slot is None:
-            raise manager.begin_call(claim, 0.0).timed_out(self._seen())
-        return slot
+        return run_sync(self._acquire(timeout))
 
     @overload  # type: ignore[override]  # here skipping is the default
     def wrap(
@@ -148,25 +134,22 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
         lenient: Unreachable = "raise" if unreachable == "raise" else "skip"
         further: Any = super().wrap(busy="skip", unreachable=lenient)
 
-        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-            once(fn)  # what is wrong with it is told now
+        def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
+            once(fn)  # raises now if the function cannot be wrapped
 
             @functools.wraps(fn)
-            def each(*args: Any, **kwargs: Any) -> Any:
-                ran: list[Any] = []
+            def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+                results: list[R] = []
 
                 @functools.wraps(fn)
-                def note(*args: Any, **kwargs: Any) -> None:
-                    ran.append(fn(*args, **kwargs))
+                def note(*args: P.args, **kwargs: P.kwargs) -> None:
+                    results.append(fn(*args, **kwargs))
 
-                once(note)(*args, **kwargs)
-                before = 0
-                while len(ran) > before:
-                    before = len(ran)
-                    further(note)(*args, **kwargs)
-                return ran[-1] if ran else None
+                for guard in list_rounds(results, once, further):
+                    guard(note)(*args, **kwargs)
+                return results[-1] if results else None
 
-            return each
+            return call
 
         return decorate
 
@@ -177,10 +160,4 @@ class Once(OnceOptions[EngineSource], LockBase[Slot]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        manager, claim = self._place()
-        row = run_sync(manager.look(claim.place, claim.stored))
-        return [] if row is None else [holder_of(claim, row)]
-
-    def _place(self) -> tuple[LeaseManager, SlotRequest]:
-        manager, place = manager_for(self._engine, type(self).__name__, LeaseManager)
-        return manager, self._claim(place, manager.config.namespace)
+        return run_sync(self._find_holders())

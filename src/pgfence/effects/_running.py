@@ -1,0 +1,392 @@
+"""One attempt at an effect, from its claim to its end: texts go in and come back, whatever runs under it.
+
+What talks to the server is a coroutine; a thread drives it with `run_sync`. None of it runs in a transaction of the user.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pgfence._connections.connection import RELEASE_BUDGET
+from pgfence._holds.events import emit_event
+from pgfence._leases.answers import ask_again
+from pgfence._leases.heartbeat.tasks import ReleaseTask, row_until
+from pgfence._leases.request import Refused
+from pgfence._process.clock import clock
+from pgfence._sql.effects import effect_sql
+from pgfence._sql.encoding import TextError
+from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
+from pgfence.effects._claim import AlreadyFinished, build_request, encode_note
+from pgfence.effects._ends import Lapse, describe_lapse, lost_error
+from pgfence.errors import IdempotencyMisuseError, LockNotHeldError, PgfenceError, UnreachableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pgfence._leases.grant import Grant
+    from pgfence._sql.effects import EffectSql
+    from pgfence._sql.storage import TableNames
+    from pgfence.effects._claim import EffectKey, Reply, StoredResult
+    from pgfence.effects._manager import EffectManager
+    from pgfence.errors import AttemptLostError
+
+    Values = tuple[object, ...]
+
+WHY = "a key is claimed by a commit of its own before the work begins"
+ALREADY_COMPLETED = -2
+"""What the server returns to complete() if a transaction with the result was committed before."""
+LONGEST_PATIENCE = 30.0
+"""Seconds that the end of an attempt waits for a server that does not answer, at most."""
+_TROUBLE = ("53", "57", "58", "XX")
+"""Classes of errors by which a server speaks of itself: a full disk, an operator's cancel. Later it may answer."""
+
+
+async def claim(
+    manager: EffectManager, place: TableNames, wanted: EffectKey, timeout: float
+) -> RunningAttempt | StoredResult:
+    """Claim a key for an attempt, or return what is stored under it.
+
+    Args:
+        manager: of the engine.
+        place: of the tables.
+        wanted: what is asked for.
+        timeout: seconds to wait for another attempt; 0 does not wait.
+
+    Raises:
+        IdempotencyKeyReusedError: the key belongs to another payload, whatever its state.
+        IdempotencyInProgressError: another attempt is running, and did not end within the timeout.
+        AttemptLostError: one was lost, and `wanted.takeover` allows no other.
+        UnreachableError: no answer; a claim that may have been granted is ended in the background.
+        SchemaError: the tables are missing, too old, or not open to this role.
+        StandbyError: nothing can be written on this server.
+    """
+    request = build_request(wanted, place, manager.config.namespace)
+    try:
+        running = await manager.acquire(request, timeout, partial(RunningAttempt, wanted))
+    except AlreadyFinished as finished:
+        return finished.result
+    except Refused as refused:
+        raise refused.__cause__ or refused from None
+    assert running is not None
+    return running
+
+
+class RunningAttempt:
+    """An attempt whose claim is renewed until it ends, once: by `finish`, `finish_reply`, `confirm`, `free` or a lapse.
+
+    One that is dropped before that lapses.
+    """
+
+    __slots__ = ("__weakref__", "_grant", "_inside", "_manager", "_wanted", "steps")
+
+    def __init__(self, wanted: EffectKey, manager: EffectManager, grant: Grant) -> None:
+        self._wanted = wanted
+        self._manager = manager
+        self._grant = grant
+        self._inside = False
+        """Whether a transaction of the caller ends it: until that is over, nobody else gets at the row."""
+        self.steps: dict[str, str] = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
+        """What attempts before this one, and this one, have saved, as JSON."""
+
+    def __str__(self) -> str:
+        return f"attempt {self.number} at {self._wanted}"
+
+    def __del__(self) -> None:
+        grant = getattr(self, "_grant", None)  # an interrupt may have torn the constructor
+        if grant is not None and not grant.released and grant.ours:
+            grant.dropped = True
+            self._manager.abandon(grant)
+
+    @property
+    def number(self) -> int:
+        """Which attempt it is: 1 for the first. It grows with each, so what is stored with a lower one is older."""
+        assert self._grant.token is not None
+        return self._grant.token
+
+    @property
+    def wanted(self) -> EffectKey:
+        """What was claimed."""
+        return self._wanted
+
+    @property
+    def ours(self) -> bool:
+        """Whether this process has claimed it, and not the parent of a forked child."""
+        return self._grant.ours
+
+    @property
+    def place(self) -> TableNames:
+        """The tables of the key."""
+        return self._grant.place
+
+    def remaining(self) -> float:
+        """Return the seconds for which this process trusts its claim, 0.0 when it is lost or over. No I/O."""
+        return self._grant.remaining()
+
+    def check(self) -> None:
+        """Raise unless the claim stands as far as this process knows. No I/O.
+
+        Raises:
+            AttemptLostError: it was lost.
+            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
+        """
+        self.check_unfinished()
+        if self._grant.state == "lost":
+            raise self._lost_error(None)
+
+    def check_unfinished(self) -> None:
+        """Raise if the attempt has ended here. No I/O.
+
+        Raises:
+            IdempotencyMisuseError: the attempt has ended, or this is a forked child.
+        """
+        if self._grant.released or not self._grant.ours:
+            raise self._ended_error()
+
+    def check_newest(self, newest: int | None) -> None:
+        """Judge what the server returns to `finish_inside`, or to a step.
+
+        Raises:
+            AttemptLostError: another attempt has taken over.
+            IdempotencyMisuseError: the session sees no such key; or a transaction that completed it was committed before.
+        """
+        if newest is None and self._inside and self._grant.state == "held":
+            raise IdempotencyMisuseError(
+                f"{self._wanted} is not in the database of this session: the claim was made in the one of the effect's engine"
+            )
+        if newest == ALREADY_COMPLETED:
+            raise IdempotencyMisuseError(f"{self} is complete already: a transaction with its result was committed")
+        if newest != self.number:
+            self._manager.heartbeat.drop(self._grant)
+            self._grant.lose("superseded")
+            raise self._lost_error(newest)
+
+    # ------------------------------------------------------------ work
+
+    async def save_step(self, name: str, text: str) -> None:
+        """Save the result of a step, as JSON, for this attempt and later ones.
+
+        Raises:
+            AttemptLostError: another attempt has taken over.
+            IdempotencyMisuseError: this one has ended.
+            UnreachableError: no answer: whether it is saved is unknown.
+        """
+        self.check()
+        (newest,) = await self._execute(self._sql.step, name, text)
+        self.check_newest(newest)
+        self.steps[name] = text
+
+    def begin_inside(self, text: str) -> tuple[TableNames, Values]:
+        """Return what `finish_inside` needs to store a result in the caller's transaction."""
+        self._inside = True
+        return self._grant.place, (*self._ids, *self._finish_values("done", text, None, inside=True))
+
+    # ------------------------------------------------------------ ends
+
+    async def finish(self, status: str, text: str) -> None:
+        """Store how it ended, as JSON: "done" with a result or "failed" with an error.
+
+        Raises:
+            AttemptLostError: another attempt has taken over; nothing is stored.
+            IdempotencyMisuseError: it has ended before.
+            UnreachableError: no answer. It is tried again in the background for a while.
+        """
+        await self._finish(self._finish_values(status, text, None))
+
+    async def finish_reply(self, reply: Reply) -> None:
+        """Store an HTTP response; otherwise as `finish`."""
+        await self._finish(self._finish_values("done", None, reply))
+
+    async def _finish(self, values: Values) -> None:
+        self._detach()
+        try:
+            (newest,) = await self._execute(self._sql.finish, *values)
+        except BaseException as error:
+            # Also after a cancel or a signal: what was sent may not have arrived.
+            self._manager.carrier.run_cleanup(partial(self._finish_later, values, error))
+            if told := self._unanswered_error(error):
+                raise told from error
+            raise
+        self._note_finished(newest)
+
+    async def confirm(self) -> bool:
+        """Say whether a transaction of the caller has finished it; this ends the attempt here.
+
+        Raises:
+            AttemptLostError: another attempt has taken over.
+        """
+        self._detach()
+        try:
+            (newest,) = await self._execute(self._sql.finish, *self._finish_values(None, None, None))
+        except Exception as error:
+            if sqlstate_of(error) == LOCK_NOT_AVAILABLE:  # that transaction has not ended
+                return False
+            if told := self._unanswered_error(error):
+                raise told from error
+            raise
+        if newest == 0:
+            return False
+        self._note_finished(newest)
+        return True
+
+    async def free(self) -> bool | None:
+        """Let any caller run at once: it is known that nothing came of this attempt.
+
+        Returns whether it was freed: False where another attempt has the key. None without an answer: then it is tried again
+        in the background.
+        """
+        self._detach()
+        try:
+            (outcome,) = await self._execute(self._sql.free, seconds=0.0)
+        except BaseException as error:
+            self._manager.carrier.run_cleanup(partial(self._manager.note_unanswered, self._grant, error))
+            if not isinstance(error, PgfenceError) and sqlstate_of(error) is None:
+                raise
+            return None
+        self._emit_end(released=outcome == "released")
+        return bool(outcome == "released")
+
+    async def lapse(self, ended: str) -> Lapse | None:
+        """Stop renewing, leave a note for the next caller, and return the row of the key; None without an answer.
+
+        Args:
+            ended: the error that the attempt ended with.
+        """
+        self._stop_renewing()
+        if not self.ours:
+            return None
+        try:
+            return Lapse(*await self._execute(self._sql.end, encode_note(ended), seconds=0.0))
+        except BaseException as failure:
+            self._note_later(ended)
+            if not isinstance(failure, Exception):
+                raise
+            return None  # the caller gets the error that it ended with, and not that it could not be noted
+
+    def let_lapse(self, ended: str = "") -> None:
+        """Stop renewing: it is not known what the attempt did, until its claim ends. No I/O: a note is sent in the background.
+
+        Args:
+            ended: what it ended with, for the next caller; empty for no note.
+        """
+        self._stop_renewing()
+        if ended and self.ours:
+            self._note_later(ended)
+
+    # ------------------------------------------------------------ in words
+
+    def describe_lapse(self, what: str, row: Lapse | None = None) -> str:
+        """Say what becomes of the key after `let_lapse` or `lapse`."""
+        return describe_lapse(self._wanted, self.number, what, row, self._left)
+
+    def describe_freed(self, what: str, freed: bool | None) -> str:
+        """Say what becomes of the key after `free`, which has returned `freed`."""
+        if freed is False:
+            return f"{self} ended with {what} after another attempt had taken over"
+        free = (
+            "the key is free" if freed else f"the server gave no answer, and the key is free within {self._left:.1f} s"
+        )
+        return (
+            f"{self} ended with {what}, which is named in free=: {free}. The next call runs attempt {self.number + 1}"
+        )
+
+    def describe_recorded(self, what: str) -> str:
+        """Say what becomes of the key after `finish("failed", ...)`."""
+        return (
+            f"{self} ended with {what}, which is named in record=: it is stored as the result, and for {self._wanted.keep:g} s"
+            " calls with this key raise it again"
+        )
+
+    def _lost_error(self, newest: int | None) -> AttemptLostError:
+        return lost_error(self._wanted, self.number, max(newest or 0, self.number))
+
+    def _ended_error(self) -> IdempotencyMisuseError:
+        why = "has ended already" if self._grant.ours else "belongs to the parent of this forked child"
+        return IdempotencyMisuseError(f"{self} {why}")
+
+    def _unanswered_error(self, error: BaseException) -> UnreachableError | None:
+        if not isinstance(error, UnreachableError):
+            return None
+        again = "" if self._inside else " It is tried again in the background for a while."
+        return UnreachableError(
+            f"the server gave no answer when the result of {self} was to be stored: {error}.{again} Ask for the key again to"
+            " learn what came of it"
+        )
+
+    # ------------------------------------------------------------ statements
+
+    @property
+    def _sql(self) -> EffectSql:
+        return effect_sql(self._grant.place, self._manager.style)
+
+    @property
+    def _ids(self) -> tuple[str, str, int]:
+        return self._grant.stored, str(self._grant.lease_id), self.number
+
+    @property
+    def _left(self) -> float:
+        """Seconds until the claim ends, as far as this process knows."""
+        return max(0.0, row_until(self._grant) - clock())
+
+    async def _execute(self, text: str, *values: object, seconds: float | None = None) -> Any:
+        if seconds is None:
+            seconds = min(max(self._left, RELEASE_BUDGET), LONGEST_PATIENCE)
+        args = (*self._ids, *values)
+        return await self._manager.execute_with_retry(self._grant.place, text, args, seconds, self._is_retryable)
+
+    def _is_retryable(self, error: BaseException) -> bool:
+        # A row that is locked is so by the transaction of the caller that ends the attempt.
+        return isinstance(error, UnreachableError) if self._inside else ask_again(error)
+
+    def _finish_values(
+        self, status: str | None, text: str | None, reply: Reply | None, *, inside: bool = False
+    ) -> Values:
+        told: Values = (None, None, None)
+        if reply is not None:
+            told = reply.status, json.dumps(reply.headers), reply.body
+        return self._wanted.keep, status, text, *told, not inside
+
+    def _finish_later(self, values: Values, error: BaseException) -> None:
+        """Have it stored in the background, unless the server itself has rejected what is to be stored."""
+        if isinstance(error, TextError):
+            return  # it can never be stored
+        silent = isinstance(error, UnreachableError) or sqlstate_of(error) is None
+        if not silent and not str(sqlstate_of(error)).startswith(_TROUBLE):
+            return
+        if not silent:
+            error.add_note(
+                f"the server is asked again for a while to store the result of {self}: ask for the key again to learn what came"
+                " of it"
+            )
+        # The server decides by the id of the claim, so that it does no harm to come late.
+        until = max(row_until(self._grant), clock() + LONGEST_PATIENCE)
+        self._end_later(lambda sql: sql.finish_late, (self._grant.stored, *self._ids, *values), until)
+
+    def _note_later(self, ended: str) -> None:
+        self._end_later(lambda sql: sql.end, (*self._ids, encode_note(ended)), row_until(self._grant))
+
+    def _end_later(self, text: Callable[[EffectSql], str], args: Values, until: float) -> None:
+        grant = self._grant
+        self._manager.heartbeat.end_later(ReleaseTask(grant.place, text, args, until, grant.family))
+
+    def _note_finished(self, newest: int) -> None:
+        self._emit_end(released=newest == self.number)
+        if newest != self.number:
+            raise self._lost_error(newest)
+
+    def _emit_end(self, *, released: bool) -> None:
+        grant, event = self._grant, "released" if released else "lost"
+        emit_event(grant.config, event, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
+
+    def _detach(self) -> None:
+        """Take the right to end it, and stop its heartbeat."""
+        try:
+            self._manager.detach(self._grant)
+        except LockNotHeldError:
+            raise self._ended_error() from None
+
+    def _stop_renewing(self) -> None:
+        with suppress(LockNotHeldError):
+            self._manager.let_lapse(self._grant)

@@ -1,0 +1,57 @@
+"""The two kinds of engines: how what a caller passes in is checked, and which manager it leads to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from pgfence._api.inputs import (
+    AsyncEngineSource,
+    EngineSource,
+    check_async_engine_source,
+    check_engine_source,
+    resolve_async_engine,
+    resolve_engine,
+)
+from pgfence._leases.manager import LeaseManager, manager_for
+from pgfence._sql.storage import table_names
+from pgfence.config import config_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Engine
+
+    from pgfence._sql.storage import TableNames
+
+EngineSourceT = TypeVar("EngineSourceT")
+EngineSourceT_co = TypeVar("EngineSourceT_co", covariant=True)
+ManagerT = TypeVar("ManagerT", bound=LeaseManager)
+
+
+class _Check(Protocol[EngineSourceT_co]):
+    def __call__(self, given: object, what: str, why: str = ..., /) -> EngineSourceT_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind(Generic[EngineSourceT]):
+    """What differs between a class for threads and its async twin before anything is asked.
+
+    Attributes:
+        check: raises TypeError for what gives no engine of this kind; `why` says why a session is none.
+        resolve: returns the sync engine beneath.
+    """
+
+    check: _Check[EngineSourceT]
+    resolve: Callable[[EngineSourceT, str], Engine]
+
+    def find_manager(self, source: EngineSourceT, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
+        """Return the manager of an engine in this process, or on the running loop, and where its tables are."""
+        engine = self.resolve(source, what)
+        return manager_for(engine, config_of(engine, pin=True), kind), table_names(engine)
+
+
+SYNC_ENGINES: EngineKind[EngineSource] = EngineKind(check_engine_source, resolve_engine)
+ASYNC_ENGINES: EngineKind[AsyncEngineSource] = EngineKind(
+    check_async_engine_source, lambda source, what: resolve_async_engine(source, what).sync_engine
+)
