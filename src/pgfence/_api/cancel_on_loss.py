@@ -48,17 +48,17 @@ class CancelOnLoss:
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
         if not self._cancelled:  # a release ends the subscription; no turn of the loop lies between here and there
-            await self._handle._leave(exc, flag=self._flag)
+            await self._handle._end_block(exc, flag=self._flag)
             return
         cancel = exc if isinstance(exc, asyncio.CancelledError) else await _pending_cancel()
         if self._task is not None and self._task.uncancel() <= self._requests:
             try:
-                await self._handle._leave(None if cancel is exc else exc, flag=False)
+                await self._handle._end_block(None if cancel is exc else exc, flag=False)
             except Exception as error:
                 raise error from exc
             return
         # Somebody else cancelled as well, and that goes on.
-        await self._handle._leave(cancel or exc, flag=self._flag)
+        await self._handle._end_block(cancel or exc, flag=self._flag)
         if cancel is not None and cancel is not exc:
             raise cancel
 

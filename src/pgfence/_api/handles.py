@@ -17,7 +17,9 @@ import sys
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast, overload
+
+from sqlalchemy import Connection
 
 from pgfence._api.contexts import attach
 from pgfence._holds.carriers import THREADS, find_contender_of_task, keep_task, run_on_loop
@@ -29,10 +31,9 @@ from pgfence._process.monitor import MONITOR
 from pgfence.errors import LockLostError, LockNotHeldError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection
 
     from pgfence._holds.hold import BaseHold
@@ -42,17 +43,38 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
     from pgfence.types import State
 
+HoldT = TypeVar("HoldT", bound="BaseHold")
+HoldT_contra = TypeVar("HoldT_contra", bound="BaseHold", contravariant=True)
+
 _LENT: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = weakref.WeakKeyDictionary()
 
 
+class HoldManager(Protocol[HoldT_contra]):
+    """What a handle needs of the manager that made it."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop whose tasks share it."""
+        ...
+
+    async def release(self, hold: HoldT_contra, /, *, leaving: bool = False, failing: bool = False) -> None:
+        """Give back what it holds; `leaving` a block, which is `failing` by an exception."""
+        ...
+
+    def abandon(self, hold: HoldT_contra, /) -> None:
+        """Free what a dropped handle has held, later and elsewhere."""
+        ...
+
+
 class _Handle:
-    """What both twins know without asking anybody."""
+    """What both twins share."""
 
-    __slots__ = ("__weakref__", "_hold")
+    __slots__ = ("__weakref__", "_hold", "_manager")
 
-    _hold: BaseHold
-    _manager: Any
-    """Whoever gives it back."""
+    def __init__(self, manager: HoldManager[HoldT], hold: HoldT) -> None:
+        self._manager = cast("HoldManager[BaseHold]", manager)
+        self._hold: BaseHold = hold
+        hold.handle = weakref.ref(self)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,6 +116,27 @@ class _Handle:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {format_names(self.names)}, {self.state}>"
 
+    async def _release(self) -> None:
+        await self._manager.release(self._hold)
+
+    async def _end_block(self, exc: BaseException | None, *, flag: bool) -> None:
+        """Release at the end of a block: the caller's exception wins, a failure of ours is attached to it."""
+        if self._hold.released and self._hold.ours:
+            return
+        try:
+            await self._manager.release(self._hold, leaving=True, failing=exc is not None)
+        except Exception as error:
+            if isinstance(error, LockLostError) and flag:
+                return
+            if exc is None:
+                raise
+            attach(exc, error, "while the lock was given back")
+
+    def __del__(self) -> None:
+        hold = getattr(self, "_hold", None)  # an interrupt may have torn the constructor
+        if hold is not None and not hold.released:
+            _note_dropped(hold, self._manager, self)
+
 
 class Held(_Handle):
     """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
@@ -102,12 +145,7 @@ class Held(_Handle):
     Any thread may release it, once.
     """
 
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: Any, hold: BaseHold) -> None:
-        self._manager = manager
-        self._hold = hold
-        hold.handle = weakref.ref(self)
+    __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Have `cb` called once when the lock is lost, at once if it is already.
@@ -136,20 +174,10 @@ class Held(_Handle):
             LockNotHeldError: it was released before, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
-        run_sync(self._manager.release(self._hold))
+        run_sync(self._release())
 
     def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
-        """End a block: the caller's exception wins, a failure of ours is attached to it."""
-        if self._hold.released and self._hold.ours:
-            return
-        try:
-            run_sync(self._manager.release(self._hold, leaving=True, failing=exc is not None))
-        except Exception as error:
-            if isinstance(error, LockLostError) and flag:
-                return
-            if exc is None:
-                raise
-            attach(exc, error, "while the lock was given back")
+        run_sync(self._end_block(exc, flag=flag))
 
     def __enter__(self) -> Self:
         return self
@@ -159,11 +187,6 @@ class Held(_Handle):
     ) -> None:
         self._leave(exc, flag=False)
 
-    def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
-        if hold is not None and not hold.released:
-            _dropped(hold, self._manager, self)
-
 
 class AsyncHeld(_Handle):
     """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
@@ -172,12 +195,7 @@ class AsyncHeld(_Handle):
     release that is cancelled closes the connection, so the lock is free all the same.
     """
 
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: Any, hold: BaseHold) -> None:
-        self._manager = manager
-        self._hold = hold
-        hold.handle = weakref.ref(self)
+    __slots__ = ()
 
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Have `cb` called once when the lock is lost, at once if it is already.
@@ -185,6 +203,7 @@ class AsyncHeld(_Handle):
         It runs on the loop that acquired; a coroutine function is awaited there. Its exceptions are logged.
         """
         loop = self._manager.loop
+        assert loop is not None
         self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
@@ -212,19 +231,7 @@ class AsyncHeld(_Handle):
             LockNotHeldError: it was released before, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
-        await self._manager.release(self._hold)
-
-    async def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
-        if self._hold.released and self._hold.ours:
-            return
-        try:
-            await self._manager.release(self._hold, leaving=True, failing=exc is not None)
-        except Exception as error:
-            if isinstance(error, LockLostError) and flag:
-                return
-            if exc is None:
-                raise
-            attach(exc, error, "while the lock was given back")
+        await self._release()
 
     async def __aenter__(self) -> Self:
         return self
@@ -232,18 +239,13 @@ class AsyncHeld(_Handle):
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        await self._leave(exc, flag=False)
-
-    def __del__(self) -> None:
-        hold = getattr(self, "_hold", None)  # an interrupt may have torn its making
-        if hold is not None and not hold.released:
-            _dropped(hold, self._manager, self)
+        await self._end_block(exc, flag=False)
 
 
 def _run(cb: Callable[[], object]) -> None:
     """Run a callback on its loop; a coroutine becomes a task that the loop's manager keeps alive."""
 
-    async def guard(coroutine: Any) -> None:
+    async def guard(coroutine: Awaitable[object]) -> None:
         try:
             await coroutine
         except Exception:
@@ -257,8 +259,8 @@ def _run(cb: Callable[[], object]) -> None:
     call_logged(call)
 
 
-def _dropped(hold: BaseHold, manager: Any, handle: _Handle) -> None:
-    """A finaliser: it may run anywhere, also inside our own code, and so only leaves a note."""
+def _note_dropped(hold: BaseHold, manager: HoldManager[BaseHold], handle: _Handle) -> None:
+    # Called by a finaliser, which may run anywhere, also inside our own code: it takes no lock, and leaves the work to others.
     if not hold.ours or sys.is_finalizing():
         return
     hold.dropped = True
@@ -306,8 +308,8 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
     Raises:
         LockNotHeldError: it is no such connection, or its block has ended.
     """
-    inner: Any = getattr(connection, "sync_connection", connection)
-    handle = _LENT.get(inner) if inner is not None else None
+    inner = connection if isinstance(connection, Connection) else connection.sync_connection
+    handle = None if inner is None else _LENT.get(inner)
     if handle is None:
         raise LockNotHeldError("this connection holds no lock: it does not come from connect(), or its block has ended")
     return handle

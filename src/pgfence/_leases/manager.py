@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pgfence._leases.request import AcquireRequest, Outcome
     from pgfence._process.clock import Seconds
     from pgfence.config import Config
+    from pgfence.types import LeaseRef
 
 RETRIES = 10
 LONGEST_SLEEP = 1.0
@@ -241,9 +242,7 @@ class LeaseManager(LeaseReleases):
             self.give_back_later(grant)
         entry.discard_partial()
 
-    async def adopt(
-        self, claim: AcquireRequest, reference: dict[str, Any], make: Callable[[Any, Grant], HandleT]
-    ) -> HandleT:
+    async def adopt(self, claim: AcquireRequest, reference: LeaseRef, make: Callable[[Any, Grant], HandleT]) -> HandleT:
         """Take over a lease by its reference.
 
         Raises:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle
     from pgfence.config import Config
     from pgfence.errors import LossReason
+    from pgfence.types import LeaseRef
 
 
 class LeaseReleases(LeaseStatements):
@@ -62,11 +63,12 @@ class LeaseReleases(LeaseStatements):
         if errors:
             raise errors[0]
 
-    async def hand_over(self, grant: Grant) -> dict[str, Any]:
+    async def hand_over(self, grant: Grant) -> LeaseRef:
         """Renew once, stop renewing, and return what another process needs to adopt it."""
         await self.renew(grant, None)
         try:
             self.let_lapse(grant)
+            assert grant.token is not None
             return {"name": grant.stored, "lease_id": str(grant.lease_id), "token": grant.token}
         except LockNotHeldError:
             raise

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
-    from pgfence.types import Holder
+    from pgfence.types import Holder, Json, LeaseRef
 
 log = logging.getLogger("pgfence.lease")
 
@@ -42,7 +42,7 @@ class Granted:
     expires_at: datetime
     remaining: float
     hold_remaining: float | None
-    checkpoint: Any
+    checkpoint: Json
     slot: datetime | None = None
     attempt: int = 1
 
@@ -164,8 +164,9 @@ def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
         )
 
 
-def decoded(text: str | None) -> Any:
-    return None if text is None else json.loads(text)
+def decoded(text: str | None) -> Json:
+    found: Json = None if text is None else json.loads(text)
+    return found
 
 
 @cache
@@ -178,9 +179,7 @@ def owner_of(identity: Identity) -> str:
     return identity.owner or f"{host()}:{os.getpid()}"
 
 
-def adoption(
-    style: ParamStyle, claim: AcquireRequest, reference: dict[str, Any], new: str
-) -> tuple[str, tuple[Any, ...]]:
+def adoption(style: ParamStyle, claim: AcquireRequest, reference: LeaseRef, new: str) -> tuple[str, tuple[Any, ...]]:
     """Return the statement that takes a lease over, and its arguments."""
     owner = claim.identity.owner
     args = (claim.stored, reference["lease_id"], reference["token"], new, owner, host(), os.getpid())

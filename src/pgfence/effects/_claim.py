@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, decoded, host, owner_of
@@ -106,7 +105,7 @@ class EffectRequest(AcquireRequest):
 
     kind = "effect"
 
-    @cached_property
+    @property
     def places(self) -> tuple[Hashable, ...]:
         # No queue in this process: the server decides, so that another payload is rejected before a wait.
         return ()

@@ -88,7 +88,8 @@ class RunningAttempt:
         self._grant = grant
         self._inside = False
         """Whether a transaction of the caller ends it: until that is over, nobody else gets at the row."""
-        self.steps: dict[str, str] = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
+        assert isinstance(grant.checkpoint, dict)
+        self.steps = {name: json.dumps(value) for name, value in grant.checkpoint.items()}
         """What attempts before this one, and this one, have saved, as JSON."""
 
     def __str__(self) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, cast, overload
 
-from pgfence._api.handles import AsyncHeld, Held
+from pgfence._api.handles import AsyncHeld, Held, _Handle
 from pgfence._api.inputs import unwrap_session
 from pgfence._leases.request import json_text
 from pgfence._process.coroutines import run_sync
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pgfence._api.inputs import AsyncWork, SyncWork
     from pgfence._leases.grant import Grant
+    from pgfence._leases.manager import LeaseManager
     from pgfence._process.clock import Seconds
     from pgfence.types import Json, LeaseRef
 
@@ -41,31 +42,31 @@ def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, 
     return {qualified_name(each, namespace if separator else "", "a resource"): handle.token for each in resources}
 
 
-class _HasToken:
-    """What both twins know of a token without asking anybody."""
+class _HasToken(_Handle):
+    """What both twins share that have a token."""
 
     __slots__ = ()
-
-    _hold: Any
 
     @property
     def token(self) -> int:
         """The fencing token of this grant. No I/O."""
-        token: int = self._hold.token
+        token = self._hold.token
+        assert token is not None
         return token
 
 
 class _Leased(_HasToken):
-    """What both twins know of a lease without asking anybody."""
+    """What both twins of a lease share."""
 
     __slots__ = ()
 
-    _manager: Any
-
     @property
     def _grant(self) -> Grant:
-        grant: Grant = self._hold
-        return grant
+        return cast("Grant", self._hold)
+
+    @property
+    def _leases(self) -> LeaseManager:
+        return cast("LeaseManager", self._manager)
 
     @property
     def lease_id(self) -> UUID:
@@ -80,8 +81,7 @@ class _Leased(_HasToken):
     @property
     def last_checkpoint(self) -> Json:
         """What the holder before had committed last when this one was granted. No I/O."""
-        found: Json = self._grant.checkpoint
-        return found
+        return self._grant.checkpoint
 
     def remaining(self) -> float:
         """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
@@ -97,7 +97,7 @@ class _Leased(_HasToken):
         Raises:
             LockNotHeldError: it was released before.
         """
-        self._manager.let_lapse(self._grant)
+        self._leases.let_lapse(self._grant)
 
 
 class FencedHeld(_HasToken, Held):
@@ -164,7 +164,7 @@ class HeldLease(_Leased, FencedHeld):
             UnreachableError: no answer; it stands until its deadline, and the heartbeat goes on trying.
             ValueError, TypeError: as the `ttl` of a lease.
         """
-        run_sync(self._manager.renew(self._hold, ttl_of(ttl)))
+        run_sync(self._leases.renew(self._grant, ttl_of(ttl)))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
         """Save what the next holder can go on from, in the caller's transaction, behind the gate of this lease.
@@ -188,8 +188,7 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             LockLostError, LockNotHeldError, UnreachableError: as `renew`; it is handed over to nobody then.
         """
-        found: LeaseRef = run_sync(self._manager.hand_over(self._hold))
-        return found
+        return run_sync(self._leases.hand_over(self._grant))
 
 
 def ttl_of(ttl: Seconds | None) -> float | None:
@@ -231,7 +230,7 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
 
     async def renew(self, ttl: Seconds | None = None) -> None:
         """Renew it now; arguments and errors are those of the sync twin."""
-        await self._manager.renew(self._hold, ttl_of(ttl))
+        await self._leases.renew(self._grant, ttl_of(ttl))
 
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
         """Save what the next holder can go on from; arguments and errors are those of the sync twin."""
@@ -242,5 +241,4 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
 
     async def hand_over(self) -> LeaseRef:
         """Renew once, and return what another process needs to adopt it; errors are those of the sync twin."""
-        found: LeaseRef = await self._manager.hand_over(self._hold)
-        return found
+        return await self._leases.hand_over(self._grant)

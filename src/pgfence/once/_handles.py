@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from pgfence.fence.handles import AsyncHeldLease, HeldLease
+from pgfence.fence.handles import AsyncHeldLease, HeldLease, _Leased
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -15,23 +15,30 @@ _NOT_HANDED_ON = (
 )
 
 
-class _Slotted:
-    """What both twins know of a slot without asking anybody."""
+class _Slotted(_Leased):
+    """What both twins of a slot share."""
 
     __slots__ = ()
-
-    _hold: Any
 
     @property
     def slot(self) -> datetime:
         """Which slot: its beginning, the same for every attempt and on every host. No I/O."""
-        slot: datetime = self._hold.slot
+        slot = self._grant.slot
+        assert slot is not None
         return slot
 
     @property
     def resumed(self) -> bool:
         """Whether an earlier attempt at this slot was not finished. No I/O."""
-        return bool(self._hold.attempt > 1)
+        return self._grant.attempt > 1
+
+    async def _release(self) -> None:
+        self._grant.done = True
+        await super()._release()
+
+    async def _end_block(self, exc: BaseException | None, *, flag: bool) -> None:
+        self._grant.done = exc is None
+        await super()._end_block(exc, flag=flag)
 
 
 class Slot(_Slotted, HeldLease):
@@ -50,7 +57,6 @@ class Slot(_Slotted, HeldLease):
             LockLostError: it had been lost: the slot is not done, another one may try.
             LockNotHeldError: it was released before, or this is a forked child.
         """
-        self._hold.done = True
         super().release()
 
     def hand_over(self) -> NoReturn:
@@ -61,10 +67,6 @@ class Slot(_Slotted, HeldLease):
         """
         raise TypeError(_NOT_HANDED_ON)
 
-    def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
-        self._hold.done = exc is None
-        super()._leave(exc, flag=flag)
-
 
 class AsyncSlot(_Slotted, AsyncHeldLease):
     """A slot that is being run, by this process alone; see `Slot`."""
@@ -73,7 +75,6 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
 
     async def release(self) -> None:
         """Say that the slot is done; errors are those of the sync twin."""
-        self._hold.done = True
         await super().release()
 
     async def hand_over(self) -> NoReturn:
@@ -83,7 +84,3 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
             TypeError: always.
         """
         raise TypeError(_NOT_HANDED_ON)
-
-    async def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
-        self._hold.done = exc is None
-        await super()._leave(exc, flag=flag)
