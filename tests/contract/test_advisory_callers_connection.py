@@ -135,6 +135,7 @@ async def test_an_autocommit_connection_is_always_outside(
         await run(world, connection, "SELECT 1")
 
 
+@pytest.mark.every_driver
 async def test_release_inside_a_transaction_is_refused_and_the_lock_stays(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
@@ -151,6 +152,7 @@ async def test_release_inside_a_transaction_is_refused_and_the_lock_stays(
         assert is_free(admin, name)
 
 
+@pytest.mark.every_driver
 async def test_a_block_that_ends_inside_a_transaction_closes_the_connection(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:

@@ -62,19 +62,28 @@ async def test_a_release_wakes_who_waits(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by NOTIFY: the next look at the row would come later than the end of the wait, and so would the end of the TTL."""
-    set_limit(monkeypatch, "LONGEST_SLEEP", 60)
+    set_limit(monkeypatch, "LONGEST_SLEEP", 3600)
     one = lease(world, world.engine(), name, ttl=120)
     for _ in range(2):
         assert rival(admin, name, 120)
-        async with background(world.other().call(one.acquire, timeout=50)) as waiting:
-            await eventually(lambda: not waiting.done() and listening(admin))
+        async with background(world.other().call(one.acquire, timeout=1000)) as waiting:
+            await eventually(lambda: not waiting.done() and listening(admin) and sleeps(admin))
             let_go(admin, name)
-            held = await waiting
+            held = await asyncio.wait_for(waiting, FAR)
         await world.call(held.release)
 
 
 def listening(admin: psycopg.Connection[Any]) -> bool:
     query = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+    return admin.execute(query).fetchone() != (0,)
+
+
+def sleeps(admin: psycopg.Connection[Any]) -> bool:
+    """Say whether the last look of a waiter at the row is so long ago that it sleeps: beginning to listen is a reason to look."""
+    query = (
+        "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%acquire_lease%' AND state = 'idle'"
+        " AND state_change < clock_timestamp() - interval '0.3 s' AND datname = current_database() AND pid <> pg_backend_pid()"
+    )
     return admin.execute(query).fetchone() != (0,)
 
 
