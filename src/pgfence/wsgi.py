@@ -112,7 +112,7 @@ class IdempotencyMiddleware:
         wanted = rules.build_effect_key(request, owner, key, body)
         try:
             at = SYNC_ENGINES.find_manager(self._engine, type(self).__name__, EffectManager)
-            found = run_sync(claim(*at, wanted, 0))
+            found = run_sync(claim, *at, wanted, 0)
         except Exception as error:
             if refusal := answers.find_claim_problem(error, str(request)):
                 raise refusal from error
@@ -247,7 +247,7 @@ class _WsgiExchange:
             return None
         self._marker.ended = True
         try:
-            run_sync(self._running.finish_reply(reply))
+            run_sync(self._running.finish_reply, reply)
         except AttemptLostError as error:
             return answers.build_refusal(error, str(self._request))
         except Exception:
@@ -280,11 +280,11 @@ class _WsgiExchange:
             answers.log_lapse(self._request, self._running.describe_lapse(how))
             return
         if not self._rules.free_on_failure:
-            row = run_sync(self._running.lapse(how))
+            row = run_sync(self._running.lapse, how)
             answers.log_lapse(self._request, self._running.describe_lapse(how, row))
             return
         try:
-            run_sync(self._running.free())
+            run_sync(self._running.free)
         except Exception:
             answers.log.exception("%s: the key is not free", self._request)
 

@@ -46,7 +46,7 @@ async def taken(shop: Shop, **options: Any) -> Any:
 
 async def drive(shop: Shop, steps: Any, *args: Any) -> Any:
     """Run a coroutine of the runtime as a middleware does: to its end on a thread, or awaited by a task."""
-    return await shop.world.call(shop.world.pick(lambda: run_sync(steps(*args)), lambda: steps(*args)))
+    return await shop.world.call(shop.world.pick(lambda: run_sync(steps, *args), lambda: steps(*args)))
 
 
 @pytest.mark.every_driver

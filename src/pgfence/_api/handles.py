@@ -174,10 +174,10 @@ class Held(_Handle):
             LockNotHeldError: it was released before, or this is a forked child.
             TransactionStateError: the caller's own connection is inside a transaction; the lock is still held.
         """
-        run_sync(self._release())
+        run_sync(self._release)
 
     def _leave(self, exc: BaseException | None, *, flag: bool) -> None:
-        run_sync(self._end_block(exc, flag=flag))
+        run_sync(self._end_block, exc, flag=flag)
 
     def __enter__(self) -> Self:
         return self

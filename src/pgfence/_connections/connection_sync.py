@@ -38,7 +38,7 @@ class SyncLockConnection(LockConnection):
                     return
                 self.begin(STATEMENT_BUDGET)
                 try:
-                    run_sync(self.driver.ping())
+                    run_sync(self.driver.ping)
                 except Exception:
                     self.on_connection_lost("cut off")
                 else:

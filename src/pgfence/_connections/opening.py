@@ -52,7 +52,7 @@ class PendingConnection:
 def start_thread(opening: PendingConnection, opener: Opener) -> None:
     """Open on a thread of its own: the caller can time out or be interrupted, the connection cannot be torn."""
     threads.register(opening)
-    threads.start("pgfence-opener", contextvars.copy_context().run, lambda: run_sync(opener(opening)))
+    threads.start("pgfence-opener", contextvars.copy_context().run, lambda: run_sync(opener, opening))
 
 
 def start_task(opening: PendingConnection, opener: Opener) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def run_sync(steps: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on this thread, where everything that it awaits blocks instead of suspending.
+def run_sync(function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a coroutine function to its end on this thread, where everything that it awaits blocks instead of suspending.
 
     Raises:
         RuntimeError: it suspended; only a carrier of tasks may do that.
     """
+    # Called here and not by the caller: an interrupt in between would leave a coroutine that was never awaited.
+    steps = function(*args, **kwargs)
     try:
         steps.send(None)
     except StopIteration as end:

@@ -126,7 +126,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         manager, sql, on = self._place()
-        return run_sync(manager.acquire(self._labels, sql, 0.0, self._handle, on=on))
+        return run_sync(manager.acquire, self._labels, sql, 0.0, self._handle, on=on)
 
     def acquire(self, *, timeout: Seconds | None = None) -> H:
         """Wait until the lock is held.
@@ -148,7 +148,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         manager, sql, on = self._place()
-        handle = run_sync(manager.acquire(self._labels, sql, timeout, self._handle, on=on))
+        handle = run_sync(manager.acquire, self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
             raise manager.begin_call(self._labels, sql, 0.0).timed_out(self._seen())
         return handle
@@ -178,7 +178,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         handle = self.acquire(timeout=timeout)
         hold: Any = handle._hold
         try:
-            connection = run_sync(hold.session.as_user_connection(manager.engine))
+            connection = run_sync(hold.session.as_user_connection, manager.engine)
             lent(connection, handle)
             yield connection
         except BaseException as exc:
@@ -196,7 +196,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on this server.
         """
         manager, sql, on = self._place()
-        return run_sync(look(manager.pool, sql)) if on is None else look_on_connection(on, sql.keys)
+        return run_sync(look, manager.pool, sql) if on is None else look_on_connection(on, sql.keys)
 
     def _place(self) -> tuple[LockManager, LockSql, Connection | None]:
         engine = self._engine
@@ -219,6 +219,6 @@ def _close(session: Any, connection: Connection | None) -> None:
     if connection is not None:
         given_back(connection)
         try:
-            run_sync(session.close_lent(connection))
+            run_sync(session.close_lent, connection)
         except Exception:  # a dead connection cannot roll back, and need not
             connection.detach() if not connection.closed and not connection.invalidated else None

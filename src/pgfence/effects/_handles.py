@@ -180,7 +180,7 @@ class Attempt(_Attempt):
                 # Saved by another thread since the look; or done, and its save had no answer.
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = check_value(fn(key), fn)
-                run_sync(self._save(name, value))
+                run_sync(self._save, name, value)
         return cast("R", value)
 
     def complete(self, session: Session | scoped_session[Any], value: Any, /) -> None:

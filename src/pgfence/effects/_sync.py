@@ -87,13 +87,13 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
         """
         check_plain_function(fn)
         self._check_function(fn)
-        running = run_sync(self._claim())
+        running = run_sync(self._claim)
         if isinstance(running, StoredResult):
             return self._replay(running)
         attempt = Attempt(running, self._codec, self._check_function)
         try:
             value = check_value(fn(attempt), fn)
         except BaseException as error:
-            run_sync(self._fail(attempt, error))
+            run_sync(self._fail, attempt, error)
             raise
-        return run_sync(self._succeed(attempt, value))
+        return run_sync(self._succeed, attempt, value)

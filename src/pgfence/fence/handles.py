@@ -164,7 +164,7 @@ class HeldLease(_Leased, FencedHeld):
             UnreachableError: no answer; it stands until its deadline, and the heartbeat goes on trying.
             ValueError, TypeError: as the `ttl` of a lease.
         """
-        run_sync(self._leases.renew(self._grant, ttl_of(ttl)))
+        run_sync(self._leases.renew, self._grant, ttl_of(ttl))
 
     def checkpoint(self, session: SyncWork, data: Json) -> None:
         """Save what the next holder can go on from, in the caller's transaction, behind the gate of this lease.
@@ -188,7 +188,7 @@ class HeldLease(_Leased, FencedHeld):
         Raises:
             LockLostError, LockNotHeldError, UnreachableError: as `renew`; it is handed over to nobody then.
         """
-        return run_sync(self._leases.hand_over(self._grant))
+        return run_sync(self._leases.hand_over, self._grant)
 
 
 def ttl_of(ttl: Seconds | None) -> float | None:

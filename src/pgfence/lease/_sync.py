@@ -54,7 +54,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        return run_sync(self._take(0.0))
+        return run_sync(self._take, 0.0)
 
     def acquire(self, *, timeout: Seconds | None = None) -> HeldLease:
         """Wait until it is held.
@@ -72,7 +72,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: no lease can be written on this server.
         """
-        return run_sync(self._acquire(timeout))
+        return run_sync(self._acquire, timeout)
 
     @staticmethod
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
@@ -89,7 +89,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
             TypeError, ValueError: it is no reference.
             PgfenceError: as `acquire`.
         """
-        return run_sync(adopt(SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt"))
+        return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
 
     def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock.
@@ -98,4 +98,4 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        return run_sync(self._find_holders())
+        return run_sync(self._find_holders)

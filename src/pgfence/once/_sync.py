@@ -77,7 +77,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         Raises:
             PgfenceError: as `acquire`.
         """
-        return run_sync(self._try())
+        return run_sync(self._try)
 
     def acquire(self, *, timeout: Seconds | None = None) -> Slot:
         """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
@@ -97,7 +97,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
             SchemaError: the tables are missing, too old, or not open to this role.
             StandbyError, UnsupportedServerError: nothing can be written on this server.
         """
-        return run_sync(self._acquire(timeout))
+        return run_sync(self._acquire, timeout)
 
     @overload  # type: ignore[override]  # here skipping is the default
     def wrap(
@@ -160,4 +160,4 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
             UnreachableError: there is no server.
             SchemaError: the tables are missing.
         """
-        return run_sync(self._find_holders())
+        return run_sync(self._find_holders)

@@ -120,13 +120,13 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
 
     def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
         assert self.session is not None
-        answer = run_sync(self.session.fetch_value(self.engine, text, args, limit=limit))
+        answer = run_sync(self.session.fetch_value, self.engine, text, args, limit=limit)
         self._poll_notifies(self.session)
         return answer
 
     def listen(self, text: str, channel: str, *, on: bool) -> None:
         assert self.session is not None
-        run_sync(self.session.driver.listen(text, channel, on=on))
+        run_sync(self.session.driver.listen, text, channel, on=on)
         self._poll_notifies(self.session)
 
     def wait(self, seconds: float) -> None:
