@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from sqlalchemy import Connection, Text, cast, func, literal, select
 
-from pgfence._sql.encoding import sending
+from pgfence._sql.encoding import translate_text_errors
 from pgfence.keys import LockKey
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def hashtext_key(connection: Connection | AsyncConnection, name: str) -> LockKey
 def _hashtext(connection: Connection, name: str) -> LockKey:
     ours = not connection.in_transaction()
     try:
-        with sending(connection, name):
+        with translate_text_errors(connection, name):
             asked = select(func.pg_catalog.hashtext(cast(literal(name), Text)))
             return LockKey.raw(connection.execute(asked).scalar_one())
     finally:

@@ -13,7 +13,7 @@ from sqlalchemy import Table, inspect
 from pgfence._admin.ddl import drop_unless_fenced, perform
 from pgfence._sql import columns, fences, versions
 from pgfence._sql import tables as texts
-from pgfence._sql.storage import TableNames, translated_schema
+from pgfence._sql.storage import TableNames, translate_schema
 from pgfence.config import config_of, expect_place
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
         ValueError: the schema is empty or the prefix too long.
     """
     expect_place(schema, prefix)
-    return texts.script(TableNames(schema, prefix))
+    return texts.build_script(TableNames(schema, prefix))
 
 
 @overload
@@ -254,8 +254,8 @@ def _version_column(table: object) -> str:
 def _target(engine: AnyEngine, table: object) -> fences.Target:
     if isinstance(table, str):
         before, _, name = table.rpartition(".")
-        return fences.Target(name, translated_schema(engine, before or None))
+        return fences.Target(name, translate_schema(engine, before or None))
     found = _table_of(table)
     if found is None:
         raise TypeError(f"a table is its name, a Table or a mapped class, not {table!r}")
-    return fences.Target(found.name, translated_schema(engine, found.schema))
+    return fences.Target(found.name, translate_schema(engine, found.schema))

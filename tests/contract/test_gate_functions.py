@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from support.fences import forged
-from support.installations import TableNames, creation, removal
+from support.installations import TableNames, build_creation, build_removal
 from support.lease_functions import Caller
 from support.waiting import eventually
 
@@ -308,7 +308,7 @@ def test_another_server_process_than_the_one_named_takes_no_lock(one: Caller) ->
 @pytest.mark.parametrize("place", [TableNames('o\'x "y"', "it's_"), TableNames("100 %s $1", "a\\b_")])
 def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: TableNames) -> None:
     """Quotes, signs of parameters and backslashes in both: the functions work, and the hint can be copied."""
-    for statement in creation(place):
+    for statement in build_creation(place):
         one.connection.execute(statement.encode())
     try:
         with pytest.raises(psycopg.Error) as refused:
@@ -316,5 +316,5 @@ def test_any_name_of_schema_and_prefix_is_quoted(one: Caller, place: TableNames)
         assert f"{place.name('enter_gate_v1')}(resource, token)" in (refused.value.diag.message_hint or "")
         one.connection.execute(f"SELECT {place.name('enter_gate_v1')}('r', 1)".encode())
     finally:
-        for statement in (*removal(place), f"DROP SCHEMA {place.name('').rpartition('.')[0]}"):
+        for statement in (*build_removal(place), f"DROP SCHEMA {place.name('').rpartition('.')[0]}"):
             one.connection.execute(statement.encode())

@@ -582,7 +582,7 @@ async def test_autocommit_and_missing_tables_are_rejected(desk: Desk, admin: psy
         await autocommit.pay("k")
     autocommit.close()
     schema = f"old_{desk.table.name}"
-    for statements in ((), tables.creation(TableNames(schema), 1)):
+    for statements in ((), tables.build_creation(TableNames(schema), 1)):
         for statement in statements:
             admin.execute(statement.encode())
         old = Desk(desk.world, admin)

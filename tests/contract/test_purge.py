@@ -193,7 +193,7 @@ async def test_missing_and_older_tables_name_the_command(
 ) -> None:
     """With a prefix that is not installed, and with tables of version 1, the error has the `pgfence install` command."""
     prefix = f"old_{name[-12:]}_"
-    for texts in ((), tables.creation(TableNames(prefix=prefix), 1)):
+    for texts in ((), tables.build_creation(TableNames(prefix=prefix), 1)):
         for statement in texts:
             admin.execute(statement.encode())
         engine = world.engine()

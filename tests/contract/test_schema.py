@@ -21,7 +21,7 @@ from pgfence import schema
 from pgfence.config import configure
 from pgfence.errors import SchemaError, StandbyError, TransactionStateError, UnreachableError, UnsupportedServerError
 from support import installations as tables
-from support.installations import TableNames, build_grants, table_names, translate_error
+from support.installations import TableNames, build_grants, table_names_of, translate_error
 from support.transactions import connection
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ async def test_create_all_creates_everything_and_may_be_repeated(
     """Schema, tables and functions are there, work, and keep their rows when it is asked for again."""
     engine = engine_at(world, place)
     await given(schema.create_all(engine))
-    assert made(admin, place) == (TABLES, len(tables.functions(place)))
+    assert made(admin, place) == (TABLES, len(tables.list_functions(place)))
     assert take(admin, place, "a") == (True, 1)
     await given(schema.create_all(engine))
     assert take(admin, place, "a") == (False, 1)
@@ -136,7 +136,7 @@ async def test_a_connections_own_translate_map_counts(world: World, place: Table
     async with connection(world, engine_at(world, place)) as open_connection:
         options = open_connection.execution_options(schema_translate_map={place.schema: "elsewhere"})
         await given(options)
-        assert table_names(open_connection) == TableNames("elsewhere", place.prefix)
+        assert table_names_of(open_connection) == TableNames("elsewhere", place.prefix)
 
 
 async def test_without_a_schema_the_search_path_decides_once(
@@ -152,7 +152,7 @@ async def test_without_a_schema_the_search_path_decides_once(
             await given(open_connection.execute(text(f"SET LOCAL search_path = {search_path}")))
             await given(schema.create_all(open_connection))
             await given(open_connection.commit())
-    assert made(admin, place) == (TABLES, len(tables.functions(place)))
+    assert made(admin, place) == (TABLES, len(tables.list_functions(place)))
     assert admin.execute("SELECT to_regclass(%s)", [TableNames("public", place.prefix).name("lease")]).fetchone() == (
         None,
     )
@@ -292,7 +292,7 @@ async def test_what_is_missing_is_created_again(
     names = {name: sql.SQL(place.name(name)) for name in (*TABLES, "release_lease_v1")}  # type: ignore[arg-type]
     admin.execute(sql.SQL(missing).format(**names))
     await given(schema.create_all(engine))
-    assert made(admin, place) == (TABLES, len(tables.functions(place)))
+    assert made(admin, place) == (TABLES, len(tables.list_functions(place)))
     assert take(admin, place, "a") == (False, 1)
 
 
@@ -418,7 +418,7 @@ async def test_each_listed_right_is_needed(
         admin.execute(statement.encode())
     with pytest.raises(psycopg.errors.InsufficientPrivilege) as caught, psycopg.connect(least, autocommit=True) as user:
         take(user, place, "a")
-        user.execute(tables.checking(place).encode())
+        user.execute(tables.build_check(place).encode())
     error = translate_error(caught.value, place)
     assert isinstance(error, SchemaError)
     assert error.command.startswith("GRANT ")
@@ -453,7 +453,7 @@ def test_the_longest_prefix_is_cut_nowhere(dsn: str, place: TableNames, admin: p
     here = TableNames(place.schema, "p" * 40)
     engine = world_engine(dsn, here)
     schema.create_all(engine)
-    assert made(admin, here) == (TABLES, len(tables.functions(here)))
+    assert made(admin, here) == (TABLES, len(tables.list_functions(here)))
     admin.execute(sql.SQL("CREATE TABLE {}.books (book int)").format(sql.Identifier(here.schema or "")))
     for _ in range(2):
         schema.add_fence(engine, f"{here.schema}.books", resource="{book}")
@@ -514,7 +514,7 @@ def test_the_script_makes_the_same_and_may_run_twice(
         admin.execute(script.encode())
     engine = world_engine(dsn, place)
     with engine.connect() as open_connection:
-        assert tables.installed(open_connection, place)
+        assert tables.is_installed(open_connection, place)
     engine.dispose()
     assert take(admin, place, "a") == (True, 1)
 

@@ -88,7 +88,7 @@ def place(dsn: str, admin: psycopg.Connection[Any], name: str) -> Iterator[Table
 
 def filled(call: str, place: TableNames) -> bytes:
     """Return a call with the names of our functions, or of the table, in it."""
-    names = {name.split('"')[-2].removeprefix(place.prefix): name for name in tables.functions(place)}
+    names = {name.split('"')[-2].removeprefix(place.prefix): name for name in tables.list_functions(place)}
     names["idempotency_key"] = place.name("idempotency_key")
     return call.format(**names).encode()
 
@@ -103,7 +103,7 @@ def use(dsn: str, place: TableNames, feature: str) -> None:
         for call in FEATURES[feature][1]:
             user.execute(filled(call, place))
         if feature in {"leases", "once"}:
-            user.execute(tables.checking(place).encode())
+            user.execute(tables.build_check(place).encode())
         user.rollback()
 
 

@@ -62,12 +62,12 @@ async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
     world: World, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """The tables are downgraded and upgraded again while the lease is held: it is renewed throughout."""
-    make(admin, tables.creation(place))
+    make(admin, tables.build_creation(place))
     engine = world.engine()
     configure(engine, schema=place.schema)
     lease = world.pick(Lease, AsyncLease)(engine, name, ttl=30)
     async with world.enter(lease.hold()) as held:
-        make(admin, tables.lowering(place, version))
+        make(admin, tables.build_downgrade(place, version))
         await world.call(held.renew)
         await given(schema.create_all(engine))
         await world.call(held.renew)
@@ -81,7 +81,7 @@ def test_a_lease_of_an_older_release_is_respected(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """What a process of an older release holds is held after the upgrade too, and the next token is above it."""
-    make(admin, tables.creation(place, version))
+    make(admin, tables.build_creation(place, version))
     with Caller(dsn, name, f"{place.schema}.pgfence_", old=True) as older:
         assert older.acquire().granted
         engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
@@ -106,10 +106,10 @@ def test_each_version_can_be_created_twice_upgraded_and_downgraded(
 ) -> None:
     """Every version can be made, made again, brought to the newest, and brought back, and knows what it is."""
     for _ in range(2):
-        make(admin, tables.creation(place, version))
+        make(admin, tables.build_creation(place, version))
     assert versions(admin, place) == [version]
-    make(admin, tables.creation(place))
-    make(admin, tables.lowering(place, version))
+    make(admin, tables.build_creation(place))
+    make(admin, tables.build_downgrade(place, version))
     assert versions(admin, place)[-1] == version
     assert there(admin, place) == (version > 1)
 
@@ -118,7 +118,7 @@ def test_tables_of_a_newer_release_serve_this_one(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """Another column, another function and a higher version are accepted; `create_all` of this release changes nothing."""
-    make(admin, tables.creation(place))
+    make(admin, tables.build_creation(place))
     newer = VERSION + 1
     make(
         admin,
@@ -158,13 +158,13 @@ def test_a_downgrade_leaves_what_the_older_version_made(
     place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
     """New columns and functions are dropped, replaced functions have their old bodies; an old script changes no new one."""
-    make(admin, tables.creation(place, version))
+    make(admin, tables.build_creation(place, version))
     older = made(admin, place)
-    make(admin, tables.creation(place))
+    make(admin, tables.build_creation(place))
     newer = made(admin, place)
-    make(admin, tables.creation(place, version))
+    make(admin, tables.build_creation(place, version))
     assert made(admin, place) == newer
-    make(admin, tables.lowering(place, version))
+    make(admin, tables.build_downgrade(place, version))
     assert made(admin, place) == older
 
 
@@ -173,7 +173,7 @@ def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any], read: str
 ) -> None:
     """A transaction that has read one of the tables keeps the upgrade waiting, and held leases are renewed meanwhile."""
-    make(admin, tables.creation(place, 2))
+    make(admin, tables.build_creation(place, 2))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     configure(engine, schema=place.schema)
     table = place.name(read)
@@ -202,12 +202,12 @@ def test_an_older_version_is_not_taken_for_the_newest(
     dsn: str, place: TableNames, admin: psycopg.Connection[Any]
 ) -> None:
     """What fences need is there; what leases and this release need is not, and the error names the version."""
-    make(admin, tables.creation(place, 1))
+    make(admin, tables.build_creation(place, 1))
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
     with engine.connect() as connection:
         assert tables.verify(connection, place, 1) is None
         error = tables.verify(connection, place)
-        assert not tables.installed(connection, place)
+        assert not tables.is_installed(connection, place)
     engine.dispose()
     assert error
     assert error.needed == VERSION

@@ -75,7 +75,7 @@ async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_stan
     """
     primary, copy = pair
     with psycopg.connect(primary.dsn, autocommit=True) as admin:
-        for statement in tables.creation(TableNames()):
+        for statement in tables.build_creation(TableNames()):
             admin.execute(statement.encode())
         assert rival(admin, name) == 1
     with psycopg.connect(copy.dsn, autocommit=True) as reader:
@@ -84,7 +84,7 @@ async def test_a_lease_is_refused_by_a_session_that_a_pooler_now_leads_to_a_stan
         )
         await eventually(lambda: row(reader, name))
         assert reader.execute("SELECT pgfence_timeline_v1()").fetchone() == (1,)
-    monkeypatch.setattr(server, "verdict", lambda *_: None)
+    monkeypatch.setattr(server, "judge_session", lambda *_: None)
     engine = world.engine(dsn=copy.dsn)
     with pytest.raises(StandbyError, match="takes no writes"):
         await world.call(lease(world, engine, name).try_acquire)

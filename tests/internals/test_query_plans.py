@@ -8,8 +8,8 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from pgfence._sql.storage import TableNames, function_texts
-from pgfence._sql.tables import creation, removal
+from pgfence._sql.storage import TableNames, read_functions
+from pgfence._sql.tables import build_creation, build_removal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,13 +66,13 @@ SCANS = (
 def place(admin: psycopg.Connection[Any], name: str) -> Iterator[TableNames]:
     """Tables that nobody else uses, with a fenced one."""
     here = TableNames(prefix=f"plan_{name[-12:]}_")
-    for statement in (*creation(here), f"CREATE TABLE {here.prefix}fenced (id int)"):
+    for statement in (*build_creation(here), f"CREATE TABLE {here.prefix}fenced (id int)"):
         admin.execute(statement.encode())
     admin.execute(
         f"CREATE TRIGGER fence BEFORE INSERT ON {here.prefix}fenced EXECUTE FUNCTION {here.prefix}fence_table_v1('r')".encode()
     )
     yield here
-    for statement in (f"DROP TABLE {here.prefix}fenced", *removal(here)):
+    for statement in (f"DROP TABLE {here.prefix}fenced", *build_removal(here)):
         admin.execute(statement.encode())
 
 
@@ -105,4 +105,4 @@ def test_every_function_is_called() -> None:
     gates = {"enter_gates", "refuse", "refuse_wait", "fence_row", "fence_table", "fence_truncate", "check_key"}
     leases = {"timeline", "next_token", "add_lease", "rebase_lease", "session_holds", "zone_offset"}
     others = {f"{name}_v1" for name in gates | leases}
-    assert set(function_texts(TableNames())) == others | {call.partition("(")[0] for call in CALLS}
+    assert set(read_functions(TableNames())) == others | {call.partition("(")[0] for call in CALLS}

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, MetaData, create_engine, text
 from pgfence import schema
 from pgfence._alembic import implementations, operations, renderers
 from pgfence._sql.storage import VERSION, TableNames
-from pgfence._sql.tables import installed
+from pgfence._sql.tables import is_installed
 from pgfence.errors import SchemaError, TransactionStateError
 from pgfence.lease import Lease
 from support.revisions import Project, on_connection
@@ -595,4 +595,4 @@ def test_an_old_migration_is_content_with_newer_tables(engine: Engine) -> None:
         op.create_pgfence()
         op.create_pgfence(version=1)
         assert max(versions_of(connection)) == VERSION
-        assert installed(connection, TableNames())
+        assert is_installed(connection, TableNames())

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine, make_url, text
 
 from pgfence import schema
 from pgfence._sql.storage import VERSION, TableNames
-from pgfence._sql.tables import installed
+from pgfence._sql.tables import is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -49,12 +49,12 @@ def test_a_role_with_create_on_a_schema_may_install(app: Engine, place: str | No
     """A schema that is there needs no right to make schemas in the database, for none of the ways to install."""
     perform(app, lambda op: op.create_pgfence(schema=place, version=version))
     with app.begin() as connection:
-        assert installed(connection, TableNames(place or "public"), version)
+        assert is_installed(connection, TableNames(place or "public"), version)
     perform(app, lambda op: op.drop_pgfence(schema=place))
     with psycopg.connect(app.url.set(drivername="postgresql").render_as_string(False), autocommit=True) as psql:
         psql.execute(schema.sql(schema=place).encode())
     with app.begin() as connection:
-        assert installed(connection, TableNames(place or "public"))
+        assert is_installed(connection, TableNames(place or "public"))
 
 
 def test_a_complete_installation_of_another_process_is_left_alone(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from model.machine import Model
 from model.schedule import Schedule
-from pgfence._sql.storage import TableNames, function_texts
-from pgfence._sql.tables import creation
+from pgfence._sql.storage import TableNames, read_functions
+from pgfence._sql.tables import build_creation
 from support.lease_functions import Caller
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ def with_settings(function: str) -> str:
 @pytest.fixture(scope="module")
 def set_clock(dsn: str) -> str:
     """Tables and functions that read clock and timeline from settings. Returns their prefix, schema and all."""
-    functions = "".join(function_texts(TableNames("model")).values())
+    functions = "".join(read_functions(TableNames("model")).values())
     assert all(text in functions for text in SETTINGS)
     with psycopg.connect(dsn, autocommit=True) as connection:
-        for statement in creation(TableNames("model")):
+        for statement in build_creation(TableNames("model")):
             connection.execute((with_settings(statement) if "FUNCTION" in statement else statement).encode())
     return "model.pgfence_"
 

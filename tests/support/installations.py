@@ -6,8 +6,16 @@ from pgfence._sql.errors import translate_error
 from pgfence._sql.fences import COMMENT
 from pgfence._sql.purge import _PURGE as PURGE
 from pgfence._sql.rights import build_grants
-from pgfence._sql.storage import LEASES, VERSION, TableNames, table_names
-from pgfence._sql.tables import checking, creation, functions, installed, lowering, removal, verify
+from pgfence._sql.storage import LEASES, VERSION, TableNames, table_names_of
+from pgfence._sql.tables import (
+    build_check,
+    build_creation,
+    build_downgrade,
+    build_removal,
+    is_installed,
+    list_functions,
+    verify,
+)
 
 __all__ = [
     "COMMENT",
@@ -15,14 +23,14 @@ __all__ = [
     "PURGE",
     "VERSION",
     "TableNames",
+    "build_check",
+    "build_creation",
+    "build_downgrade",
     "build_grants",
-    "checking",
-    "creation",
-    "functions",
-    "installed",
-    "lowering",
-    "removal",
-    "table_names",
+    "build_removal",
+    "is_installed",
+    "list_functions",
+    "table_names_of",
     "translate_error",
     "verify",
 ]

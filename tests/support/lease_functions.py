@@ -10,7 +10,7 @@ import psycopg
 from psycopg.rows import namedtuple_row
 
 from pgfence._sql.storage import TableNames
-from pgfence._sql.tables import creation
+from pgfence._sql.tables import build_creation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def install_with_clock(connection: psycopg.Connection[Any], schema: str, clock: str) -> None:
     """Make tables and functions in a schema of their own, whose functions read the time from another expression."""
-    for text in creation(TableNames(schema)):
+    for text in build_creation(TableNames(schema)):
         own = text.replace("pg_catalog.clock_timestamp()", clock) if "FUNCTION" in text else text
         connection.execute(own.encode())
 

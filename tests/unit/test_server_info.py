@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgfence._sql.params import DRIVERS, style_of
-from pgfence._sql.server import ServerInfo, capacity, verdict
+from pgfence._sql.server import ServerInfo, judge_capacity, judge_session
 from pgfence.errors import CapacityError, PoolerError, StandbyError, UnsupportedServerError
 from support.rows import every_row
 
@@ -33,15 +33,15 @@ GOOD = ServerInfo(
 
 def test_a_direct_primary_is_trusted() -> None:
     """The driver's pid is the server's, and no second client was asked."""
-    assert verdict(GOOD, 100, "auto", None) is None
-    assert verdict(GOOD, 100, "direct", None) is None
-    assert verdict(GOOD, 100, "session", None) is None
+    assert judge_session(GOOD, 100, "auto", None) is None
+    assert judge_session(GOOD, 100, "direct", None) is None
+    assert judge_session(GOOD, 100, "session", None) is None
 
 
 @every_row("declared", ["auto", "direct"])
 def test_another_pid_is_a_pooler_of_unknown_mode(declared: Any) -> None:
     """C019: refused, with the ways out: a direct engine, or the caller's word for session pooling."""
-    refusal = verdict(GOOD, 999, declared, 101)
+    refusal = judge_session(GOOD, 999, declared, 101)
     assert isinstance(refusal, PoolerError)
     assert refusal.mode == "unknown"
     assert "lock_engine" in str(refusal)
@@ -51,7 +51,7 @@ def test_another_pid_is_a_pooler_of_unknown_mode(declared: Any) -> None:
 def test_two_clients_on_one_backend_prove_transaction_pooling() -> None:
     """C019, C021: refused whatever was declared: the caller's word is not stronger than the proof."""
     for declared in ("auto", "direct", "session", "transaction"):
-        refusal = verdict(GOOD, 999, declared, 100)  # type: ignore[arg-type]
+        refusal = judge_session(GOOD, 999, declared, 100)  # type: ignore[arg-type]
         assert isinstance(refusal, PoolerError)
         assert refusal.mode == "transaction"
         assert "lock_engine" in str(refusal)
@@ -59,20 +59,20 @@ def test_two_clients_on_one_backend_prove_transaction_pooling() -> None:
 
 def test_a_declared_session_pooler_is_trusted() -> None:
     """Another pid is expected there; a second client on another backend agrees with it."""
-    assert verdict(GOOD, 999, "session", None) is None
-    assert verdict(GOOD, 999, "session", 101) is None
+    assert judge_session(GOOD, 999, "session", None) is None
+    assert judge_session(GOOD, 999, "session", 101) is None
 
 
 def test_a_declared_transaction_pooler_is_refused_without_asking() -> None:
     """Even where the pids are equal, as some proxies pass the true one on."""
-    refusal = verdict(GOOD, 100, "transaction", None)
+    refusal = judge_session(GOOD, 100, "transaction", None)
     assert isinstance(refusal, PoolerError)
     assert refusal.mode == "transaction"
 
 
 def test_a_standby_does_not_exclude() -> None:
     """C046: refused with the way to the primary, before poolers are thought of."""
-    refusal = verdict(replace(GOOD, standby=True), 999, "auto", 100)
+    refusal = judge_session(replace(GOOD, standby=True), 999, "auto", 100)
     assert isinstance(refusal, StandbyError)
     assert "primary" in str(refusal)
 
@@ -90,13 +90,13 @@ def test_a_standby_does_not_exclude() -> None:
 )
 def test_look_alikes_are_refused(version: str) -> None:
     """Rule 20: what only speaks PostgreSQL's protocol is no PostgreSQL, whatever number it gives."""
-    refusal = verdict(replace(GOOD, version=version), 100, "auto", None)
+    refusal = judge_session(replace(GOOD, version=version), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
 
 
 def test_stub_functions_are_refused() -> None:
     """Rule 20: a server that says "granted" and shows no lock keeps none, whatever it calls itself."""
-    refusal = verdict(replace(GOOD, locks_seen=0), 100, "auto", None)
+    refusal = judge_session(replace(GOOD, locks_seen=0), 100, "auto", None)
     assert isinstance(refusal, UnsupportedServerError)
     assert "exclude nobody" in str(refusal)
 
@@ -104,14 +104,14 @@ def test_stub_functions_are_refused() -> None:
 @every_row(("number", "refused"), [(90624, True), (139999, True), (140000, False), (180006, False)])
 def test_old_versions_are_refused(number: int, refused: bool) -> None:
     """Rule 20: before 14 some settings that a quiet holder needs do not exist."""
-    answer = verdict(replace(GOOD, number=number), 100, "auto", None)
+    answer = judge_session(replace(GOOD, number=number), 100, "auto", None)
     assert isinstance(answer, UnsupportedServerError) == refused
 
 
 def test_an_unsupported_server_is_said_to_be_that_first() -> None:
     """A look-alike behind a pooler on a standby: no use in curing the pooler."""
     bad = replace(GOOD, version="CockroachDB", standby=True)
-    assert isinstance(verdict(bad, 999, "transaction", 100), UnsupportedServerError)
+    assert isinstance(judge_session(bad, 999, "transaction", 100), UnsupportedServerError)
 
 
 def test_facts_are_read_from_one_row() -> None:
@@ -127,13 +127,13 @@ def test_facts_are_read_from_one_row() -> None:
 )
 def test_the_lock_table_is_judged_with_the_request(used: int, wanted: int, answer: str) -> None:
     """Rule 16: warn from 80 % on, of what would be in it afterwards."""
-    assert capacity(used, wanted, 1000) == answer
+    assert judge_capacity(used, wanted, 1000) == answer
 
 
 @every_row(("used", "wanted"), [(0, 900), (899, 1), (5000, 1), (0, 20_000)])
 def test_a_nearly_full_lock_table_is_refused(used: int, wanted: int) -> None:
     """Rule 16: from 90 % on, with both numbers and the setting to raise."""
-    refusal = capacity(used, wanted, 1000)
+    refusal = judge_capacity(used, wanted, 1000)
     assert isinstance(refusal, CapacityError)
     assert (refusal.used, refusal.limit, refusal.retryable) == (used, 1000, True)
     assert "max_locks_per_transaction" in str(refusal)
@@ -147,8 +147,8 @@ def test_more_is_never_better(used: int, wanted: int, limit: int) -> None:
     def rank(value: Any) -> int:
         return {"fine": 0, "warn": 1}.get(value, 2) if isinstance(value, str) else 2
 
-    assert rank(capacity(used, wanted, limit)) <= rank(capacity(used + 1, wanted, limit))
-    assert rank(capacity(used, wanted, limit)) <= rank(capacity(used, wanted + 1, limit))
+    assert rank(judge_capacity(used, wanted, limit)) <= rank(judge_capacity(used + 1, wanted, limit))
+    assert rank(judge_capacity(used, wanted, limit)) <= rank(judge_capacity(used, wanted + 1, limit))
 
 
 @every_row("driver", sorted(DRIVERS))

@@ -14,8 +14,8 @@ from pgfence._sql import tables as texts
 from pgfence._sql.errors import ErrorContext, find_connect_error, raise_translated
 from pgfence._sql.params import style_of
 from pgfence._sql.server import check_version
-from pgfence._sql.storage import VERSION, TableNames, table_names
-from pgfence._sql.transaction import driver_state
+from pgfence._sql.storage import VERSION, TableNames, table_names_of
+from pgfence._sql.transaction import read_driver_state
 from pgfence.errors import SchemaError, TransactionStateError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def perform(
     engine: Engine | AsyncEngine | Connection | AsyncConnection, work: Callable[[Connection, TableNames], None]
 ) -> Coroutine[Any, Any, None] | None:
     """Do it in a separate transaction, or in the one of the Connection; for the async ones return a coroutine."""
-    place = table_names(engine)
+    place = table_names_of(engine)
     style_of(engine.dialect)
 
     def run_in_transaction(connection: Connection) -> None:
@@ -58,7 +58,7 @@ def drop_unless_fenced(connection: Connection, place: TableNames) -> None:
     Raises:
         SchemaError: a table is still fenced.
     """
-    if guarded := fences.fenced(connection, place):
+    if guarded := fences.list_fenced(connection, place):
         raise SchemaError(
             f"pgfence's fence still stands around {', '.join(guarded)}: pgfence.schema.drop_fence(engine, table) first",
             needed=VERSION,
@@ -74,13 +74,13 @@ def perform_on(connection: Connection, place: TableNames, work: Callable[[Connec
         PgfenceError, ValueError: as `schema.create_all` and its neighbours say.
     """
     check_version(connection.dialect)
-    if driver_state(connection).autocommit:
+    if read_driver_state(connection).autocommit:
         raise TransactionStateError(
             "tables and functions are made in one transaction, and this Connection is in autocommit: pass the engine, or in"
             " a migration call it outside of autocommit_block() and of an env.py in autocommit"
         )
     try:
-        work(connection, texts.settled(connection, place))
+        work(connection, texts.resolve_schema(connection, place))
     except DBAPIError as error:
         raise_translated(error, place, _CONTEXT, connection.engine)
         raise

@@ -8,7 +8,7 @@ from pgfence._admin.connection import run_on_engine
 from pgfence._sql import purge as statements
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.sqlstate import sqlstate_of
-from pgfence._sql.storage import table_names
+from pgfence._sql.storage import table_names_of
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def purge(engine: AsyncEngine, batch: int) -> Coroutine[Any, Any, int]: ...
 def purge(engine: Engine, batch: int) -> int: ...
 def purge(engine: Any, batch: int) -> Any:
     """Delete all expired keys, and return how many they were; of an AsyncEngine return a coroutine."""
-    place = table_names(engine)
+    place = table_names_of(engine)
 
     def delete_batches(connection: Connection) -> int:
         done, end = 0, statements.BEGINNING
@@ -44,7 +44,7 @@ def purge(engine: Any, batch: int) -> Any:
 def _translate(engine: Engine, error: Exception) -> PgfenceError | None:
     if isinstance(error, PgfenceError):
         return None
-    if told := translate_error(error, table_names(engine), statements.CONTEXT, engine):
+    if told := translate_error(error, table_names_of(engine), statements.CONTEXT, engine):
         return told
     state = sqlstate_of(error)
     if state is not None and not state.startswith(_NO_SESSION):

@@ -15,7 +15,7 @@ from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.heartbeat.service import HeartbeatService
 from pgfence._sql.errors import translate_connect_error, translate_error
 from pgfence._sql.evict import EvictionRequest
-from pgfence._sql.storage import table_names
+from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, qualified_name
@@ -50,11 +50,11 @@ def build_eviction_request(
 ) -> EvictionRequest:
     """Return what is to be done, checked."""
     namespace = config_of(engine).namespace
-    reason, actor = audit_fields(reason, actor)
+    reason, actor = build_audit_fields(reason, actor)
     return EvictionRequest(
         name=qualified_name(name, namespace),
         key=LockKey.of(name, namespace=namespace),
-        place=table_names(engine),
+        place=table_names_of(engine),
         reason=reason,
         actor=actor,
     )
@@ -68,9 +68,9 @@ def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, fo
     return found
 
 
-def audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
+def build_audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
     """Return why and by whom, checked; without an actor it is this process's user and host."""
-    return _non_empty(reason, "reason"), _default_actor() if actor is None else _non_empty(actor, "actor")
+    return _check_non_empty(reason, "reason"), _default_actor() if actor is None else _check_non_empty(actor, "actor")
 
 
 @overload
@@ -89,7 +89,7 @@ def perform(engine: Any, work: Callable[[Connection, O], R], request: O) -> Any:
     return run_on_engine(engine, lambda connection: work(connection, request), translate)
 
 
-def _non_empty(value: object, what: str) -> str:
+def _check_non_empty(value: object, what: str) -> str:
     text = check_text(value, what)
     if not text.strip():
         raise ValueError(f"{what} must not be blank: {value!r}")

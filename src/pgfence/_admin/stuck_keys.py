@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from pgfence._admin.requests import audit_fields
+from pgfence._admin.requests import build_audit_fields
 from pgfence._api.inputs import check_key, check_text
 from pgfence._process.clock import seconds
-from pgfence._sql.storage import table_names
+from pgfence._sql.storage import table_names_of
 from pgfence._sql.stuck_keys import FreeKeyRequest, StuckKeyQuery
 from pgfence.config import config_of
 from pgfence.keys import SEPARATOR, qualified_name
@@ -80,16 +80,18 @@ def build_stuck_key_query(engine: Engine | AsyncEngine, *, older_than: Seconds, 
     """Return which keys are wanted, checked."""
     check_text(prefix, "prefix")
     older = min(seconds(older_than, "older_than"), _LONGEST)
-    return StuckKeyQuery(place=table_names(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older)
+    return StuckKeyQuery(
+        place=table_names_of(engine), namespace=config_of(engine).namespace, prefix=prefix, older=older
+    )
 
 
 def build_free_key_request(
     engine: Engine | AsyncEngine, scope: str, key: str, *, reason: str, actor: str | None
 ) -> FreeKeyRequest:
     """Return what is to be done, checked."""
-    reason, actor = audit_fields(reason, actor)
+    reason, actor = build_audit_fields(reason, actor)
     return FreeKeyRequest(
-        place=table_names(engine),
+        place=table_names_of(engine),
         scope=qualified_name(check_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
         key=check_key(key, "the key"),
         reason=reason,

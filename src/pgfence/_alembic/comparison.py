@@ -11,7 +11,7 @@ from sqlalchemy import MetaData
 from pgfence._alembic.models import fence_of, place_of_own, resource_from, version_of
 from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
 from pgfence._sql import columns, migration_scripts, tables
-from pgfence._sql.storage import VERSION, TableNames, table_names
+from pgfence._sql.storage import VERSION, TableNames, table_names_of
 from pgfence.config import config_of
 from pgfence.keys import SEPARATOR
 
@@ -49,14 +49,14 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
         return PriorityDispatchResult.CONTINUE
     connection = context.connection
     assert connection is not None
-    home = _home(_place(context, table_names(connection)), own)
+    home = _home(_place(context, table_names_of(connection)), own)
     wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
     standing = {
         _named(context, found.guard): found
         for found in _standing(context, connection, home)
         if _concerns(context, found.guard, ops)
     }
-    everywhere = own | {home} | {_place(context, place) for place in migration_scripts.installations(connection)}
+    everywhere = own | {home} | {_place(context, place) for place in migration_scripts.find_installations(connection)}
     _without_ours(context, ops, everywhere)
     for place in sorted(own | {home}, key=str):
         needed = place in own or any(isinstance(guard, AddFence) for guard in wanted.values())
@@ -111,8 +111,8 @@ def _wanted(context: AutogenContext, connection: Connection, home: TableNames) -
 
 
 def _standing(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[_Found]:
-    settled = tables.settled(connection, home).schema
-    for fence in migration_scripts.standing(connection, home.prefix):
+    settled = tables.resolve_schema(connection, home).schema
+    for fence in migration_scripts.list_fences(connection, home.prefix):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
         resource = resource_from((rest, *fence.parts[1:]) if separator else fence.parts)
         # Of another installation it is another fence: the way back puts that one back.
@@ -120,7 +120,7 @@ def _standing(context: AutogenContext, connection: Connection, home: TableNames)
         where: dict[str, Any] = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
         added = AddFence(fence.table, resource=resource, namespace=namespace, **where)
         yield _Found(added, fence.holds, fence.copied)
-    for trigger in migration_scripts.counting(connection, home):
+    for trigger in migration_scripts.list_version_triggers(connection, home):
         where = {"schema": trigger.schema, "pgfence_schema": home.schema, "prefix": home.prefix}
         counting = AddVersionTrigger(trigger.table, column=trigger.column, **where)
         yield _Found(counting, trigger.holds, trigger.copied)
@@ -141,9 +141,9 @@ def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
 
 def _making(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
     """Return what makes or completes an installation; None if it is there. Fences alone are content with an older one."""
-    if tables.installed(connection, place):
+    if tables.is_installed(connection, place):
         return None
-    version = migration_scripts.version(connection, tables.settled(connection, place))
+    version = migration_scripts.read_version(connection, tables.resolve_schema(connection, place))
     if version == 0:
         return CreatePgfence(place.schema, place.prefix, VERSION)
     return UpgradePgfence(min(version, VERSION), VERSION, place.schema, place.prefix) if whole else None

@@ -25,7 +25,7 @@ from pgfence._alembic.operations import (
 )
 from pgfence._sql import fences, migration_scripts, versions
 from pgfence._sql import tables as texts
-from pgfence._sql.storage import VERSION, TableNames, translated_schema
+from pgfence._sql.storage import VERSION, TableNames, translate_schema
 from pgfence.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def _perform(
         indexes.write(operations, script)
     else:
         connection = operations.get_bind()
-        ddl.perform_on(connection, TableNames(translated_schema(connection, place.schema), place.prefix), work)
+        ddl.perform_on(connection, TableNames(translate_schema(connection, place.schema), place.prefix), work)
 
 
 def _here(connection: Connection, target: Target) -> Target:
     """Return a table where the connection's `schema_translate_map` leads to, as Alembic's own operations do."""
-    return replace(target, schema=translated_schema(connection, target.schema))
+    return replace(target, schema=translate_schema(connection, target.schema))
 
 
 @Operations.implementation_for(CreatePgfence)
@@ -63,7 +63,7 @@ def _create(operations: Operations, operation: CreatePgfence) -> None:
         operations,
         place,
         lambda connection, settled: texts.create(connection, settled, version),
-        texts.creation(place, version),
+        texts.build_creation(place, version),
     )
 
 
@@ -72,18 +72,23 @@ def _drop(operations: Operations, operation: DropPgfence) -> None:
     place = operation.place
 
     def work(connection: Connection, settled: TableNames) -> None:
-        if translated_schema(connection, place.schema) is None and not migration_scripts.is_first(connection, settled):
+        if translate_schema(connection, place.schema) is None and not migration_scripts.is_first(connection, settled):
             raise SchemaError(
                 f"the search path finds pgfence's tables in {settled.schema!r}, which is not its first schema: others may"
                 f" work with them, so they are dropped only by name, op.drop_pgfence(schema={settled.schema!r})",
                 needed=VERSION,
                 command=f"op.drop_pgfence(schema={settled.schema!r})",
             )
-        _refuse_while_used(migration_scripts.used(connection, settled))
+        _refuse_while_used(migration_scripts.find_used(connection, settled))
         ddl.drop_unless_fenced(connection, settled)
 
-    script = [migration_scripts.expecting_unused(place), *texts.removal(place)]
-    _perform(operations, place, work, script if place.schema else [migration_scripts.expecting_first(place), *script])
+    script = [migration_scripts.build_unused_check(place), *texts.build_removal(place)]
+    _perform(
+        operations,
+        place,
+        work,
+        script if place.schema else [migration_scripts.build_first_schema_check(place), *script],
+    )
 
 
 def _refuse_while_used(used: Sequence[str]) -> None:
@@ -102,7 +107,7 @@ def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
     lowers = version < operation.from_
 
     def work(connection: Connection, settled: TableNames) -> None:
-        if migration_scripts.version(connection, settled) == 0:
+        if migration_scripts.read_version(connection, settled) == 0:
             raise SchemaError(
                 f"there are no tables of pgfence in {settled.schema!r} to bring to another version: op.create_pgfence()"
                 " makes them",
@@ -110,15 +115,15 @@ def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
                 command="op.create_pgfence()",
             )
         if lowers:
-            _refuse_while_used(migration_scripts.used(connection, settled, version))
+            _refuse_while_used(migration_scripts.find_used(connection, settled, version))
             texts.lower(connection, settled, version)
         else:
             texts.create(connection, settled, version)
 
-    script = texts.creation(place, version)
+    script = texts.build_creation(place, version)
     if lowers:
-        script = (migration_scripts.expecting_unused(place, version), *texts.lowering(place, version))
-    _perform(operations, place, work, [migration_scripts.expecting_installed(place), *script])
+        script = (migration_scripts.build_unused_check(place, version), *texts.build_downgrade(place, version))
+    _perform(operations, place, work, [migration_scripts.build_installed_check(place), *script])
 
 
 @Operations.implementation_for(AddFence)
@@ -128,7 +133,7 @@ def _add_fence(operations: Operations, operation: AddFence) -> None:
         operations,
         operation.place,
         lambda connection, place: fences.add(connection, place, _here(connection, target), parts),
-        [migration_scripts.adding(operation.place, target, parts)],
+        [migration_scripts.build_fence_addition(operation.place, target, parts)],
     )
 
 
@@ -139,7 +144,7 @@ def _drop_fence(operations: Operations, operation: DropFence) -> None:
         operations,
         operation.place,
         lambda connection, place: fences.drop(connection, place, _here(connection, target)),
-        [migration_scripts.removing(operation.place, target)],
+        [migration_scripts.build_fence_removal(operation.place, target)],
     )
 
 
@@ -150,7 +155,7 @@ def _add_version_trigger(operations: Operations, operation: AddVersionTrigger) -
         operations,
         operation.place,
         lambda connection, place: versions.add(connection, place, _here(connection, target), column),
-        migration_scripts.adding_version(operation.place, target, column),
+        migration_scripts.build_version_addition(operation.place, target, column),
     )
 
 
@@ -161,7 +166,7 @@ def _drop_version_trigger(operations: Operations, operation: DropVersionTrigger)
         operations,
         operation.place,
         lambda connection, place: versions.drop(connection, place, _here(connection, target)),
-        migration_scripts.removing_version(operation.place, target),
+        migration_scripts.build_version_removal(operation.place, target),
     )
 
 

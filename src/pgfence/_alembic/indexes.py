@@ -15,11 +15,11 @@ from sqlalchemy.types import NULLTYPE
 
 from pgfence._sql import migration_scripts
 from pgfence._sql import tables as texts
-from pgfence._sql.columns import dialect
+from pgfence._sql.columns import get_dialect
 from pgfence._sql.errors import message_of
 from pgfence._sql.fences import Target
 from pgfence._sql.sqlstate import sqlstate_of
-from pgfence._sql.storage import translated_schema
+from pgfence._sql.storage import translate_schema
 from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
     build = ordinary(operation)
     if operations.migration_context.as_sql:
         with concurrently(operations):
-            write(operations, [migration_scripts.clearing(table, name)])
+            write(operations, [migration_scripts.build_index_cleanup(table, name)])
             operations.invoke(build)
         return
     # Nobody else's index of that name is to be kept: what is there is looked at before.
     build.if_not_exists = False
     connection = operations.get_bind()
-    table = Target(table.name, translated_schema(connection, table.schema))
+    table = Target(table.name, translate_schema(connection, table.schema))
     if connection.in_transaction():
         # Not after what the migration did before is committed.
         _expect_one_table(connection, table, name)
@@ -87,14 +87,14 @@ def write(operations: Operations, script: Iterable[str]) -> None:
 def _name(operations: Operations, operation: CreateIndexSafely) -> str:
     """Return the name, which a convention of the MetaData may have made."""
     index = operation.to_index(operations.migration_context)
-    called: str | None = dialect().identifier_preparer.format_index(index)
+    called: str | None = get_dialect().identifier_preparer.format_index(index)
     if called is None:
         raise ValueError(f"the index of {operation.table_name!r} has no name, and the MetaData no convention for one")
     return called[1:-1].replace('""', '"') if called.startswith('"') else called
 
 
 def _expect_one_table(connection: Connection, table: Target, name: str) -> None:
-    found = migration_scripts.index(connection, table, name)
+    found = migration_scripts.find_index(connection, table, name)
     if migration_scripts.is_partitioned(connection, table) and not (found is not None and found.valid):
         raise ValueError(
             f"{table} is a table of partitions, and PostgreSQL builds no index of all of them beside running writers: call"
@@ -105,7 +105,7 @@ def _expect_one_table(connection: Connection, table: Target, name: str) -> None:
 def _is_there(operations: Operations, operation: CreateIndexSafely, table: Target, name: str) -> bool:
     """Return whether that index is there already; drop it if its build was interrupted."""
     connection = operations.get_bind()
-    found = migration_scripts.index(connection, table, name)
+    found = migration_scripts.find_index(connection, table, name)
     if found is None:
         return False
     if not found.of_this_table:
@@ -132,11 +132,13 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
     for column in index.kwargs.get("postgresql_include") or ():
         if column not in index.table.c:
             index.table.append_column(Column(column, NULLTYPE))
-    creation = str(CreateIndex(index).compile(dialect=dialect()))
-    rest = creation.partition(f" ON {dialect().identifier_preparer.format_table(index.table)} ")[2]
+    creation = str(CreateIndex(index).compile(dialect=get_dialect()))
+    rest = creation.partition(f" ON {get_dialect().identifier_preparer.format_table(index.table)} ")[2]
     definition = f"{'UNIQUE ' if index.unique else ''}{'' if rest.startswith('USING ') else 'USING btree '}{rest}"
     try:
-        texts.plainly(operations.get_bind(), migration_scripts.comparing(table, found.called, creation, definition))
+        texts.execute_plain(
+            operations.get_bind(), migration_scripts.build_index_comparison(table, found.called, creation, definition)
+        )
     except DBAPIError as error:
         state = sqlstate_of(error)
         if state is None or state[:2] in _UNRELATED:
@@ -169,5 +171,5 @@ def concurrently(operations: Operations) -> Iterator[None]:
             "an index is built beside running writers outside of a transaction, and this one was begun by env.py or by who"
             " called it: let Alembic begin it (context.begin_transaction()), or use op.create_index()"
         )
-    with nullcontext() if in_autocommit else context.autocommit_block(), migration_scripts.patient(connection):
+    with nullcontext() if in_autocommit else context.autocommit_block(), migration_scripts.wait_for_locks(connection):
         yield

@@ -92,7 +92,7 @@ def _fresh(engine: Engine) -> Any:
 
 def judge_server(engine: Engine, facts: server.ServerInfo) -> None:
     """Raise what is to be said against the server itself: it is none that pgfence knows, or a standby."""
-    if refusal := server.verdict(facts, facts.backend_pid, "session", None):
+    if refusal := server.judge_session(facts, facts.backend_pid, "session", None):
         raise _located(engine, refusal)
 
 
@@ -111,11 +111,11 @@ def judge(engine: Engine, facts: server.ServerInfo, driver: Any, pooler: PoolerS
         try:
             other = Connection(engine, connection=fairy)
             other.execution_options(isolation_level="AUTOCOMMIT")
-            other_pid = server.backend_pid(other)
+            other_pid = server.read_backend_pid(other)
         finally:
             if fairy.dbapi_connection is not None:
                 fairy.invalidate()
-    if refusal := server.verdict(facts, driver_pid, pooler, other_pid):
+    if refusal := server.judge_session(facts, driver_pid, pooler, other_pid):
         raise _located(engine, refusal)
 
 

@@ -326,7 +326,7 @@ class LockPool:
         """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
         if not self._limit:
             return
-        judged = server.capacity(self._used, keys, self._limit)
+        judged = server.judge_capacity(self._used, keys, self._limit)
         if isinstance(judged, CapacityError):
             raise judged
         if judged == "warn" and not self._warned:

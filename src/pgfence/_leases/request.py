@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pgfence._holds.events import format_names
 from pgfence._leases import terms
-from pgfence._sql.activity import lease_holder
+from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.lease import lease_sql
 from pgfence.keys import display_name
 
@@ -148,7 +148,7 @@ class LeaseRequest(AcquireRequest):
 
 def holder_of(claim: AcquireRequest, row: Sequence[Any]) -> Holder:
     """Return the holder that a row of `look` describes."""
-    return lease_holder(claim.names[0], row)
+    return build_lease_holder(claim.names[0], row)
 
 
 def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:

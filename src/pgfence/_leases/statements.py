@@ -16,7 +16,7 @@ from pgfence._sql.lease import lease_sql
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import NO_RIGHT
 from pgfence._sql.storage import LEASES, WHERE
-from pgfence._sql.tables import checking, judged
+from pgfence._sql.tables import build_check, judge
 from pgfence.errors import SchemaError, UnreachableError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class LeaseStatements:
         """
         if place in self._checked:
             return
-        text = checking(place, self.needed)
+        text = build_check(place, self.needed)
         if self.style != "numeric":
             text = text.replace("%", "%%")
         try:
@@ -140,7 +140,7 @@ class LeaseStatements:
                 raise
             where = await self._ask(place, WHERE, (), limit=limit)
             raise missing_tables_error(place, self.needed, error.sqlstate, where) from error.__cause__
-        if refusal := judged(row, place, self.needed):
+        if refusal := judge(row, place, self.needed):
             raise refusal
         self._checked.add(place)
 

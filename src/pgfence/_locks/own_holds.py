@@ -89,4 +89,6 @@ def on_another_connection(
     holds = [hold for hold in on_these_keys(owner, keys) if hold.session.dbapi_connection is not here]
     if not holds:
         return None
-    return self_deadlock(owner, names, holds, activity.holders(connection, keys), server.started(connection))
+    return self_deadlock(
+        owner, names, holds, activity.find_holders(connection, keys), server.read_start_time(connection)
+    )

@@ -5,7 +5,7 @@ another database, belong to somebody else. pg_locks shows the halves as unsigned
 they are `LockKey.value` again.
 
 The texts stand apart from the functions that send them, so that a caller with a driver's own connection can use them too:
-`TEXTS[style]`, `arguments(keys)`, `decode(rows, keys)`.
+`TEXTS[style]`, `build_arguments(keys)`, `decode(rows, keys)`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pgfence._sql.moments import moment, number
-from pgfence._sql.params import style_of
+from pgfence._sql.params import from_microseconds, microseconds_sql, style_of
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ _MINE = _HELD.replace("l.granted", "l.granted AND l.pid = pg_catalog.pg_backend_
 # A prepared transaction has no process. It is found by the lock that it holds on its own number.
 _HOLDERS = (
     f"SELECT {_VALUE}, l.objsubid, l.mode, l.pid, a.application_name, pg_catalog.host(a.client_addr),"
-    f" {number('COALESCE(a.xact_start, a.state_change, p.prepared)')}, p.gid"
+    f" {microseconds_sql('COALESCE(a.xact_start, a.state_change, p.prepared)')}, p.gid"
     " FROM pg_catalog.pg_locks AS l"
     " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
     " LEFT JOIN LATERAL (SELECT x.gid, x.prepared FROM pg_catalog.pg_locks AS t"
@@ -57,7 +56,7 @@ _TABLE_USE = (
 
 @dataclass(frozen=True, slots=True)
 class HolderTexts:
-    """The texts for one way of marking parameters; all take `arguments(keys)`."""
+    """The texts for one way of marking parameters; all take `build_arguments(keys)`."""
 
     holders: str
     held: str
@@ -70,7 +69,7 @@ TEXTS: dict[ParamStyle, HolderTexts] = {
 }
 
 
-def arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
+def build_arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
     """Return the parameters of the texts for these keys."""
     whole: list[int] = []
     pairs: list[int] = []
@@ -82,10 +81,10 @@ def arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
 def decode(rows: Iterable[Sequence[Any]], keys: Iterable[LockKey]) -> list[Holder]:
     """Return the holders that the rows of `HolderTexts.holders` tell of; `keys` are those that were asked for."""
     known = {(key.value, 1 if key.space == "bigint" else 2): key for key in keys}
-    return [_holder(row, known[row[0], row[1]]) for row in rows]
+    return [_build_holder(row, known[row[0], row[1]]) for row in rows]
 
 
-def _holder(row: Sequence[Any], key: LockKey) -> Holder:
+def _build_holder(row: Sequence[Any], key: LockKey) -> Holder:
     _, _, mode, backend_pid, application_name, host, since, gid = row
     return Holder(
         name=key.name,
@@ -96,11 +95,11 @@ def _holder(row: Sequence[Any], key: LockKey) -> Holder:
         host=host,
         backend_pid=backend_pid,
         application_name=application_name or None,
-        since=None if since is None else moment(since),
+        since=None if since is None else from_microseconds(since),
     )
 
 
-def lease_holder(name: str, row: Sequence[Any]) -> Holder:
+def build_lease_holder(name: str, row: Sequence[Any]) -> Holder:
     """Return the holder that a row of `lease_sql(...).look` tells of; `name` as people know it."""
     kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at = row
     return Holder(
@@ -130,31 +129,31 @@ def with_token(sessions: Iterable[Holder], rows: Iterable[Holder]) -> list[Holde
     ]
 
 
-def holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
+def find_holders(connection: Connection, keys: Sequence[LockKey]) -> list[Holder]:
     """Return who holds these keys in the connection's own database, whether for a session or for a transaction.
 
     One round trip. What the role may not see of other users is None. A session that holds a key in both modes is listed
     twice.
     """
     text = TEXTS[style_of(connection.dialect)].holders
-    return decode(connection.exec_driver_sql(text, arguments(keys)).all(), keys)
+    return decode(connection.exec_driver_sql(text, build_arguments(keys)).all(), keys)
 
 
-def held(connection: Connection, keys: Sequence[LockKey]) -> bool:
+def is_held(connection: Connection, keys: Sequence[LockKey]) -> bool:
     """Return whether anybody holds any of these keys in the connection's own database. One round trip."""
     text = TEXTS[style_of(connection.dialect)].held
-    answer: bool = connection.exec_driver_sql(text, arguments(keys)).scalar_one()
+    answer: bool = connection.exec_driver_sql(text, build_arguments(keys)).scalar_one()
     return answer
 
 
-def mine(connection: Connection, keys: Sequence[LockKey]) -> bool:
+def is_mine(connection: Connection, keys: Sequence[LockKey]) -> bool:
     """Return whether the session of this connection holds any of these keys. One round trip."""
     text = TEXTS[style_of(connection.dialect)].mine
-    answer: bool = connection.exec_driver_sql(text, arguments(keys)).scalar_one()
+    answer: bool = connection.exec_driver_sql(text, build_arguments(keys)).scalar_one()
     return answer
 
 
-def lock_table_use(connection: Connection) -> tuple[int, int]:
+def read_lock_table_use(connection: Connection) -> tuple[int, int]:
     """Return how many locks the server's lock table holds, and how many it holds at least. One round trip.
 
     The second number is a floor: PostgreSQL lends the table spare memory beyond it.

@@ -30,9 +30,9 @@ _WARNED: weakref.WeakSet[Dialect] = weakref.WeakSet()
 
 def describe_server(engine: Engine) -> str:
     """Return where an engine connects to, for messages: hosts, ports and database; no user, password or other parameters."""
-    given = _parameters(engine)
+    given = _read_parameters(engine)
     database = engine.url.database or given.get("dbname") or given.get("database")
-    return ",".join(_hosts(given)) + (f"/{database}" if database else "")
+    return ",".join(_list_hosts(given)) + (f"/{database}" if database else "")
 
 
 def warn_of_slow_hosts(engine: Engine) -> None:
@@ -40,9 +40,9 @@ def warn_of_slow_hosts(engine: Engine) -> None:
     if engine.dialect in _WARNED:
         return
     _WARNED.add(engine.dialect)
-    given = _parameters(engine)
-    hosts = _hosts(given)
-    if len(hosts) < 2 or _parameter(given, "connect_timeout") or given.get("timeout"):
+    given = _read_parameters(engine)
+    hosts = _list_hosts(given)
+    if len(hosts) < 2 or _read_parameter(given, "connect_timeout") or given.get("timeout"):
         return
     listed = ",".join(hosts)
     if engine.dialect.driver == "asyncpg":
@@ -60,7 +60,7 @@ def warn_of_slow_hosts(engine: Engine) -> None:
     )
 
 
-def _parameters(engine: Engine) -> Mapping[str, Any]:
+def _read_parameters(engine: Engine) -> Mapping[str, Any]:
     """Return what the driver is called with: of the URL and of `connect_args`, which only the pool's creator knows."""
     creator = getattr(engine.pool, "_creator", None)
     known = inspect.getclosurevars(creator).nonlocals.get("cparams") if inspect.isfunction(creator) else None
@@ -71,23 +71,23 @@ def _parameters(engine: Engine) -> Mapping[str, Any]:
     return parameters
 
 
-def _parameter(given: Mapping[str, Any], name: str) -> Any:
+def _read_parameter(given: Mapping[str, Any], name: str) -> Any:
     return given.get(name) or os.environ.get(_VARIABLES[name])
 
 
-def _hosts(given: Mapping[str, Any]) -> list[str]:
-    hosts = _listed(given.get("host") or given.get("hostaddr"))
-    if not hosts and (service := _parameter(given, "service")):
+def _list_hosts(given: Mapping[str, Any]) -> list[str]:
+    hosts = _split_list(given.get("host") or given.get("hostaddr"))
+    if not hosts and (service := _read_parameter(given, "service")):
         return [f"service {service}"]
-    hosts = hosts or _listed(_parameter(given, "host") or _parameter(given, "hostaddr"))
-    ports = [] if hosts == [CREATOR] else _listed(_parameter(given, "port"))
+    hosts = hosts or _split_list(_read_parameter(given, "host") or _read_parameter(given, "hostaddr"))
+    ports = [] if hosts == [CREATOR] else _split_list(_read_parameter(given, "port"))
     if len(ports) == 1:
         ports *= max(1, len(hosts))
     places = [f"[{host}]" if ":" in host else host for host in hosts] or [DEFAULT]
     return [f"{host}:{ports[n]}" if n < len(ports) and ports[n] else host for n, host in enumerate(places)]
 
 
-def _listed(value: Any) -> list[str]:
+def _split_list(value: Any) -> list[str]:
     if value is None:
         return []
     return [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value).split(",")

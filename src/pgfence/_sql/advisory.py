@@ -98,13 +98,13 @@ class LockTexts:
     unlock_many: str
 
 
-def _texts(style: ParamStyle) -> LockTexts:
+def _build_texts(style: ParamStyle) -> LockTexts:
     marks = [f"${n}" if style == "numeric" else "%s" for n in range(5)]
     parts = (_TRY_ONE, _WAIT_ONE, _UNLOCK_ONE, _TRY_MANY, _WAIT_MANY, _UNLOCK_MANY)
     return LockTexts(*(part.format(*marks) for part in parts))
 
 
-_TEXTS: dict[ParamStyle, LockTexts] = {"format": _texts("format"), "numeric": _texts("numeric")}
+_TEXTS: dict[ParamStyle, LockTexts] = {"format": _build_texts("format"), "numeric": _build_texts("numeric")}
 
 
 class LockSql:
@@ -143,7 +143,7 @@ class LockSql:
 
     def holders(self, connection: Connection) -> list[Holder]:
         """Return who holds these keys. One round trip."""
-        return activity.holders(connection, self.keys)
+        return activity.find_holders(connection, self.keys)
 
     @property
     def wait_text(self) -> str:
@@ -160,7 +160,7 @@ class LockSql:
 
         A DO block takes no parameters: the keys stand in it as int64 literals, and nothing else does.
         """
-        numbers = [_literal(key) for key in self.keys]
+        numbers = [_quote_key(key) for key in self.keys]
         return _QUIET_WAIT.format(
             flag=_GRANTED,
             ms=int(milliseconds),
@@ -169,7 +169,7 @@ class LockSql:
         )
 
 
-def _literal(key: LockKey) -> str:
+def _quote_key(key: LockKey) -> str:
     if key.space == "bigint":
         return f"'{int(key.value)}'::bigint"
     return "'{}'::integer, '{}'::integer".format(*key.halves)

@@ -34,7 +34,7 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
     """Add our tables of a version to a MetaData and return them; those that it has already are taken as they are."""
     schema = metadata.schema if place.schema is None else place.schema
 
-    def table(name: str, *parts: Any) -> Table:
+    def add_table(name: str, *parts: Any) -> Table:
         called = place.prefix + name
         known = metadata.tables.get(called if schema is None else f"{schema}.{called}")
         if known is not None:
@@ -42,58 +42,60 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
         return Table(called, metadata, *parts, schema=schema, info={OWN: place.prefix})
 
     first = (
-        table("lease", *_lease(place), *_lease_since_3(version)),
-        table("gate", *_gate(place)),
-        table("checkpoint", *_checkpoint()),
-        table("slot", *_slot(), *_slot_since_3(version)),
-        table("audit", *_audit()),
-        table("schema_version", *_schema_version()),
+        add_table("lease", *_define_lease(place), *_define_lease_since_3(version)),
+        add_table("gate", *_define_gate(place)),
+        add_table("checkpoint", *_define_checkpoint()),
+        add_table("slot", *_define_slot(), *_define_slot_since_3(version)),
+        add_table("audit", *_define_audit()),
+        add_table("schema_version", *_define_schema_version()),
     )
     if version < KEYS:
         return first
-    return *first, table("idempotency_key", *_idempotency_key(place), *_idempotency_key_since_3(version))
+    return *first, add_table(
+        "idempotency_key", *_define_idempotency_key(place), *_define_idempotency_key_since_3(version)
+    )
 
 
-def _at(name: str, **options: Any) -> Column[Any]:
+def _define_time(name: str, **options: Any) -> Column[Any]:
     return Column(name, DateTime(timezone=True), **options)
 
 
-def _json(name: str) -> Column[Any]:
+def _define_json(name: str) -> Column[Any]:
     # Here, since it brings the dialect of every driver along.
     from sqlalchemy.dialects.postgresql import JSONB
 
     return Column(name, JSON().with_variant(JSONB(), "postgresql"))
 
 
-def _token(constraint: str) -> tuple[Any, ...]:
+def _define_token(constraint: str) -> tuple[Any, ...]:
     return Column("token", BigInteger, nullable=False), CheckConstraint("token > 0", name=f"{constraint}_token_check")
 
 
-def _lease(place: TableNames) -> tuple[Any, ...]:
+def _define_lease(place: TableNames) -> tuple[Any, ...]:
     return (
         Column("name", Text, primary_key=True),
-        *_token(place.prefix + "lease"),
+        *_define_token(place.prefix + "lease"),
         Column("lease_id", Uuid),
         Column("owner", Text),
         Column("host", Text),
         Column("pid", Integer),
         Column("backend_pid", Integer),
         Column("purpose", Text),
-        _json("metadata"),
+        _define_json("metadata"),
         Column("ttl", Double),
         Column("lock_delay", Double, nullable=False, server_default=text("0")),
-        _at("acquired_at", nullable=False),
-        _at("renewed_at", nullable=False),
-        _at("expires_at", nullable=False),
-        _at("free_at", nullable=False),
-        _at("released_at"),
-        _at("min_until"),
-        _at("hold_until"),
+        _define_time("acquired_at", nullable=False),
+        _define_time("renewed_at", nullable=False),
+        _define_time("expires_at", nullable=False),
+        _define_time("free_at", nullable=False),
+        _define_time("released_at"),
+        _define_time("min_until"),
+        _define_time("hold_until"),
         Column("evicted", BigInteger, nullable=False, server_default=text("0")),
     )
 
 
-def _lease_since_3(version: int) -> tuple[Any, ...]:
+def _define_lease_since_3(version: int) -> tuple[Any, ...]:
     if version < LEASES:
         return ()
     return (
@@ -103,82 +105,86 @@ def _lease_since_3(version: int) -> tuple[Any, ...]:
     )
 
 
-def _gate(place: TableNames) -> tuple[Any, ...]:
-    return Column("resource", Text, primary_key=True), *_token(place.prefix + "gate"), _at("updated_at", nullable=False)
+def _define_gate(place: TableNames) -> tuple[Any, ...]:
+    return (
+        Column("resource", Text, primary_key=True),
+        *_define_token(place.prefix + "gate"),
+        _define_time("updated_at", nullable=False),
+    )
 
 
-def _checkpoint() -> tuple[Any, ...]:
+def _define_checkpoint() -> tuple[Any, ...]:
     return (
         Column("name", Text, primary_key=True),
         Column("token", BigInteger, nullable=False),
-        _json("data"),
-        _at("updated_at", nullable=False),
+        _define_json("data"),
+        _define_time("updated_at", nullable=False),
     )
 
 
-def _slot() -> tuple[Any, ...]:
+def _define_slot() -> tuple[Any, ...]:
     return (
         Column("name", Text, primary_key=True),
-        _at("done"),
-        _at("tried"),
+        _define_time("done"),
+        _define_time("tried"),
         Column("attempt", Integer, nullable=False, server_default=text("0")),
         Column("token", BigInteger),
-        _at("started_at"),
-        _at("finished_at"),
+        _define_time("started_at"),
+        _define_time("finished_at"),
     )
 
 
-def _slot_since_3(version: int) -> tuple[Any, ...]:
+def _define_slot_since_3(version: int) -> tuple[Any, ...]:
     return () if version < LEASES else (Column("done_offset", Integer), Column("tried_offset", Integer))
 
 
-def _audit() -> tuple[Any, ...]:
+def _define_audit() -> tuple[Any, ...]:
     return (
         Column("id", BigInteger, Identity(always=True), primary_key=True),
         Column("action", Text, nullable=False),
         Column("resource", Text, nullable=False),
         Column("actor", Text),
         Column("reason", Text),
-        _at("at", nullable=False),
-        _json("detail"),
+        _define_time("at", nullable=False),
+        _define_json("detail"),
     )
 
 
-def _schema_version() -> tuple[Any, ...]:
+def _define_schema_version() -> tuple[Any, ...]:
     return (
         Column("version", Integer, primary_key=True, autoincrement=False),
-        _at("installed_at", nullable=False, server_default=text("CURRENT_TIMESTAMP")),
+        _define_time("installed_at", nullable=False, server_default=text("CURRENT_TIMESTAMP")),
     )
 
 
-def _idempotency_key(place: TableNames) -> tuple[Any, ...]:
+def _define_idempotency_key(place: TableNames) -> tuple[Any, ...]:
     return (
         Column("scope", Text, primary_key=True),
         Column("key", Text, primary_key=True),
         Column("fingerprint", LargeBinary),
         Column("status", Text, nullable=False),
         Column("attempt", Integer, nullable=False, server_default=text("1")),
-        _json("step"),
-        _at("locked_until"),
+        _define_json("step"),
+        _define_time("locked_until"),
         Column("claim_id", Uuid),
         Column("owner", Text),
         Column("host", Text),
         Column("pid", Integer),
-        _json("result"),
+        _define_json("result"),
         Column("http_status", Integer),
-        _json("http_headers"),
+        _define_json("http_headers"),
         Column("http_body", LargeBinary),
-        _at("created_at", nullable=False),
-        _at("expires_at", nullable=False),
+        _define_time("created_at", nullable=False),
+        _define_time("expires_at", nullable=False),
         Index(place.prefix + "idempotency_key_expiry", "expires_at"),
     )
 
 
-def _idempotency_key_since_3(version: int) -> tuple[Any, ...]:
-    return () if version < LEASES else (_at("locked_at"),)
+def _define_idempotency_key_since_3(version: int) -> tuple[Any, ...]:
+    return () if version < LEASES else (_define_time("locked_at"),)
 
 
-def dialect() -> Any:
+def get_dialect() -> Any:
     from sqlalchemy.dialects import postgresql
 
     # Of another style than the default, in which a per cent sign in a name would be written twice.
@@ -186,24 +192,28 @@ def dialect() -> Any:
 
 
 @cache
-def column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
+def list_column_types(version: int = VERSION) -> dict[str, dict[str, str]]:
     """Return what we made: each column with its type as the server writes it, by table without the prefix."""
-    types = dialect()
+    types = get_dialect()
     return {
-        table.name: {column.name: column.type.compile(types).lower() for column in table.columns}
-        for table in define(MetaData(), TableNames(prefix=""), version)
+        add_table.name: {column.name: column.type.compile(types).lower() for column in add_table.columns}
+        for add_table in define(MetaData(), TableNames(prefix=""), version)
     }
 
 
 @cache
-def added_columns(version: int) -> dict[str, tuple[str, ...]]:
+def list_added_columns(version: int) -> dict[str, tuple[str, ...]]:
     """Return the columns that tables of an older version lack, by table without the prefix, as ALTER TABLE adds them."""
     found: dict[str, tuple[str, ...]] = {}
-    for table in define(MetaData(), TableNames(prefix=""), version):
-        first = next(columns for older in range(1, version + 1) if (columns := column_types(older).get(table.name)))
+    for add_table in define(MetaData(), TableNames(prefix=""), version):
+        first = next(
+            columns for older in range(1, version + 1) if (columns := list_column_types(older).get(add_table.name))
+        )
         texts = [
-            str(CreateColumn(column).compile(dialect=dialect())) for column in table.columns if column.name not in first
+            str(CreateColumn(column).compile(dialect=get_dialect()))
+            for column in add_table.columns
+            if column.name not in first
         ]
         if texts:
-            found[table.name] = tuple(texts)
+            found[add_table.name] = tuple(texts)
     return found

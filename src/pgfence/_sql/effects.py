@@ -86,7 +86,7 @@ def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
     def ask(function: str, kinds: Sequence[str], columns: str = "r") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
 
-    def late(function: str, kinds: Sequence[str], missing: str) -> str:
+    def build_late(function: str, kinds: Sequence[str], missing: str) -> str:
         return (
             f"WITH n AS (SELECT CAST({mark(style, 1)} AS text) AS name), s AS (SELECT name,"
             " pg_catalog.split_part(name, pg_catalog.chr(31), -1) AS key FROM n),"
@@ -111,14 +111,14 @@ def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
         step=ask("save_step_v1", _STEP),
         finish=ask("finish_effect_v1", _FINISH),
         free=ask("free_effect_v1", _FREE),
-        finish_late=late("finish_effect_v1", _FINISH, "0"),
-        release_late=late("free_effect_v1", _FREE, "'superseded'"),
-        forget_late=late("forget_effect_v1", _FORGET, "false"),
-        end=_end(keys, style),
+        finish_late=build_late("finish_effect_v1", _FINISH, "0"),
+        release_late=build_late("free_effect_v1", _FREE, "'superseded'"),
+        forget_late=build_late("forget_effect_v1", _FORGET, "false"),
+        end=_build_end(keys, style),
     )
 
 
-def _end(keys: str, style: ParamStyle) -> str:
+def _build_end(keys: str, style: ParamStyle) -> str:
     name, claim, attempt, note = (f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(_ENDED, 1))
     here = "k.key = n.key AND k.scope = pg_catalog.left(n.name, -1 - pg_catalog.length(n.key))"
     return (

@@ -35,16 +35,16 @@ def text_error(error: BaseException, values: object, driver: Callable[[], Any]) 
         driver: returns the driver's own connection, which knows the encodings. Called only for such an error, because
             SQLAlchemy would replace a lost connection.
     """
-    codec, state = _of_the_driver(error), sqlstate_of(error)
+    codec, state = _find_encode_error(error), sqlstate_of(error)
     if codec is not None:
         shown = codec.object[max(0, codec.start - _SHOWN // 2) : codec.end + _SHOWN // 2]
         if any("\ud800" <= letter <= "\udfff" for letter in codec.object[codec.start : codec.end]):
             return TextError(f"{_cut(shown)} must be valid Unicode, it holds a lone surrogate")
     elif state in (UNTRANSLATABLE, BAD_BYTES) or (state == UNSUPPORTED and "SQL_ASCII" in str(error)):
-        shown = _culprit(str(error), list(_texts(values)))
+        shown = _find_culprit(str(error), list(_iterate_texts(values)))
     else:
         return None
-    server, client = _setting(driver(), "server_encoding"), _setting(driver(), "client_encoding")
+    server, client = _read_setting(driver(), "server_encoding"), _read_setting(driver(), "client_encoding")
     if codec is not None and server == "UTF8":
         return TextError(f"{_cut(shown)} cannot be sent in client_encoding {client}: set client_encoding to UTF8")
     return TextError(
@@ -54,7 +54,7 @@ def text_error(error: BaseException, values: object, driver: Callable[[], Any]) 
 
 
 @contextmanager
-def sending(connection: Connection, values: object) -> Iterator[None]:
+def translate_text_errors(connection: Connection, values: object) -> Iterator[None]:
     """Translate the error of a statement on a SQLAlchemy Connection, if it is about one of its texts."""
     try:
         yield
@@ -64,7 +64,7 @@ def sending(connection: Connection, values: object) -> Iterator[None]:
         raise
 
 
-def _of_the_driver(error: BaseException | None) -> UnicodeEncodeError | None:
+def _find_encode_error(error: BaseException | None) -> UnicodeEncodeError | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -74,15 +74,15 @@ def _of_the_driver(error: BaseException | None) -> UnicodeEncodeError | None:
     return None
 
 
-def _texts(values: object) -> Iterator[str]:
+def _iterate_texts(values: object) -> Iterator[str]:
     if isinstance(values, str):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _texts(value)
+            yield from _iterate_texts(value)
 
 
-def _culprit(said: str, texts: list[str]) -> str:
+def _find_culprit(said: str, texts: list[str]) -> str:
     """Return the text that the server rejected: its message has the bytes of one character in UTF-8, in every language."""
     letter = bytes(int(byte, 16) for byte in _BYTE.findall(said)).decode(errors="ignore")[:1]
     forms = (letter, json.dumps(letter)[1:-1]) if letter else ()
@@ -99,7 +99,7 @@ def _cut(text: str) -> str:
     return repr(plain if len(plain) <= _SHOWN * 2 else f"{plain[: _SHOWN * 2]}...")
 
 
-def _setting(driver: Any, name: str) -> str:
+def _read_setting(driver: Any, name: str) -> str:
     settings = driver.get_settings() if hasattr(driver, "get_settings") else None
     found = getattr(settings, name, None) if settings is not None else driver.info.parameter_status(name)
     return found or "unknown"

@@ -247,7 +247,7 @@ def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
 # ---------------------------------------------------------------- what an error carries
 
 
-def _layers(error: BaseException) -> Iterator[object]:
+def _iterate_layers(error: BaseException) -> Iterator[object]:
     """Yield the driver's error first, then what wraps it."""
     original = getattr(error, "orig", None) or error
     yield getattr(original, "driver_exception", None) or getattr(original, "__cause__", None) or original
@@ -255,9 +255,9 @@ def _layers(error: BaseException) -> Iterator[object]:
     yield error
 
 
-def detail_text(error: BaseException) -> str:
+def read_detail(error: BaseException) -> str:
     """Return the server's DETAIL; empty if there is none."""
-    for layer in _layers(error):
+    for layer in _iterate_layers(error):
         detail = getattr(getattr(layer, "diag", None), "message_detail", None) or getattr(layer, "detail", None)
         if isinstance(detail, str):
             return detail
@@ -266,7 +266,7 @@ def detail_text(error: BaseException) -> str:
 
 def detail_of(error: BaseException) -> dict[str, Any]:
     """Return the DETAIL of an error that our functions raised; they write JSON there."""
-    detail = detail_text(error)
+    detail = read_detail(error)
     if detail.startswith("{"):
         with contextlib.suppress(ValueError):
             found: dict[str, Any] = json.loads(detail)
@@ -276,7 +276,7 @@ def detail_of(error: BaseException) -> dict[str, Any]:
 
 def message_of(error: BaseException) -> str:
     """Return the server's message, without position and context."""
-    for layer in _layers(error):
+    for layer in _iterate_layers(error):
         message = getattr(getattr(layer, "diag", None), "message_primary", None) or getattr(layer, "message", None)
         if isinstance(message, str):
             return message

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
-from pgfence._sql.encoding import sending
+from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext, message_of
-from pgfence._sql.moments import moment, number
-from pgfence._sql.params import style_of
+from pgfence._sql.params import from_microseconds, microseconds_sql, style_of
 from pgfence._sql.sqlstate import (
     LOCK_NOT_AVAILABLE,
     NO_RIGHT,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _ROW = (
     "SELECT l.released_at IS NULL, CASE WHEN l.released_at IS NULL THEN COALESCE(NULLIF(l.kind, 'session lock'), 'lease')"
     " ELSE l.kind END, l.owner, l.host, l.pid, l.backend_pid, NULL, l.purpose, l.token,"
-    f" NULLIF({number('l.acquired_at')}, 0), NULLIF({number('l.expires_at')}, 0)"
+    f" NULLIF({microseconds_sql('l.acquired_at')}, 0), NULLIF({microseconds_sql('l.expires_at')}, 0)"
     " FROM {lease} AS l WHERE l.name = {0}"
 )
 _EVICT = "SELECT r.evicted, r.newest FROM {evict_lease_v2}({0}, {1}, {2}, {3}) AS r"
@@ -58,7 +57,7 @@ _END = (
 )
 # Nothing tells who locked a row. Whoever is inside a gate has this lock on the table of gates until the transaction ends.
 _INSIDE = (
-    f"SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), {number('a.xact_start')}"
+    f"SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), {microseconds_sql('a.xact_start')}"
     " FROM pg_catalog.pg_locks AS l"
     " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
     " WHERE l.locktype = 'relation' AND l.granted AND l.relation = pg_catalog.to_regclass({0})"
@@ -104,28 +103,28 @@ class Found:
     token: int | None
     newest: int | None = None
 
-    def same_as(self, other: Found) -> bool:
+    def matches(self, other: Found) -> bool:
         """Say whether the same grants are meant. What is known of a session's activity changes all the time."""
-        return self.token == other.token and self._who() == other._who()
+        return self.token == other.token and self._identify() == other._identify()
 
-    def _who(self) -> set[tuple[Any, ...]]:
+    def _identify(self) -> set[tuple[Any, ...]]:
         return {(holder.kind, holder.token, holder.backend_pid) for holder in self.holders}
 
 
 def look(connection: Connection, order: EvictionRequest) -> Found:
     """Return who holds the name: the lease's last holder unless it was released, and sessions that hold its key."""
     row = _run(connection, order.place, _ROW, order.name).one_or_none()
-    held = [] if row is None else [_lease(order, row)]
+    held = [] if row is None else [_build_lease_holder(order, row)]
     # A prepared transaction has no session to end.
-    sessions = [one for one in activity.holders(connection, (order.key,)) if one.backend_pid is not None]
+    sessions = [one for one in activity.find_holders(connection, (order.key,)) if one.backend_pid is not None]
     leases = held if row is not None and row[0] else []
     return Found((*leases, *activity.with_token(sessions, held)), None if row is None else row.token)
 
 
-def _lease(order: EvictionRequest, row: Sequence[Any]) -> Holder:
+def _build_lease_holder(order: EvictionRequest, row: Sequence[Any]) -> Holder:
     _, *known, since, expires_at = row
-    times = (None if at is None else moment(at) for at in (since, expires_at))
-    return activity.lease_holder(display_name(order.name), (*known, *times))
+    times = (None if at is None else from_microseconds(at) for at in (since, expires_at))
+    return activity.build_lease_holder(display_name(order.name), (*known, *times))
 
 
 def evict(connection: Connection, order: EvictionRequest) -> Found:
@@ -145,7 +144,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
     while True:
         try:
             with connection.begin():
-                return _attempt(connection, order)
+                return _try_evict(connection, order)
         except _Changed:
             failures += 1
             if failures > _RETRIES:
@@ -157,7 +156,7 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
             failures += 1
             if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                 with connection.begin():
-                    raise _occupied(connection, order) from error
+                    raise _occupied_error(connection, order) from error
             if sqlstate_of(error) != SERIALIZATION_FAILURE or failures > _RETRIES:
                 raise
 
@@ -166,12 +165,12 @@ class _Changed(Exception):
     """Another grant was made between the look and the eviction. Never leaves this module."""
 
 
-def _attempt(connection: Connection, order: EvictionRequest) -> Found:
+def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
     found = look(connection, order)
-    if order.only is not None and not found.same_as(order.only):
+    if order.only is not None and not found.matches(order.only):
         return found
     pids = [holder.backend_pid for holder in found.holders if holder.kind in ("advisory", "session lock")]
-    told = json.dumps({"token": found.token, "holders": [_as_data(holder) for holder in found.holders]})
+    told = json.dumps({"token": found.token, "holders": [_to_data(holder) for holder in found.holders]})
     words = (order.name, order.actor, order.reason, told)
     newest = 0
     if found.token is not None:
@@ -205,7 +204,7 @@ def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int
         ) from error
 
 
-def _occupied(connection: Connection, order: EvictionRequest) -> LockTimeoutError:
+def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeoutError:
     rows = _run(connection, order.place, _INSIDE, order.place.name("gate")).all()
     writers = [
         Holder(
@@ -215,7 +214,7 @@ def _occupied(connection: Connection, order: EvictionRequest) -> LockTimeoutErro
             host=host,
             backend_pid=pid,
             application_name=application or None,
-            since=None if since is None else moment(since),
+            since=None if since is None else from_microseconds(since),
         )
         for pid, application, host, since in rows
     ]
@@ -229,7 +228,7 @@ def _occupied(connection: Connection, order: EvictionRequest) -> LockTimeoutErro
     )
 
 
-def _as_data(holder: Holder) -> dict[str, Any]:
+def _to_data(holder: Holder) -> dict[str, Any]:
     known = ("kind", "owner", "host", "pid", "backend_pid", "application_name", "purpose", "token")
     times = {name: at and at.isoformat() for name, at in (("since", holder.since), ("expires_at", holder.expires_at))}
     return {name: getattr(holder, name) for name in known} | times
@@ -242,5 +241,5 @@ def _run(connection: Connection, place: TableNames, text: str, *args: Any) -> An
     if style == "format":
         names = {what: name.replace("%", "%%") for what, name in names.items()}
     marks = [f"${n}" if style == "numeric" else "%s" for n in range(1, len(args) + 1)]
-    with sending(connection, args):
+    with translate_text_errors(connection, args):
         return connection.exec_driver_sql(text.format(*marks, **names), args)

@@ -7,8 +7,8 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgfence._sql.storage import TableNames, block, quoted
-from pgfence._sql.tables import literal, plainly
+from pgfence._sql.storage import TableNames, block, quote
+from pgfence._sql.tables import execute_plain, quote_literal
 from pgfence.keys import qualified_name
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Target:
     @property
     def quoted(self) -> str:
         """The name as it stands in a statement."""
-        return quoted(self.name) if self.schema is None else f"{quoted(self.schema)}.{quoted(self.name)}"
+        return quote(self.name) if self.schema is None else f"{quote(self.schema)}.{quote(self.name)}"
 
     def __str__(self) -> str:
         return self.name if self.schema is None else f"{self.schema}.{self.name}"
@@ -76,25 +76,25 @@ class _Trigger:
     bits: int
     """As pg_trigger.tgtype has them: 1 for each row, 2 before, 4 insert, 8 delete, 16 update, 32 truncate."""
 
-    def creation(self) -> str:
-        before, after = self._around()
+    def build_creation(self) -> str:
+        before, after = self._split_creation()
         return f"{before}{self.table}{after}"
 
-    def comment(self) -> str:
-        return f"COMMENT ON TRIGGER {quoted(self.name)} ON {self.table} IS {literal(COMMENT)}"
+    def build_comment(self) -> str:
+        return f"COMMENT ON TRIGGER {quote(self.name)} ON {self.table} IS {quote_literal(COMMENT)}"
 
-    def lacking(self, target: Target) -> str:
+    def select_lacking(self, target: Target) -> str:
         """Return the query for the table and its partitions, as quoted names, of those that have none."""
-        return _tables(target, f"NOT {self.is_there('c.oid')}")
+        return _select_tables(target, f"NOT {self.is_there('c.oid')}")
 
-    def completion(self, target: Target) -> str:
+    def build_completion(self, target: Target) -> str:
         """Return the statement that makes one on each table that has none."""
-        before, after = self._around()
-        comment = f"COMMENT ON TRIGGER {quoted(self.name)} ON "
+        before, after = self._split_creation()
+        comment = f"COMMENT ON TRIGGER {quote(self.name)} ON "
         return block(
-            f"DECLARE\n    part text;\nBEGIN\n    FOR part IN {self.lacking(target)} LOOP\n"
-            f"        EXECUTE {literal(before)} || part || {literal(after)};\n"
-            f"        EXECUTE {literal(comment)} || part || {literal(f' IS {literal(COMMENT)}')};\n"
+            f"DECLARE\n    part text;\nBEGIN\n    FOR part IN {self.select_lacking(target)} LOOP\n"
+            f"        EXECUTE {quote_literal(before)} || part || {quote_literal(after)};\n"
+            f"        EXECUTE {quote_literal(comment)} || part || {quote_literal(f' IS {quote_literal(COMMENT)}')};\n"
             "    END LOOP;\nEND"
         )
 
@@ -102,25 +102,25 @@ class _Trigger:
         """Return the condition that it is on a table, of which this is the oid."""
         return (
             f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {table} AND t.tgtype = {self.bits}"
-            f" AND t.tgname = {literal(self.name)}"
-            f" AND t.tgfoid = pg_catalog.to_regproc({literal(self.function)}) AND t.tgenabled IN ('O', 'A')"
-            f" AND {_same(self.args)})"
+            f" AND t.tgname = {quote_literal(self.name)}"
+            f" AND t.tgfoid = pg_catalog.to_regproc({quote_literal(self.function)}) AND t.tgenabled IN ('O', 'A')"
+            f" AND {_match_arguments(self.args)})"
         )
 
-    def _around(self) -> tuple[str, str]:
-        args = ", ".join(map(literal, self.args))
+    def _split_creation(self) -> tuple[str, str]:
+        args = ", ".join(map(quote_literal, self.args))
         # Replacing one keeps writers out while it lasts, dropping one would keep readers out too. A partition may have had a
         # fence of its own, which becomes a copy of its parent's.
         return (
-            f"CREATE OR REPLACE TRIGGER {quoted(self.name)} {self.events} ON ",
+            f"CREATE OR REPLACE TRIGGER {quote(self.name)} {self.events} ON ",
             f" {self.level} EXECUTE FUNCTION {self.function}({args})",
         )
 
 
-def _same(args: tuple[str, ...]) -> str:
+def _match_arguments(args: tuple[str, ...]) -> str:
     """Return the condition for a trigger with these arguments, which it has in the encoding of the database."""
     written = "".join(
-        f"pg_catalog.convert_to({literal(arg)}, pg_catalog.getdatabaseencoding()) || pg_catalog.decode('00', 'hex') || "
+        f"pg_catalog.convert_to({quote_literal(arg)}, pg_catalog.getdatabaseencoding()) || pg_catalog.decode('00', 'hex') || "
         for arg in args
     )
     return f"t.tgargs = {written}''"
@@ -135,16 +135,18 @@ def add(connection: Connection, place: TableNames, target: Target, parts: tuple[
     """
     by_row = _is_among_others(connection, target) or len(parts) > 1
     _expect_columns(connection, target, parts[1::2])
-    fence, *others = triggers(place, target, [target.quoted], parts, by_row=by_row)
-    stands = plainly(connection, f"SELECT {fence.is_there(_oid(target))}").scalar_one()
+    fence, *others = build_triggers(place, target, [target.quoted], parts, by_row=by_row)
+    stands = execute_plain(connection, f"SELECT {fence.is_there(_oid_sql(target))}").scalar_one()
     # A partition that came later has the fence from its parent, and lacks the rest.
     lacking = [
-        other for other in others if plainly(connection, f"SELECT EXISTS ({other.lacking(target)})").scalar_one()
+        other
+        for other in others
+        if execute_plain(connection, f"SELECT EXISTS ({other.select_lacking(target)})").scalar_one()
     ]
     if stands and not lacking:
         return
     _expect_own(connection, place, target)
-    if (other := plainly(connection, contradicting(place, target, parts)).scalar()) is not None:
+    if (other := execute_plain(connection, select_contradicting(place, target, parts)).scalar()) is not None:
         raise ValueError(
             f"the fence of {target} and that of {other} would be one, since one of them is a partition of the other: give"
             " both the same resource, or drop_fence the one that is there"
@@ -152,15 +154,15 @@ def add(connection: Connection, place: TableNames, target: Target, parts: tuple[
     if not stands:
         _put(connection, place, target, fence, by_row=by_row)
     for trigger in lacking:
-        plainly(connection, trigger.completion(target))
+        execute_plain(connection, trigger.build_completion(target))
 
 
 def _put(connection: Connection, place: TableNames, target: Target, fence: _Trigger, *, by_row: bool) -> None:
     if _is_copied(connection, place, target):
-        plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quoted(fence.name)}")
+        execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(fence.name)}")
         return
-    plainly(connection, fence.creation())
-    plainly(connection, fence.comment())
+    execute_plain(connection, fence.build_creation())
+    execute_plain(connection, fence.build_comment())
     if not by_row:
         _drop_truncate(connection, place, target)
 
@@ -168,9 +170,11 @@ def _put(connection: Connection, place: TableNames, target: Target, fence: _Trig
 def _drop_truncate(connection: Connection, place: TableNames, target: Target) -> None:
     """Drop what stands against TRUNCATE, on those of the table and its partitions that have it."""
     name = place.prefix + "fence_truncate"
-    has_it = f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = c.oid AND t.tgname = {literal(name)})"
-    for table in plainly(connection, _tables(target, has_it)).scalars().all():
-        plainly(connection, f"DROP TRIGGER {quoted(name)} ON {table}")
+    has_it = (
+        f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = c.oid AND t.tgname = {quote_literal(name)})"
+    )
+    for table in execute_plain(connection, _select_tables(target, has_it)).scalars().all():
+        execute_plain(connection, f"DROP TRIGGER {quote(name)} ON {table}")
 
 
 def drop(connection: Connection, place: TableNames, target: Target) -> None:
@@ -184,38 +188,40 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
     if _is_copied(connection, place, target):
         _log.warning("%s keeps its fence, which is that of the table whose partition it is", target)
         return
-    plainly(connection, f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted}")
+    execute_plain(connection, f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'fence')} ON {target.quoted}")
     _drop_truncate(connection, place, target)
 
 
-def copied(place: TableNames, target: Target) -> str:
+def select_copied(place: TableNames, target: Target) -> str:
     """Return the query for a fence that a partition has from its parent."""
     return (
-        f"SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgname = {literal(place.prefix + 'fence')}"
-        f" AND t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)}) AND t.tgparentid <> 0"
+        f"SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgname = {quote_literal(place.prefix + 'fence')}"
+        f" AND t.tgrelid = pg_catalog.to_regclass({quote_literal(target.quoted)}) AND t.tgparentid <> 0"
     )
 
 
-def contradicting(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
+def select_contradicting(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
     """Return the query for another fence that a table's parent, or a partition of it, has by itself."""
-    table = f"pg_catalog.to_regclass({literal(target.quoted)})"
+    table = f"pg_catalog.to_regclass({quote_literal(target.quoted)})"
     return (
         "SELECT t.tgrelid::pg_catalog.regclass::text FROM pg_catalog.pg_trigger AS t"
-        f" WHERE t.tgname = {literal(place.prefix + 'fence')} AND t.tgparentid = 0 AND NOT {_same(parts)}"
+        f" WHERE t.tgname = {quote_literal(place.prefix + 'fence')} AND t.tgparentid = 0 AND NOT {_match_arguments(parts)}"
         f" AND t.tgrelid <> {table} AND (t.tgrelid IN (SELECT relid FROM pg_catalog.pg_partition_tree({table}))"
         f" OR (t.tgrelid IN (SELECT relid FROM pg_catalog.pg_partition_ancestors({table}))"
-        f" AND EXISTS ({copied(place, target)}))) ORDER BY 1 LIMIT 1"
+        f" AND EXISTS ({select_copied(place, target)}))) ORDER BY 1 LIMIT 1"
     )
 
 
 def _is_copied(connection: Connection, place: TableNames, target: Target) -> bool:
-    return bool(plainly(connection, f"SELECT EXISTS ({copied(place, target)})").scalar_one())
+    return bool(execute_plain(connection, f"SELECT EXISTS ({select_copied(place, target)})").scalar_one())
 
 
-def fenced(connection: Connection, place: TableNames) -> list[str]:
+def list_fenced(connection: Connection, place: TableNames) -> list[str]:
     """Return the tables that have triggers of ours, by name."""
-    names = ", ".join(literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1"))
-    found = plainly(
+    names = ", ".join(
+        quote_literal(place.name(name)) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1")
+    )
+    found = execute_plain(
         connection,
         "SELECT DISTINCT t.tgrelid::pg_catalog.regclass::text FROM pg_catalog.pg_trigger AS t"
         f" WHERE t.tgfoid IN (SELECT pg_catalog.to_regproc(f.name) FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name))"
@@ -224,11 +230,13 @@ def fenced(connection: Connection, place: TableNames) -> list[str]:
     return list(found.scalars())
 
 
-def foreign(place: TableNames, target: Target) -> str:
+def select_foreign(place: TableNames, target: Target) -> str:
     """Return the query for triggers that have our names, on a table or its partitions, and are none of ours."""
-    names = ", ".join(literal(place.prefix + name) for name in ("fence", "fence_truncate"))
-    ours = ", ".join(literal(place.prefix + name) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1"))
-    table = f"pg_catalog.to_regclass({literal(target.quoted)})"
+    names = ", ".join(quote_literal(place.prefix + name) for name in ("fence", "fence_truncate"))
+    ours = ", ".join(
+        quote_literal(place.prefix + name) for name in ("fence_table_v1", "fence_row_v1", "fence_truncate_v1")
+    )
+    table = f"pg_catalog.to_regclass({quote_literal(target.quoted)})"
     return (
         "SELECT t.tgname, t.tgrelid::pg_catalog.regclass::text AS place FROM pg_catalog.pg_trigger AS t"
         " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
@@ -238,13 +246,13 @@ def foreign(place: TableNames, target: Target) -> str:
 
 
 def _expect_own(connection: Connection, place: TableNames, target: Target) -> None:
-    if (found := plainly(connection, foreign(place, target)).first()) is not None:
+    if (found := execute_plain(connection, select_foreign(place, target)).first()) is not None:
         raise ValueError(
             f"{found.place} has a trigger {found.tgname!r} that is none of pgfence's: rename it, or take another prefix"
         )
 
 
-def triggers(
+def build_triggers(
     place: TableNames, target: Target, tree: Sequence[str], parts: tuple[str, ...], *, by_row: bool
 ) -> list[_Trigger]:
     """Return the triggers of a fence: one for every statement, or for each row and each table that can be truncated."""
@@ -263,11 +271,11 @@ def triggers(
 
 def _is_among_others(connection: Connection, target: Target) -> bool:
     """Return whether rows of the table can be written by the name of another one, so that its statements say little."""
-    row = plainly(
+    row = execute_plain(
         connection,
         "SELECT c.relkind::text AS kind, c.relkind = 'p' OR c.relispartition OR c.relhassubclass"
         " OR EXISTS (SELECT FROM pg_catalog.pg_inherits AS i WHERE i.inhrelid = c.oid) AS among"
-        f" FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({literal(target.quoted)})",
+        f" FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({quote_literal(target.quoted)})",
     ).one_or_none()
     if row is None:
         raise ValueError(f"there is no table {target} here")
@@ -277,34 +285,34 @@ def _is_among_others(connection: Connection, target: Target) -> bool:
     return among
 
 
-def _oid(target: Target) -> str:
-    return f"pg_catalog.to_regclass({literal(target.quoted)})"
+def _oid_sql(target: Target) -> str:
+    return f"pg_catalog.to_regclass({quote_literal(target.quoted)})"
 
 
-def _tables(target: Target, condition: str) -> str:
+def _select_tables(target: Target, condition: str) -> str:
     """Return the query for the table and its partitions, as quoted names, of those that a condition on `c` is true of."""
     return (
         "SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname)"
         " FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE (c.oid = {_oid(target)} OR c.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree({_oid(target)})))"
+        f" WHERE (c.oid = {_oid_sql(target)} OR c.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree({_oid_sql(target)})))"
         f" AND {condition} ORDER BY c.oid"
     )
 
 
-def kind_query(target: Target, column: str) -> str:
+def select_kind(target: Target, column: str) -> str:
     """Return the query for the type of a column and whether it can name a resource; no row if there is none."""
     return (
         "SELECT pg_catalog.format_type(a.atttypid, NULL) AS name, t.typtype = 'e'"
         f" OR pg_catalog.format_type(COALESCE(NULLIF(t.typbasetype, 0), t.oid), NULL) IN ({_KINDS}) AS usable"
         " FROM pg_catalog.pg_attribute AS a JOIN pg_catalog.pg_type AS t ON t.oid = a.atttypid"
-        f" WHERE a.attrelid = pg_catalog.to_regclass({literal(target.quoted)})"
-        f" AND a.attname = {literal(column)} AND a.attnum > 0 AND NOT a.attisdropped"
+        f" WHERE a.attrelid = pg_catalog.to_regclass({quote_literal(target.quoted)})"
+        f" AND a.attname = {quote_literal(column)} AND a.attnum > 0 AND NOT a.attisdropped"
     )
 
 
 def _expect_columns(connection: Connection, target: Target, columns: Sequence[str]) -> None:
     for column in columns:
-        kind = plainly(connection, kind_query(target, column)).one_or_none()
+        kind = execute_plain(connection, select_kind(target, column)).one_or_none()
         if kind is None:
             raise ValueError(f"the resource names the column {column!r}, and {target} has none of that name")
         if not kind.usable:

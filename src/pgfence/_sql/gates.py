@@ -92,11 +92,11 @@ def translate(connection: Connection) -> None:
     dialect = vars(connection.dialect)
     if _TRANSLATING not in dialect:
         style_of(connection.dialect)
-        event.listen(connection.engine, "handle_error", _told)
+        event.listen(connection.engine, "handle_error", _translate_rejection)
         dialect[_TRANSLATING] = True
 
 
-def _told(context: ExceptionContext) -> BaseException | None:
+def _translate_rejection(context: ExceptionContext) -> BaseException | None:
     error = translate_error(context.original_exception, None)
     if isinstance(error, StaleFencingTokenError) and context.connection is not None:
         block_commit(context.connection, error)

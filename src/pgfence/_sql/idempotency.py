@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import event
 
-from pgfence._sql.errors import detail_text, message_of
+from pgfence._sql.errors import message_of, read_detail
 from pgfence._sql.params import call, mark, name_of, style_of
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.storage import KEYS
@@ -66,10 +66,10 @@ def claim(connection: Connection, place: TableNames, row: KeyRow, wait: float) -
     style = style_of(connection.dialect)
     values = (*row, min(wait, _LONGEST))
     if not wait:
-        return _answer(send_quick(connection, _claim(place, style), values))
+        return _decode_claim(send_quick(connection, _claim(place, style), values))
     # One statement cannot change the limit that it runs under.
     limit = send(connection, _LIFT).one()[0]
-    answer = _answer(send(connection, _claim(place, style), values).scalar_one())
+    answer = _decode_claim(send(connection, _claim(place, style), values).scalar_one())
     if limit != "0":
         send(connection, _PUT_BACK.format("$1" if style == "numeric" else "%s"), (limit,))
     return answer
@@ -91,10 +91,10 @@ class EffectAttempt(NamedTuple):
     ended: str | None
 
 
-def attempt_at(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
+def find_attempt(connection: Connection, place: TableNames, row: KeyRow) -> EffectAttempt | None:
     """Return the attempt of an effect that has a key; None if a transaction has it."""
     style = style_of(connection.dialect)
-    found = send(connection, _attempt(place, style), (row.scope, row.key)).one_or_none()
+    found = send(connection, _select_attempt(place, style), (row.scope, row.key)).one_or_none()
     return None if found is None else EffectAttempt._make(found)
 
 
@@ -109,11 +109,11 @@ def translate(connection: Connection) -> None:
     """Have a commit that is refused for an unfinished key raised as our error, whoever commits on this engine."""
     dialect = vars(connection.dialect)
     if _TRANSLATING not in dialect:
-        event.listen(connection.engine, "handle_error", _unfinished)
+        event.listen(connection.engine, "handle_error", _translate_unfinished)
         dialect[_TRANSLATING] = True
 
 
-def _unfinished(context: ExceptionContext) -> BaseException | None:
+def _translate_unfinished(context: ExceptionContext) -> BaseException | None:
     error = context.original_exception
     if sqlstate_of(error) != UNFINISHED:
         return None
@@ -125,7 +125,7 @@ def _unfinished(context: ExceptionContext) -> BaseException | None:
     )
 
 
-def _answer(told: str) -> ClaimResult:
+def _decode_claim(told: str) -> ClaimResult:
     outcome, _, text = told.partition(" ")
     return ClaimResult(outcome, text)
 
@@ -137,7 +137,7 @@ def _claim(place: TableNames, style: ParamStyle) -> str:
 
 
 @cache
-def _attempt(place: TableNames, style: ParamStyle) -> str:
+def _select_attempt(place: TableNames, style: ParamStyle) -> str:
     now = "pg_catalog.clock_timestamp()"
     return (
         f"SELECT k.attempt, GREATEST(0, EXTRACT(epoch FROM k.locked_until - {now}))::double precision,"
@@ -152,10 +152,10 @@ def _finish(place: TableNames, style: ParamStyle) -> str:
     return f"SELECT {call(place, style, 'finish_key_v1', ('text', 'text', 'text', 'text'))}"
 
 
-def doubled(error: DBAPIError) -> frozenset[str] | None:
+def find_duplicate_columns(error: DBAPIError) -> frozenset[str] | None:
     """Return the columns of the unique key that an INSERT has met; None where the error is about something else."""
     if sqlstate_of(error) != UNIQUE_VIOLATION:
         return None
-    if found := _COLUMNS.search(detail_text(error)):
+    if found := _COLUMNS.search(read_detail(error)):
         return frozenset(plain or quoted.replace('""', '"') for quoted, plain in _COLUMN.findall(found[1]))
     return frozenset()

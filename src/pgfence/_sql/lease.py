@@ -1,4 +1,4 @@
-"""The statements of leases: each calls one function of the server, or looks. Texts only.
+"""The statements of leases and slots: each calls one function of the server, or looks. Texts only.
 
 Behind a pooler nothing may be prepared, and asyncpg, which prepares always, needs a transaction around it: else the pooler may send the two halves of
 the statement to two servers.
@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pgfence._sql.params import call, mark, name_of
+from pgfence._sql.tables import quote_literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,7 @@ class LeaseSql:
             None, kind. One row: granted, token, expires_at, remaining, hold_remaining, checkpoint as JSON, kind, owner, host,
             pid, backend_pid, application_name, purpose, since, set_back. Not granted: it describes the holder, and `remaining`
             counts to the free time. `set_back` is None, or the seconds by which the server's clock was set back.
-        renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `answers`.
+        renew: lists of names, lease ids, tokens, ttls. One value: JSON, for `decode_renewals`.
         release: name, lease id, token. One value: "released", or why it was none.
         finish: as release, of a slot: name, lease id, token, slot, whether it is done.
         forget: name, lease id. One value: whether it ended something.
@@ -67,7 +68,7 @@ class LeaseSql:
         forget_late: likewise.
         look: name. One row while a lease or a session lock with a token is held, else none: kind, owner, host, pid,
             backend_pid, application_name, purpose, token, since, expires_at.
-        check: lists of names, lease ids, tokens. One value: JSON, for `losses`.
+        check: lists of names, lease ids, tokens. One value: JSON, for `decode_losses`.
     """
 
     acquire: str
@@ -90,7 +91,7 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     def ask(function: str, kinds: Sequence[str], columns: str) -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
 
-    def late(function: str, kinds: Sequence[str]) -> str:
+    def build_late(function: str, kinds: Sequence[str]) -> str:
         return (
             f"WITH f AS MATERIALIZED (SELECT 1 FROM {lease} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
             " FOR NO KEY UPDATE SKIP LOCKED) SELECT CASE WHEN EXISTS (SELECT FROM f)"
@@ -106,9 +107,9 @@ def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
         finish=ask("finish_slot_v1", _FINISH, "r"),
         forget=ask("forget_lease_v1", _FORGET, "r"),
         adopt=ask("adopt_lease_v2", _ADOPT, "r.*"),
-        release_late=late("release_lease_v1", _RELEASE),
-        finish_late=late("finish_slot_v1", _FINISH),
-        forget_late=late("forget_lease_v1", _FORGET),
+        release_late=build_late("release_lease_v1", _RELEASE),
+        finish_late=build_late("finish_slot_v1", _FINISH),
+        forget_late=build_late("forget_lease_v1", _FORGET),
         look=(
             "SELECT CASE WHEN l.live THEN COALESCE(NULLIF(l.kind, 'session lock'), 'lease') ELSE l.kind END, l.owner, l.host,"
             " l.pid, l.backend_pid, CASE WHEN NOT l.live THEN (SELECT a.application_name FROM pg_catalog.pg_stat_activity AS a"
@@ -147,20 +148,111 @@ class LeaseResult:
 _BUSY = LeaseResult("busy")
 
 
-def answers(text: str) -> list[LeaseResult]:
+def decode_renewals(text: str) -> list[LeaseResult]:
     """Return what `renew` answered, in the order of its lists."""
-    return [_answer(item) for item in json.loads(text)]
+    return [_decode_renewal(item) for item in json.loads(text)]
 
 
-def losses(text: str) -> list[LossReason | None]:
+def decode_losses(text: str) -> list[LossReason | None]:
     """Return the result of `check`, in the order of its lists: why each grant is lost; None if it is held."""
     return [None if found == "held" else found for found in json.loads(text)]
 
 
-def _answer(item: list[Any]) -> LeaseResult:
+def _decode_renewal(item: list[Any]) -> LeaseResult:
     match item:
         case ["ok", float() | int() as epoch, float() | int() as left]:
             return LeaseResult("ok", float(left), datetime.fromtimestamp(epoch, UTC))
         case ["lost", str() as reason]:
             return LeaseResult("lost", reason=reason)  # type: ignore[arg-type]
     return _BUSY
+
+
+# ---------------------------------------------------------------- slots
+
+_ACQUIRE_SLOT = (
+    "text",
+    "timestamptz",
+    "timestamptz",
+    "text",
+    "double precision",
+    "double precision",
+    "text",
+    "text",
+    "integer",
+    "text",
+    "text",
+    "text",
+    "integer",
+    "timestamptz",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSql:
+    """The texts for one place and one way of marking parameters.
+
+    Attributes:
+        read: name. One row: the server's clock, the newest slot done, the newest tried; None where there is none.
+        read_zone: zone, name. One row: the same; how many seconds local time is ahead of UTC there, None for an unknown zone;
+            and how many it was at the newest slot done by the host that ran it, None if that is not known.
+        offset: instant, zone. One row: how many seconds local time was ahead of UTC then; None for an unknown zone.
+        home: the quoted name of the table of slots. One row: the schema in which it is.
+        acquire: name, slot, until when it counts or None, lease id, ttl, max_hold or None, owner, host, pid, purpose, metadata
+            as JSON or None, zone or None, how many seconds local time is ahead of UTC at the slot or None, the newest slot
+            done as it was read. One row: the outcome ("granted", "busy", "done", "moved", "zone"), then as the `acquire` of a lease,
+            and how many attempts the slot has seen.
+    """
+
+    read: str
+    read_zone: str
+    offset: str
+    home: str
+    acquire: str
+
+
+def build_repair(place: TableNames, stored: str) -> str:
+    """Return the statement with which a person lets a job run again whose slot was finished by a clock that was ahead.
+
+    It may be pasted into psql, and does nothing once the server's clock has passed the slot.
+    """
+    return (
+        f"UPDATE {place.name('slot')} SET done = NULL, tried = NULL WHERE name = {_quote_pasteable(stored)}"
+        " AND done > pg_catalog.clock_timestamp();"
+    )
+
+
+def _quote_pasteable(value: str) -> str:
+    """Return a text as a constant that survives a log line, a terminal and a mail: all on one line, every space alone."""
+    if value.isprintable() and "  " not in value:
+        return quote_literal(value)
+    parts = []
+    for before, char in zip(f"x{value}", value, strict=False):
+        if char.isprintable() and char not in "'\\" and not before == char == " ":
+            parts.append(char)
+        else:
+            code = ord(char)
+            parts.append(f"\\x{code:02x}" if code < 0x80 else f"\\U{code:08x}")
+    return f"E'{''.join(parts)}'"
+
+
+@cache
+def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
+    """Return the texts for one place."""
+    return SlotSql(
+        read=(
+            "SELECT pg_catalog.clock_timestamp(), s.done, s.tried FROM (SELECT) AS one"
+            f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 1)} AS text)"
+        ),
+        read_zone=(
+            f"SELECT one.at, s.done, s.tried, {name_of(place, 'zone_offset_v1', style)}(one.at, CAST({mark(style, 1)} AS text)),"
+            " CASE WHEN s.done = s.tried THEN s.tried_offset ELSE s.done_offset END"
+            " FROM (SELECT pg_catalog.clock_timestamp() AS at OFFSET 0) AS one"
+            f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 2)} AS text)"
+        ),
+        offset=f"SELECT {call(place, style, 'zone_offset_v1', ('timestamptz', 'text'))}",
+        home=(
+            "SELECT n.nspname FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
+            f" WHERE c.oid = pg_catalog.to_regclass(CAST({mark(style, 1)} AS text))"
+        ),
+        acquire=f"SELECT r.* FROM {call(place, style, 'acquire_slot_v2', _ACQUIRE_SLOT)} AS r",
+    )

@@ -68,17 +68,17 @@ class Doing(NamedTuple):
         return f"{self.state}, last {self.query!r}" if self.query and self.state else UNSEEN
 
 
-def doing(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
+def describe_sessions(connection: Connection, pids: Sequence[int]) -> dict[int, Doing]:
     """Return what sessions are doing, by the process of each; what the role may not see of others is left out."""
     text = _DOING.format(_MARKS[style_of(connection.dialect)])
     rows = connection.exec_driver_sql(text, (list(pids),)).all()
     return {row[0]: Doing(row[0], row[1], row[2], " ".join((row[3] or "").split())[:_LONGEST_QUERY]) for row in rows}
 
 
-def locking(connection: Connection) -> list[str]:
+def describe_lockers(connection: Connection) -> list[str]:
     """Describe the transactions that have locks on tables at this moment, the oldest first."""
     rows = connection.exec_driver_sql(_LOCKING).all()
-    known = doing(connection, [row[0] for row in rows if row[0]])
+    known = describe_sessions(connection, [row[0] for row in rows if row[0]])
     return [
         f"{row[1] or 'a session without a name'} (backend {row[0]}) on {row[2]}: {known.get(row[0], UNSEEN)}"
         if row[0]

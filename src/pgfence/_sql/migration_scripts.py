@@ -7,10 +7,18 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgfence._sql import versions
-from pgfence._sql.columns import column_types
-from pgfence._sql.fences import COMMENT, Target, contradicting, copied, foreign, kind_query, triggers
-from pgfence._sql.storage import TableNames, block, quoted
-from pgfence._sql.tables import literal, plainly
+from pgfence._sql.columns import list_column_types
+from pgfence._sql.fences import (
+    COMMENT,
+    Target,
+    build_triggers,
+    select_contradicting,
+    select_copied,
+    select_foreign,
+    select_kind,
+)
+from pgfence._sql.storage import TableNames, block, quote
+from pgfence._sql.tables import execute_plain, quote_literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,13 +56,13 @@ _PARTS = (
 """The arguments of a trigger, each of which ends in NUL. No encoding of a database has that byte within a letter."""
 
 
-def standing(connection: Connection, prefix: str) -> list[Standing]:
+def list_fences(connection: Connection, prefix: str) -> list[Standing]:
     """Return the fences of all installations with a prefix, in the order of their tables.
 
     One for every statement does not hold where the rows can be written by the name of a parent.
     """
-    names = ", ".join(literal(prefix + name) for name in ("fence_table_v1", "fence_row_v1"))
-    found = plainly(
+    names = ", ".join(quote_literal(prefix + name) for name in ("fence_table_v1", "fence_row_v1"))
+    found = execute_plain(
         connection,
         f"SELECT n.nspname, c.relname, {_PARTS} AS parts, f.nspname AS functions,"
         " t.tgtype & 1 = 1 OR NOT (c.relispartition"
@@ -62,7 +70,7 @@ def standing(connection: Connection, prefix: str) -> list[Standing]:
         " FROM pg_catalog.pg_trigger AS t"
         " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid JOIN pg_catalog.pg_namespace AS f ON f.oid = p.pronamespace"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE p.proname IN ({names}) AND t.tgname = {literal(prefix + 'fence')} ORDER BY 1, 2",
+        f" WHERE p.proname IN ({names}) AND t.tgname = {quote_literal(prefix + 'fence')} ORDER BY 1, 2",
     )
     return [
         Standing(row.nspname, row.relname, tuple(row.parts), row.functions, row.covers and row.holds, row.copied)
@@ -80,15 +88,15 @@ class Counting(NamedTuple):
     copied: bool
 
 
-def counting(connection: Connection, place: TableNames) -> list[Counting]:
+def list_version_triggers(connection: Connection, place: TableNames) -> list[Counting]:
     """Return the version triggers with a prefix, in the order of their tables: each counts, wherever its function is."""
-    found = plainly(
+    found = execute_plain(
         connection,
         f"SELECT n.nspname, c.relname, p.prosrc, {_OWN} FROM pg_catalog.pg_trigger AS t"
         " JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
         " JOIN pg_catalog.pg_class AS c ON c.oid = t.tgrelid JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
-        f" AND pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')}) ORDER BY 1, 2",
+        f" WHERE t.tgname = {quote_literal(versions.trigger_name(place))}"
+        f" AND pg_catalog.starts_with(p.proname, {quote_literal(place.prefix + 'version_v')}) ORDER BY 1, 2",
     )
     columns = ((row, _COLUMN.search(row.prosrc)) for row in found)
     return [
@@ -98,22 +106,24 @@ def counting(connection: Connection, place: TableNames) -> list[Counting]:
     ]
 
 
-def version(connection: Connection, place: TableNames) -> int:
+def read_version(connection: Connection, place: TableNames) -> int:
     """Return the version of the tables; 0 where there are none, or no functions."""
-    there = plainly(
+    there = execute_plain(
         connection,
-        f"SELECT pg_catalog.to_regclass({literal(place.name('schema_version'))}) IS NOT NULL"
-        f" AND pg_catalog.to_regproc({literal(place.name('enter_gate_v1'))}) IS NOT NULL",
+        f"SELECT pg_catalog.to_regclass({quote_literal(place.name('schema_version'))}) IS NOT NULL"
+        f" AND pg_catalog.to_regproc({quote_literal(place.name('enter_gate_v1'))}) IS NOT NULL",
     ).scalar_one()
     if not there:
         return 0
-    found = plainly(connection, f"SELECT pg_catalog.max(v.version) FROM {place.name('schema_version')} AS v").scalar()
+    found = execute_plain(
+        connection, f"SELECT pg_catalog.max(v.version) FROM {place.name('schema_version')} AS v"
+    ).scalar()
     return found or 0
 
 
-def installations(connection: Connection) -> set[TableNames]:
+def find_installations(connection: Connection) -> set[TableNames]:
     """Return where this database has functions of ours, whatever their prefix."""
-    found = plainly(
+    found = execute_plain(
         connection,
         "SELECT n.nspname, p.proname FROM pg_catalog.pg_proc AS p"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace WHERE p.proname LIKE '%enter\\_gate\\_v1'",
@@ -123,27 +133,27 @@ def installations(connection: Connection) -> set[TableNames]:
 
 def is_first(connection: Connection, place: TableNames) -> bool:
     """Return whether a place is where the search path makes something."""
-    query = f"SELECT pg_catalog.current_schema() IS NOT DISTINCT FROM {literal(place.schema or '')}"
-    return bool(plainly(connection, query).scalar_one())
+    query = f"SELECT pg_catalog.current_schema() IS NOT DISTINCT FROM {quote_literal(place.schema or '')}"
+    return bool(execute_plain(connection, query).scalar_one())
 
 
-def expecting_first(place: TableNames) -> str:
+def build_first_schema_check(place: TableNames) -> str:
     """Return a statement that fails where the search path finds an installation, and not in its first schema."""
     return block(
         "DECLARE\n    found text;\nBEGIN\n    SELECT n.nspname INTO found FROM pg_catalog.pg_class AS c"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE c.oid = pg_catalog.to_regclass({literal(place.name('schema_version'))})"
+        f" WHERE c.oid = pg_catalog.to_regclass({quote_literal(place.name('schema_version'))})"
         " AND n.nspname IS DISTINCT FROM pg_catalog.current_schema();\n    IF found IS NOT NULL THEN\n"
         "        RAISE EXCEPTION 'the tables found are in %, not in the first schema of the search path: say which', found;\n"
         "    END IF;\nEND"
     )
 
 
-def expecting_installed(place: TableNames) -> str:
+def build_installed_check(place: TableNames) -> str:
     """Return a statement that fails where there is no installation."""
     return block(
-        f"BEGIN\n    IF pg_catalog.to_regproc({literal(place.name('enter_gate_v1'))}) IS NULL THEN\n"
-        f"        RAISE EXCEPTION 'pgfence is not installed here, as %', {literal(place.name('schema_version'))};\n"
+        f"BEGIN\n    IF pg_catalog.to_regproc({quote_literal(place.name('enter_gate_v1'))}) IS NULL THEN\n"
+        f"        RAISE EXCEPTION 'pgfence is not installed here, as %', {quote_literal(place.name('schema_version'))};\n"
         "    END IF;\nEND"
     )
 
@@ -155,133 +165,136 @@ _USE = {
 """What the tables say of somebody who works at this moment: what it is called, its column, and when."""
 
 
-def used(connection: Connection, place: TableNames, version: int = 0) -> list[str]:
+def find_used(connection: Connection, place: TableNames, read_version: int = 0) -> list[str]:
     """Return the leases and keys that somebody works under at this moment, of the tables that a version has not, if any."""
     found: list[str] = []
     for name, (what, column, condition) in _USE.items():
-        if version and name in column_types(version):
+        if read_version and name in list_column_types(read_version):
             continue
-        if plainly(connection, f"SELECT pg_catalog.to_regclass({literal(place.name(name))})").scalar_one() is not None:
-            rows = plainly(
+        if (
+            execute_plain(connection, f"SELECT pg_catalog.to_regclass({quote_literal(place.name(name))})").scalar_one()
+            is not None
+        ):
+            rows = execute_plain(
                 connection, f"SELECT {column} FROM {place.name(name)} WHERE {condition} ORDER BY 1"
             ).scalars()
             found += (f"{what} {row!r}" for row in rows)
     return found
 
 
-def expecting_unused(place: TableNames, version: int = 0) -> str:
-    """Return a statement that fails where `used` finds something."""
+def build_unused_check(place: TableNames, read_version: int = 0) -> str:
+    """Return a statement that fails where `find_used` finds something."""
     checks = (
-        f"    IF pg_catalog.to_regclass({literal(place.name(name))}) IS NOT NULL THEN\n"
+        f"    IF pg_catalog.to_regclass({quote_literal(place.name(name))}) IS NOT NULL THEN\n"
         f"        SELECT {column} INTO found FROM {place.name(name)} WHERE {condition} LIMIT 1;\n"
         "        IF found IS NOT NULL THEN\n"
         f"            RAISE EXCEPTION '{what} % is held: stop whoever works under it first', found;\n"
         "        END IF;\n    END IF;\n"
         for name, (what, column, condition) in _USE.items()
-        if not version or name not in column_types(version)
+        if not read_version or name not in list_column_types(read_version)
     )
     return block(f"DECLARE\n    found text;\nBEGIN\n{''.join(checks)}END")
 
 
-def adding_version(place: TableNames, target: Target, column: str) -> list[str]:
+def build_version_addition(place: TableNames, target: Target, column: str) -> list[str]:
     """Return statements that do what `versions.add` does and ask nothing beforehand."""
-    return [_not_theirs(place, target), *versions.creation(place, target.quoted, column)]
+    return [_build_ownership_check(place, target), *versions.build_creation(place, target.quoted, column)]
 
 
-def removing_version(place: TableNames, target: Target) -> list[str]:
+def build_version_removal(place: TableNames, target: Target) -> list[str]:
     """Return statements that do what `versions.drop` does, likewise."""
-    return [_not_theirs(place, target), versions.removal(place, target.quoted)]
+    return [_build_ownership_check(place, target), versions.build_removal(place, target.quoted)]
 
 
-def _not_theirs(place: TableNames, target: Target) -> str:
+def _build_ownership_check(place: TableNames, target: Target) -> str:
     query = (
         "SELECT FROM pg_catalog.pg_trigger AS t JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
-        f" WHERE t.tgname = {literal(versions.trigger_name(place))}"
-        f" AND t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)})"
-        f" AND NOT pg_catalog.starts_with(p.proname, {literal(place.prefix + 'version_v')})"
+        f" WHERE t.tgname = {quote_literal(versions.trigger_name(place))}"
+        f" AND t.tgrelid = pg_catalog.to_regclass({quote_literal(target.quoted)})"
+        f" AND NOT pg_catalog.starts_with(p.proname, {quote_literal(place.prefix + 'version_v')})"
     )
-    return block(f"BEGIN\n{_refusing(query, target)}END")
+    return block(f"BEGIN\n{_build_refusal(query, target)}END")
 
 
-def adding(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
+def build_fence_addition(place: TableNames, target: Target, parts: tuple[str, ...]) -> str:
     """Return a statement that does what `fences.add` does, and puts its questions to the server when it runs."""
-    whole, one = triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
-    first, truncate = triggers(place, target, [_MARK], parts, by_row=True)
-    before, _, after = truncate.creation().partition(_MARK)
-    columns = "".join(_expected(target, column) for column in parts[1::2])
+    whole, one = build_triggers(place, target, [target.quoted], parts, by_row=False), len(parts) == 1
+    first, truncate = build_triggers(place, target, [_MARK], parts, by_row=True)
+    before, _, after = truncate.build_creation().partition(_MARK)
+    columns = "".join(_build_column_check(target, column) for column in parts[1::2])
     kinds = "c.relkind = 'p' OR c.relispartition OR c.relhassubclass OR EXISTS (SELECT FROM pg_catalog.pg_inherits"
-    comment = f"{literal(COMMENT)}"
-    whole_comment = f"COMMENT ON TRIGGER {quoted(place.prefix + 'fence')} ON {target.quoted} IS {comment};"
+    comment = f"{quote_literal(COMMENT)}"
+    whole_comment = f"COMMENT ON TRIGGER {quote(place.prefix + 'fence')} ON {target.quoted} IS {comment};"
     return block(
         "DECLARE\n    part text;\n"
-        f"BEGIN\n{_refusing(foreign(place, target), target)}{columns}"
-        f"    IF EXISTS ({contradicting(place, target, parts)}) THEN\n"
-        f"        RAISE EXCEPTION '% and a partition or its parent have different fences', {literal(str(target))};\n"
-        f"    END IF;\n{_unless_copied(place, target)}{_removal(place, target)}"
+        f"BEGIN\n{_build_refusal(select_foreign(place, target), target)}{columns}"
+        f"    IF EXISTS ({select_contradicting(place, target, parts)}) THEN\n"
+        f"        RAISE EXCEPTION '% and a partition or its parent have different fences', {quote_literal(str(target))};\n"
+        f"    END IF;\n{_build_condition(place, target)}{_build_trigger_removal(place, target)}"
         f"    IF {'' if one else 'true OR '}(SELECT {kinds} AS i WHERE i.inhrelid = c.oid)"
-        f" FROM pg_catalog.pg_class AS c WHERE c.oid = {literal(target.quoted)}::pg_catalog.regclass) THEN\n"
-        f"        {first.creation()};\n"
-        f"        FOR part IN {_tree(target)} LOOP\n"
-        f"            EXECUTE {literal(before)} || part || {literal(after)};\n"
-        f"            EXECUTE {literal(f'COMMENT ON TRIGGER {quoted(truncate.name)} ON ')} || part"
-        f" || {literal(f' IS {comment}')};\n"
+        f" FROM pg_catalog.pg_class AS c WHERE c.oid = {quote_literal(target.quoted)}::pg_catalog.regclass) THEN\n"
+        f"        {first.build_creation()};\n"
+        f"        FOR part IN {_tree_sql(target)} LOOP\n"
+        f"            EXECUTE {quote_literal(before)} || part || {quote_literal(after)};\n"
+        f"            EXECUTE {quote_literal(f'COMMENT ON TRIGGER {quote(truncate.name)} ON ')} || part"
+        f" || {quote_literal(f' IS {comment}')};\n"
         "        END LOOP;\n"
-        f"    ELSE\n        {whole[0].creation()};\n"
+        f"    ELSE\n        {whole[0].build_creation()};\n"
         "    END IF;\n"
         f"    {whole_comment}\nEND"
     )
 
 
-def removing(place: TableNames, target: Target) -> str:
+def build_fence_removal(place: TableNames, target: Target) -> str:
     """Return a statement that does what `fences.drop` does, likewise."""
     return block(
-        f"DECLARE\n    part text;\nBEGIN\n{_refusing(foreign(place, target), target)}{_unless_copied(place, target)}"
-        f"{_removal(place, target)}END"
+        f"DECLARE\n    part text;\nBEGIN\n{_build_refusal(select_foreign(place, target), target)}{_build_condition(place, target)}"
+        f"{_build_trigger_removal(place, target)}END"
     )
 
 
-def _unless_copied(place: TableNames, target: Target) -> str:
-    return f"    IF EXISTS ({copied(place, target)}) THEN\n        RETURN;\n    END IF;\n"
+def _build_condition(place: TableNames, target: Target) -> str:
+    return f"    IF EXISTS ({select_copied(place, target)}) THEN\n        RETURN;\n    END IF;\n"
 
 
-def _removal(place: TableNames, target: Target) -> str:
-    truncate = f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence_truncate')} ON "
+def _build_trigger_removal(place: TableNames, target: Target) -> str:
+    truncate = f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'fence_truncate')} ON "
     return (
-        f"    DROP TRIGGER IF EXISTS {quoted(place.prefix + 'fence')} ON {target.quoted};\n"
-        f"    FOR part IN {_tree(target)} LOOP\n        EXECUTE {literal(truncate)} || part;\n    END LOOP;\n"
+        f"    DROP TRIGGER IF EXISTS {quote(place.prefix + 'fence')} ON {target.quoted};\n"
+        f"    FOR part IN {_tree_sql(target)} LOOP\n        EXECUTE {quote_literal(truncate)} || part;\n    END LOOP;\n"
     )
 
 
-def _refusing(query: str, target: Target) -> str:
+def _build_refusal(query: str, target: Target) -> str:
     return (
         f"    IF EXISTS ({query}) THEN\n"
-        f"        RAISE EXCEPTION '% has a trigger of this name that is none of pgfence''s', {literal(str(target))};\n"
+        f"        RAISE EXCEPTION '% has a trigger of this name that is none of pgfence''s', {quote_literal(str(target))};\n"
         "    END IF;\n"
     )
 
 
-def _expected(target: Target, column: str) -> str:
+def _build_column_check(target: Target, column: str) -> str:
     return (
-        f"    IF NOT COALESCE((SELECT k.usable FROM ({kind_query(target, column)}) AS k), false) THEN\n"
+        f"    IF NOT COALESCE((SELECT k.usable FROM ({select_kind(target, column)}) AS k), false) THEN\n"
         f"        RAISE EXCEPTION 'the resource needs a column % of %, of text, integer, uuid, date or an enum',"
-        f" {literal(column)}, {literal(str(target))};\n"
+        f" {quote_literal(column)}, {quote_literal(str(target))};\n"
         "    END IF;\n"
     )
 
 
-def _tree(target: Target) -> str:
-    table = f"{literal(target.quoted)}::pg_catalog.regclass"
+def _tree_sql(target: Target) -> str:
+    table = f"{quote_literal(target.quoted)}::pg_catalog.regclass"
     return (
         f"SELECT {table}::text UNION SELECT t.relid::pg_catalog.regclass::text"
         f" FROM pg_catalog.pg_partition_tree({table}) AS t WHERE t.level > 0"
     )
 
 
-def _indexes(table: Target, index: str) -> str:
+def _indexes_sql(table: Target, find_index: str) -> str:
     return (
         " FROM pg_catalog.pg_class AS t JOIN pg_catalog.pg_class AS x ON x.relnamespace = t.relnamespace"
-        f" AND x.relname = {literal(index)} JOIN pg_catalog.pg_index AS i ON i.indexrelid = x.oid"
-        f" WHERE t.oid = pg_catalog.to_regclass({literal(table.quoted)})"
+        f" AND x.relname = {quote_literal(find_index)} JOIN pg_catalog.pg_index AS i ON i.indexrelid = x.oid"
+        f" WHERE t.oid = pg_catalog.to_regclass({quote_literal(table.quoted)})"
     )
 
 
@@ -296,19 +309,19 @@ class Index(NamedTuple):
 
 def is_partitioned(connection: Connection, table: Target) -> bool:
     """Return whether it is a table of partitions; no table is none."""
-    query = f"SELECT c.relkind = 'p' FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({literal(table.quoted)})"
-    return bool(plainly(connection, query).scalar())
+    query = f"SELECT c.relkind = 'p' FROM pg_catalog.pg_class AS c WHERE c.oid = pg_catalog.to_regclass({quote_literal(table.quoted)})"
+    return bool(execute_plain(connection, query).scalar())
 
 
-def index(connection: Connection, table: Target, name: str) -> Index | None:
+def find_index(connection: Connection, table: Target, name: str) -> Index | None:
     """Return what has the name of an index, None if nothing has."""
-    row: Any = plainly(
+    row: Any = execute_plain(
         connection,
         "SELECT x.oid::pg_catalog.regclass::text, i.indexrelid IS NOT NULL, COALESCE(i.indisvalid, false),"
         " COALESCE(i.indrelid = t.oid, false) FROM pg_catalog.pg_class AS t"
-        f" JOIN pg_catalog.pg_class AS x ON x.relnamespace = t.relnamespace AND x.relname = {literal(name)}"
+        f" JOIN pg_catalog.pg_class AS x ON x.relnamespace = t.relnamespace AND x.relname = {quote_literal(name)}"
         " LEFT JOIN pg_catalog.pg_index AS i ON i.indexrelid = x.oid"
-        f" WHERE t.oid = pg_catalog.to_regclass({literal(table.quoted)})",
+        f" WHERE t.oid = pg_catalog.to_regclass({quote_literal(table.quoted)})",
     ).one_or_none()
     return None if row is None else Index(*row)
 
@@ -320,7 +333,7 @@ DIFFERS = "42P07"
 """The SQLSTATE of `comparing` for another index."""
 
 
-def comparing(table: Target, called: str, creation: str, definition: str) -> str:
+def build_index_comparison(table: Target, called: str, creation: str, definition: str) -> str:
     """Return a statement that fails unless an index is the one that `creation` makes of an empty table of the same name.
 
     Access method, columns, expressions, order, operator classes, collations, predicate and options count; the name and the
@@ -335,15 +348,15 @@ def comparing(table: Target, called: str, creation: str, definition: str) -> str
         " pg_catalog.pg_get_indexdef(i.indexrelid) AS whole, pg_catalog.quote_ident(t.relname) AS of) AS d"
         " WHERE i.indexrelid = {}::pg_catalog.regclass)"
     )
-    like = f"pg_temp.{quoted(table.name)}"
+    like = f"pg_temp.{quote(table.name)}"
     # The first line comes before the table that hides the real one. EXECUTE, because a text may end in a comment.
     return block(
-        f"DECLARE\n    found text := {described.format(literal(called))};\n    wanted text;\nBEGIN\n"
-        f"    IF found = {literal(definition)} THEN\n        RETURN;\n    END IF;\n"
-        f"    BEGIN\n        CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n        EXECUTE {literal(creation)};\n"
+        f"DECLARE\n    found text := {described.format(quote_literal(called))};\n    wanted text;\nBEGIN\n"
+        f"    IF found = {quote_literal(definition)} THEN\n        RETURN;\n    END IF;\n"
+        f"    BEGIN\n        CREATE TEMPORARY TABLE {like} (LIKE {table.quoted});\n        EXECUTE {quote_literal(creation)};\n"
         "    EXCEPTION WHEN OTHERS THEN\n        RAISE EXCEPTION USING ERRCODE = SQLSTATE, MESSAGE = SQLERRM || '; it is ' || found;\n"
         "    END;\n"
-        f"    wanted := {described.format(literal(f'pg_temp.{WANTED}'))};\n    DROP TABLE {like};\n"
+        f"    wanted := {described.format(quote_literal(f'pg_temp.{WANTED}'))};\n    DROP TABLE {like};\n"
         "    IF found IS DISTINCT FROM wanted THEN\n"
         f"        RAISE EXCEPTION USING ERRCODE = '{DIFFERS}', MESSAGE = found || ', and not ' || wanted;\n"
         "    END IF;\nEND"
@@ -351,9 +364,9 @@ def comparing(table: Target, called: str, creation: str, definition: str) -> str
 
 
 @contextmanager
-def patient(connection: Connection) -> Iterator[None]:
+def wait_for_locks(connection: Connection) -> Iterator[None]:
     """Let statements wait for locks as long as it takes; in autocommit."""
-    before = plainly(
+    before = execute_plain(
         connection,
         "WITH o AS MATERIALIZED (SELECT pg_catalog.current_setting('lock_timeout') AS v)"
         " SELECT o.v, pg_catalog.set_config('lock_timeout', '0', false) FROM o",
@@ -362,18 +375,18 @@ def patient(connection: Connection) -> Iterator[None]:
         yield
     finally:
         with suppress(Exception):  # why the statement failed says more
-            plainly(connection, f"SELECT pg_catalog.set_config('lock_timeout', {literal(before)}, false)")
+            execute_plain(connection, f"SELECT pg_catalog.set_config('lock_timeout', {quote_literal(before)}, false)")
 
 
 def drop_index(connection: Connection, called: str) -> None:
     """Drop an index beside running writers; in autocommit."""
-    plainly(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {called}")
+    execute_plain(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {called}")
 
 
-def clearing(table: Target, name: str) -> str:
+def build_index_cleanup(table: Target, name: str) -> str:
     """Return a statement that drops an index that an interrupted build left behind, for scripts: it keeps writers out."""
     return block(
         "DECLARE\n    found text;\nBEGIN\n"
-        f"    SELECT x.oid::pg_catalog.regclass::text INTO found{_indexes(table, name)} AND NOT i.indisvalid;\n"
+        f"    SELECT x.oid::pg_catalog.regclass::text INTO found{_indexes_sql(table, name)} AND NOT i.indisvalid;\n"
         "    IF found IS NOT NULL THEN\n        EXECUTE 'DROP INDEX ' || found;\n    END IF;\nEND"
     )

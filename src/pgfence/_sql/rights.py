@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgfence._sql.storage import quoted
+from pgfence._sql.storage import quote
 
 if TYPE_CHECKING:
     from pgfence._sql.storage import TableNames
@@ -24,7 +24,7 @@ def build_grants(place: TableNames, role: str, *, key_rights: str = "", audit: b
     asked = [f"GRANT {on_tables} ON {', '.join(map(place.name, tables))} TO {role}"]
     asked.append(f"GRANT SELECT ON {place.name('schema_version')} TO {role}")
     if place.schema is not None:
-        asked.append(f"GRANT USAGE ON SCHEMA {quoted(place.schema)} TO {role}")
+        asked.append(f"GRANT USAGE ON SCHEMA {quote(place.schema)} TO {role}")
     if audit:
         asked.append(f"GRANT INSERT ON {place.name('audit')} TO {role}")
     return asked

@@ -75,7 +75,7 @@ class TransactionRecord:
             self.forget()
             self._root = None if root is None else weakref.ref(root)
 
-    def shared(self, key: LockKey) -> bool | None:
+    def is_shared(self, key: LockKey) -> bool | None:
         """Return whether a key is held shared (True) or exclusive (False); None: not held, or not known."""
         shared: bool | None = self._keys.get(key)
         return shared

@@ -1,7 +1,7 @@
 """What kind of server is at the other end, and may a session lock be trusted there?
 
 One round trip on each new connection of ours reads the facts and, where no pooler is declared, sets what would end or
-mislead a quiet holder. `verdict` then judges the facts; it is pure.
+mislead a quiet holder. `judge_session` then judges the facts; it is pure.
 
 What is set, and why: a role's `statement_timeout` or `lock_timeout` would end our waits early (and cannot be changed inside
 the statement it kills), its idle timeouts would end a holder, `default_transaction_isolation` and `default_transaction_read_only`
@@ -167,19 +167,21 @@ def _put_back(connection: Connection, facts: ServerInfo, names: Sequence[str]) -
         connection.exec_driver_sql(f"SELECT {asked}")
 
 
-def backend_pid(connection: Connection) -> int:
+def read_backend_pid(connection: Connection) -> int:
     """Return the process id of the server process that answers."""
     pid: int = connection.exec_driver_sql(BACKEND_PID).scalar_one()
     return pid
 
 
-def started(connection: Connection) -> str:
+def read_start_time(connection: Connection) -> str:
     """Return when the server was started, as in `ServerInfo`."""
     moment: str = connection.exec_driver_sql(STARTED).scalar_one()
     return moment
 
 
-def verdict(facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid: int | None) -> PgfenceError | None:
+def judge_session(
+    facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid: int | None
+) -> PgfenceError | None:
     """Return the reason why a session lock must not be trusted here, or None.
 
     Args:
@@ -188,7 +190,7 @@ def verdict(facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid
         pooler: what the configuration says.
         other_pid: the server process that answered a second client while ours was idle, if one was asked.
     """
-    if refused := unsupported(facts):
+    if refused := judge_version(facts):
         return refused
     if facts.standby:
         return standby_error(
@@ -214,7 +216,7 @@ def verdict(facts: ServerInfo, driver_pid: int, pooler: PoolerSetting, other_pid
     return None
 
 
-def unsupported(facts: ServerInfo) -> UnsupportedServerError | None:
+def judge_version(facts: ServerInfo) -> UnsupportedServerError | None:
     """Return why this is no PostgreSQL that pgfence can trust, or None."""
     if not facts.version.startswith("PostgreSQL ") or "-YB-" in facts.version:
         return UnsupportedServerError(f"pgfence needs PostgreSQL; this server says it is {facts.version[:60]!r}")
@@ -241,7 +243,7 @@ def _too_old_error(version: str) -> UnsupportedServerError:
 WARN, REFUSE = 0.8, 0.9
 
 
-def capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"] | CapacityError:
+def judge_capacity(used: int, wanted: int, limit: int) -> Literal["fine", "warn"] | CapacityError:
     """Judge a request for `wanted` more locks in a lock table with room for at least `limit`."""
     share = (used + wanted) / limit
     if share >= REFUSE:

@@ -33,7 +33,7 @@ WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('searc
 """Its row is for `errors.missing_tables_error`."""
 
 
-def quoted(identifier: str) -> str:
+def quote(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
 
 
@@ -58,8 +58,8 @@ class TableNames:
 
     def name(self, what: str) -> str:
         """Return the quoted name of a table or function, ready to stand in a statement."""
-        name = quoted(self.prefix + what)
-        return name if self.schema is None else f"{quoted(self.schema)}.{name}"
+        name = quote(self.prefix + what)
+        return name if self.schema is None else f"{quote(self.schema)}.{name}"
 
     def contradicts(self, other: TableNames) -> bool:
         """Return whether these are certainly two sets of tables. One without a schema may be any that the search path finds."""
@@ -93,13 +93,13 @@ class TableNames:
         return f"pgfence install{schema}{prefix}"
 
 
-def table_names(thing: Any) -> TableNames:
+def table_names_of(thing: Any) -> TableNames:
     """Return the place for an Engine, AsyncEngine, Connection or AsyncConnection.
 
     It is what was configured, and a `schema_translate_map` on top of it, so that each tenant's schema may have its own.
     """
     config = config_of(thing)
-    return _place(translated_schema(thing, config.schema), config.prefix)
+    return _place(translate_schema(thing, config.schema), config.prefix)
 
 
 @lru_cache(maxsize=1024)
@@ -107,7 +107,7 @@ def _place(schema: str | None, prefix: str) -> TableNames:
     return TableNames(schema, prefix)
 
 
-def translated_schema(thing: Any, schema: str | None) -> str | None:
+def translate_schema(thing: Any, schema: str | None) -> str | None:
     """Return what a schema is called in statements of this Engine or Connection, sync or async."""
     # An AsyncConnection has options of its own on top of its engine's.
     real = getattr(thing, "sync_connection", None) or getattr(thing, "sync_engine", thing)
@@ -117,7 +117,7 @@ def translated_schema(thing: Any, schema: str | None) -> str | None:
 
 
 @cache
-def function_texts(place: TableNames, version: int = VERSION) -> dict[str, str]:
+def read_functions(place: TableNames, version: int = VERSION) -> dict[str, str]:
     """Return the statements that create the functions of a version, by name without the prefix, in order.
 
     A later version may replace the body of a function of an earlier one: then the later body counts.
@@ -127,11 +127,11 @@ def function_texts(place: TableNames, version: int = VERSION) -> dict[str, str]:
         for since, names in FILES.items()
         if since <= version
         for name in names
-        for function, text in _statements(name, since, place)
+        for function, text in _read_statements(name, since, place)
     }
 
 
-def _statements(name: str, since: int, place: TableNames) -> list[tuple[str, str]]:
+def _read_statements(name: str, since: int, place: TableNames) -> list[tuple[str, str]]:
     source = files("pgfence._sql").joinpath(f"v{since}", f"{name}.sql")
     if not source.is_file():
         return []

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._sql.encoding import sending
+from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext
 from pgfence._sql.idempotency import NEEDED
-from pgfence._sql.moments import moment, number
-from pgfence._sql.params import mark, name_of, style_of
+from pgfence._sql.params import from_microseconds, mark, microseconds_sql, name_of, style_of
 from pgfence._sql.sqlstate import LOCK_NOT_AVAILABLE, sqlstate_of
 from pgfence.errors import LockTimeoutError
 from pgfence.keys import SEPARATOR
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from pgfence._sql.storage import TableNames
 
-_TIMES = ", ".join(map(number, ("k.created_at", "k.locked_until", "k.expires_at")))
+_TIMES = ", ".join(map(microseconds_sql, ("k.created_at", "k.locked_until", "k.expires_at")))
 _ROW = (
     "SELECT k.scope, k.key, k.attempt, COALESCE((SELECT pg_catalog.array_agg(s.name ORDER BY s.name)"
     " FROM pg_catalog.jsonb_object_keys(k.step) AS s(name)), CAST(ARRAY[] AS text[])), k.owner, k.host, k.pid, k.claim_id,"
@@ -148,12 +147,12 @@ def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
     try:
         with connection.begin():
             _run(connection, order.place, _SETTINGS)
-            found = _locked(connection, order)
+            found = _lock_row(connection, order)
             if found is None or (order.only is not None and found.claim_id != order.only.claim_id):
                 return found
             _run(connection, order.place, _FREE, order.scope, order.key)
             stored = order.scope + SEPARATOR + order.key
-            _run(connection, order.place, _AUDIT, stored, order.actor, order.reason, _detail(found))
+            _run(connection, order.place, _AUDIT, stored, order.actor, order.reason, _build_detail(found))
             return found
     except DBAPIError as error:
         if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
@@ -166,17 +165,19 @@ def free(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
         ) from error
 
 
-def _locked(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
+def _lock_row(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | None:
     row = _run(connection, order.place, _ROW + _ONE + " FOR NO KEY UPDATE", order.scope, order.key).one_or_none()
     return None if row is None else _read(row)
 
 
 def _read(row: Sequence[Any]) -> StuckKeyRow:
     *known, since, locked_until, expires_at, running = row
-    return StuckKeyRow._make((*known, moment(since), moment(locked_until), moment(expires_at), running))
+    return StuckKeyRow._make(
+        (*known, from_microseconds(since), from_microseconds(locked_until), from_microseconds(expires_at), running)
+    )
 
 
-def _detail(found: StuckKeyRow) -> str:
+def _build_detail(found: StuckKeyRow) -> str:
     known = ("attempt", "steps", "owner", "host", "pid", "running")
     times = {name: getattr(found, name).isoformat() for name in ("since", "locked_until", "expires_at")}
     return json.dumps({name: getattr(found, name) for name in known} | times)
@@ -186,7 +187,7 @@ def _run(connection: Connection, place: TableNames, text: str, *args: Any) -> An
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}
-    with sending(connection, args):
+    with translate_text_errors(connection, args):
         return connection.exec_driver_sql(
             text.format(*(mark(style, n) for n in range(1, len(args) + 1)), **names), args
         )

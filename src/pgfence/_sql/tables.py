@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Index, MetaData
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from pgfence._sql.columns import added_columns, column_types, define, dialect
-from pgfence._sql.encoding import sending
-from pgfence._sql.storage import KEYS, VERSION, WHERE, TableNames, block, function_texts, quoted
+from pgfence._sql.columns import define, get_dialect, list_added_columns, list_column_types
+from pgfence._sql.encoding import translate_text_errors
+from pgfence._sql.storage import KEYS, VERSION, WHERE, TableNames, block, quote, read_functions
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -41,55 +41,55 @@ _HALF_FULL = ("lease", "gate", "slot")
 
 
 @cache
-def creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]:
+def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]:
     """Return the statements that make what is missing of tables and functions up to a version, in order.
 
     Run twice they change nothing, and an older version becomes this one.
     """
     tables = define(MetaData(), place, version)
     return (
-        *([] if place.schema is None else [_schema(place.schema)]),
-        *(str(CreateTable(table, if_not_exists=True).compile(dialect=dialect())).strip() for table in tables),
-        *(_index(place, index) for table in tables for index in table.indexes),
+        *([] if place.schema is None else [_create_schema(place.schema)]),
+        *(str(CreateTable(table, if_not_exists=True).compile(dialect=get_dialect())).strip() for table in tables),
+        *(_create_index(place, index) for table in tables for index in table.indexes),
         *(f"ALTER TABLE {place.name(name)} SET (fillfactor = 50)" for name in _HALF_FULL),
-        *(_creating(place, name, version) for name in function_texts(place, version)),
-        *(() if version < KEYS else (_trigger(place),)),
+        *(_create_function(place, name, version) for name in read_functions(place, version)),
+        *(() if version < KEYS else (_create_trigger(place),)),
         # Near the end, because these tables are locked from here to the commit.
-        *_adding(place, added_columns(version)),
+        *_add_columns(place, list_added_columns(version)),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
 
 
-def _creating(place: TableNames, function: str, version: int) -> str:
+def _create_function(place: TableNames, function: str, version: int) -> str:
     """Return the statement that creates a function; a body that a later version replaces does not go over that one."""
-    body = function_texts(place, version)[function]
-    if body == function_texts(place)[function]:
-        return _replacing(body)
+    body = read_functions(place, version)[function]
+    if body == read_functions(place)[function]:
+        return _replace_function(body)
     newer = f"EXISTS (SELECT FROM {place.name('schema_version')} AS v WHERE v.version > {version})"
-    return _unless(newer, f"EXECUTE {literal(_replacing(body))}")
+    return _run_unless(newer, f"EXECUTE {quote_literal(_replace_function(body))}")
 
 
-def _replacing(body: str) -> str:
+def _replace_function(body: str) -> str:
     return f"CREATE OR REPLACE {body.removeprefix('CREATE ')}"
 
 
-def _unless(there: str, made: str, end: str = "END") -> str:
+def _run_unless(there: str, made: str, end: str = "END") -> str:
     # Looked for first: to make a schema takes a right, and index and trigger lock their table before they find it there.
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
 
 
-def _adding(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the statement that adds the columns that tables lack, if any may lack some."""
-    return _altering(
+    return _alter_tables(
         place,
         [f"NOT {_has_column(place, name, each.partition(' ')[0])}" for name, some in columns.items() for each in some],
         {name: [f"ADD COLUMN IF NOT EXISTS {each}" for each in some] for name, some in columns.items()},
     )
 
 
-def _dropping(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _drop_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     """Return the statement that drops columns of tables, if there are any."""
-    return _altering(
+    return _alter_tables(
         place,
         [_has_column(place, name, each) for name, some in columns.items() for each in some],
         {name: [f"DROP COLUMN IF EXISTS {each}" for each in some] for name, some in columns.items() if some},
@@ -99,11 +99,13 @@ def _dropping(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[
 def _has_column(place: TableNames, table: str, column: str) -> str:
     return (
         "EXISTS (SELECT FROM pg_catalog.pg_attribute AS a WHERE a.attrelid ="
-        f" pg_catalog.to_regclass({literal(place.name(table))}) AND a.attname = {literal(column)} AND NOT a.attisdropped)"
+        f" pg_catalog.to_regclass({quote_literal(place.name(table))}) AND a.attname = {quote_literal(column)} AND NOT a.attisdropped)"
     )
 
 
-def _altering(place: TableNames, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+def _alter_tables(
+    place: TableNames, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
     """Return a statement that alters tables if one of the conditions holds; none if there is nothing to change.
 
     ALTER TABLE waits for every open transaction that has used the table, and everything that comes after waits behind it,
@@ -128,82 +130,82 @@ def _altering(place: TableNames, conditions: Sequence[str], changes: Mapping[str
     return (altering,)
 
 
-def _schema(name: str) -> str:
-    called = quoted(name)
-    there = f"pg_catalog.to_regnamespace({literal(called)}) IS NOT NULL"
-    return _unless(there, f"CREATE SCHEMA IF NOT EXISTS {called}")
+def _create_schema(name: str) -> str:
+    called = quote(name)
+    there = f"pg_catalog.to_regnamespace({quote_literal(called)}) IS NOT NULL"
+    return _run_unless(there, f"CREATE SCHEMA IF NOT EXISTS {called}")
 
 
-def _index(place: TableNames, index: Index) -> str:
+def _create_index(place: TableNames, index: Index) -> str:
     name = place.name(str(index.name).removeprefix(place.prefix))
-    made = str(CreateIndex(index, if_not_exists=True).compile(dialect=dialect())).strip()
-    return _unless(f"pg_catalog.to_regclass({literal(name)}) IS NOT NULL", made)
+    made = str(CreateIndex(index, if_not_exists=True).compile(dialect=get_dialect())).strip()
+    return _run_unless(f"pg_catalog.to_regclass({quote_literal(name)}) IS NOT NULL", made)
 
 
-def _trigger(place: TableNames) -> str:
+def _create_trigger(place: TableNames) -> str:
     """Return what keeps a transaction from committing while a key that it claimed has no result."""
     table, name = place.name("idempotency_key"), place.prefix + "unfinished_key"
-    return _unless(
-        f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {literal(table)}::pg_catalog.regclass"
-        f" AND t.tgname = {literal(name)}::pg_catalog.name)",
-        f"CREATE CONSTRAINT TRIGGER {quoted(name)} AFTER INSERT OR UPDATE ON {table}"
+    return _run_unless(
+        f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {quote_literal(table)}::pg_catalog.regclass"
+        f" AND t.tgname = {quote_literal(name)}::pg_catalog.name)",
+        f"CREATE CONSTRAINT TRIGGER {quote(name)} AFTER INSERT OR UPDATE ON {table}"
         " DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.status = 'in_progress' AND NEW.locked_until IS NULL)"
         f" EXECUTE FUNCTION {place.name('check_key_v1')}()",
         "EXCEPTION WHEN duplicate_object THEN NULL;\nEND",
     )
 
 
-def script(place: TableNames) -> str:
-    """Return `creation` as a text for psql, in one transaction."""
-    return "".join(f"{statement};\n\n" for statement in ("BEGIN", *creation(place), "COMMIT"))
+def build_script(place: TableNames) -> str:
+    """Return `build_creation` as a text for psql, in one transaction."""
+    return "".join(f"{statement};\n\n" for statement in ("BEGIN", *build_creation(place), "COMMIT"))
 
 
-def removal(place: TableNames) -> tuple[str, ...]:
+def build_removal(place: TableNames) -> tuple[str, ...]:
     """Return the statements that drop functions and tables, in order."""
     return (
-        f"DROP TRIGGER IF EXISTS {quoted(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
-        *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place)),
-        *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in column_types()),
+        f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
+        *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place)),
+        *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in list_column_types()),
     )
 
 
-def lowering(place: TableNames, version: int) -> tuple[str, ...]:
+def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
     """Return the statements that drop what came after a version, with what is in it, in order."""
-    kept, older = column_types(version), function_texts(place, version)
-    tables = [name for name in column_types() if name not in kept]
-    columns = {name: [each for each in column_types()[name] if each not in kept[name]] for name in kept}
+    kept, older = list_column_types(version), read_functions(place, version)
+    tables = [name for name in list_column_types() if name not in kept]
+    columns = {name: [each for each in list_column_types()[name] if each not in kept[name]] for name in kept}
     return (
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
-        *(f"DROP FUNCTION IF EXISTS {name}" for name in functions(place, version)),
-        *(_replacing(body) for name, body in older.items() if body != function_texts(place)[name]),
-        *_dropping(place, columns),
+        *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place, version)),
+        *(_replace_function(body) for name, body in older.items() if body != read_functions(place)[name]),
+        *_drop_columns(place, columns),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
 
 
 @cache
-def functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
+def list_functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
     """Return the quoted names of our functions; with `above` only of those that came after that version."""
-    older = function_texts(place, above)
-    return tuple(place.name(name) for name in function_texts(place) if name not in older)
+    older = read_functions(place, above)
+    return tuple(place.name(name) for name in read_functions(place) if name not in older)
 
 
-def literal(value: str) -> str:
+def quote_literal(value: str) -> str:
     """Return a text as a constant in a statement, whatever standard_conforming_strings says."""
     inner = value.replace("'", "''")
     return f"E'{inner.replace(chr(92), chr(92) * 2)}'" if "\\" in inner else f"'{inner}'"
 
 
 @cache
-def checking(place: TableNames, version: int = 1) -> str:
+def build_check(place: TableNames, version: int = 1) -> str:
     """Return the statement that asks whether all of a version is there.
 
-    Its one row is for `judged`; an error of it for `translated`. Without a version, what leases need.
+    Its one row is for `judge`, an error of it for `translate_error`. Without a version, what leases need.
     """
     wanted = ", ".join(
-        f"({literal(table)}, {literal(place.name(table))}, {literal(column)}, {literal(kind)})"
-        for table, columns in column_types(version).items()
+        f"({quote_literal(table)}, {quote_literal(place.name(table))}, {quote_literal(column)}, {quote_literal(kind)})"
+        for table, columns in list_column_types(version).items()
         for column, kind in columns.items()
     )
     return (
@@ -223,12 +225,12 @@ def _schema_of(place: TableNames) -> str:
     return (
         "(SELECT n.nspname::text FROM pg_catalog.pg_class AS c"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
-        f" WHERE c.oid = pg_catalog.to_regclass({literal(place.name('schema_version'))}))"
+        f" WHERE c.oid = pg_catalog.to_regclass({quote_literal(place.name('schema_version'))}))"
     )
 
 
-def judged(row: Sequence[Any], place: TableNames, version: int = 1) -> SchemaError | None:
-    """Return what the answer to `checking` says against using this place; None if nothing does."""
+def judge(row: Sequence[Any], place: TableNames, version: int = 1) -> SchemaError | None:
+    """Return what the row of `build_check` says against using this place; None if nothing does."""
     found, wrong, *there = row
     where = place.where(*there)
     if found is None or found < version:
@@ -239,10 +241,10 @@ def judged(row: Sequence[Any], place: TableNames, version: int = 1) -> SchemaErr
             needed=version,
             command=place.command,
         )
-    return None if wrong is None else _differing(wrong, where, place, found, version)
+    return None if wrong is None else _difference_error(wrong, where, place, found, version)
 
 
-def _differing(wrong: str, where: str, place: TableNames, found: int, version: int) -> SchemaError:
+def _difference_error(wrong: str, where: str, place: TableNames, found: int, version: int) -> SchemaError:
     """Return the error of tables that lack something, or differ, and whether `pgfence install` repairs that."""
     parts = [re.fullmatch(r"(\w+)(?:\.(\w+))? is (.+)", part) for part in wrong.split(", ")]
     tables = [part[1] for part in parts if part and part[2] is None]
@@ -257,7 +259,7 @@ def _differing(wrong: str, where: str, place: TableNames, found: int, version: i
             needed=version,
             command=place.command,
         )
-    alter = "; ".join(_restoring(place, part[1], part[2], part[3], version) for part in columns)
+    alter = "; ".join(_restore_column(place, part[1], part[2], part[3], version) for part in columns)
     naive = " (a time without a zone is another time in every session)" if "without time zone" in wrong else ""
     return SchemaError(
         f"pgfence's tables {where} differ from what pgfence created: {wrong}{naive}. `pgfence install` does not alter them;"
@@ -270,12 +272,12 @@ def _differing(wrong: str, where: str, place: TableNames, found: int, version: i
 
 def _is_added(part: re.Match[str], version: int) -> bool:
     """Say whether a missing column is one that an upgrade adds."""
-    added = {column.partition(" ")[0] for column in added_columns(version).get(part[1], ())}
+    added = {column.partition(" ")[0] for column in list_added_columns(version).get(part[1], ())}
     return part[3] == "missing" and part[2] in added
 
 
-def _restoring(place: TableNames, table: str, column: str, found: str, version: int) -> str:
-    kind = column_types(version)[table][column]
+def _restore_column(place: TableNames, table: str, column: str, found: str, version: int) -> str:
+    kind = list_column_types(version)[table][column]
     how = f"ADD COLUMN {column} {kind}" if found == "missing" else f"ALTER COLUMN {column} TYPE {kind}"
     return f"ALTER TABLE {place.name(table)} {how}"
 
@@ -286,33 +288,33 @@ def verify(connection: Connection, place: TableNames, version: int = VERSION) ->
     Raises:
         sqlalchemy.exc.DBAPIError: it could not be read at all; see `errors.translate_error`.
     """
-    return judged(plainly(connection, checking(place, version)).one(), place, version)
+    return judge(execute_plain(connection, build_check(place, version)).one(), place, version)
 
 
-def installed(connection: Connection, place: TableNames, version: int = VERSION) -> bool:
+def is_installed(connection: Connection, place: TableNames, version: int = VERSION) -> bool:
     """Return whether tables and functions of a version are there, without an error in the caller's transaction."""
-    newer = functions(place, version)
-    names = ", ".join(literal(name) for name in functions(place) if name not in newer)
-    there = plainly(
+    newer = list_functions(place, version)
+    names = ", ".join(quote_literal(name) for name in list_functions(place) if name not in newer)
+    there = execute_plain(
         connection,
-        f"SELECT pg_catalog.to_regclass({literal(place.name('schema_version'))}) IS NOT NULL AND NOT EXISTS"
+        f"SELECT pg_catalog.to_regclass({quote_literal(place.name('schema_version'))}) IS NOT NULL AND NOT EXISTS"
         f" (SELECT FROM pg_catalog.unnest(ARRAY[{names}]) AS f(name) WHERE pg_catalog.to_regproc(f.name) IS NULL)",
     ).scalar_one()
     return bool(there) and verify(connection, place, version) is None
 
 
-def settled(connection: Connection, place: TableNames) -> TableNames:
+def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
     """Return the place with its schema: where the search path finds an installation, else where it would make one.
 
     What the functions call is written with that schema, so that a writer with another search path meets the same gate.
     """
     if place.schema is not None:
         return place
-    schema = plainly(
+    schema = execute_plain(
         connection, f"SELECT COALESCE({_schema_of(place)}, pg_catalog.current_schema()::text)"
     ).scalar_one()
     if schema is None:
-        row: tuple[Any, ...] = tuple(plainly(connection, WHERE).one())
+        row: tuple[Any, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
             f"search path {row[1]!r} names no schema that exists in database {row[0]!r}: name one with"
             " pgfence.configure(engine, schema=...)",
@@ -324,32 +326,32 @@ def settled(connection: Connection, place: TableNames) -> TableNames:
 
 def create(connection: Connection, place: TableNames, version: int = VERSION) -> None:
     """Make what is missing, or raise an older version. Whoever calls it at the same time waits until this transaction ends."""
-    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
-    if not installed(connection, place, version):
-        _execute(connection, place, creation(place, version), version)
+    execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    if not is_installed(connection, place, version):
+        _execute(connection, place, build_creation(place, version), version)
 
 
 def lower(connection: Connection, place: TableNames, version: int) -> None:
     """Go back to an older version, likewise."""
-    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
-    _execute(connection, place, lowering(place, version), version)
+    execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    _execute(connection, place, build_downgrade(place, version), version)
 
 
 def _execute(connection: Connection, place: TableNames, statements: Sequence[str], version: int) -> None:
     for statement in statements:
-        plainly(connection, statement)
+        execute_plain(connection, statement)
     if (error := verify(connection, place, version)) is not None:
         raise error
 
 
 def drop(connection: Connection, place: TableNames) -> None:
     """Drop what is there."""
-    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
-    for statement in removal(place):
-        plainly(connection, statement)
+    execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    for statement in build_removal(place):
+        execute_plain(connection, statement)
 
 
-def plainly(connection: Connection, statement: str) -> CursorResult[Any]:
+def execute_plain(connection: Connection, statement: str) -> CursorResult[Any]:
     """Execute a text as it stands: no sign in it is a parameter."""
-    with sending(connection, statement):
+    with translate_text_errors(connection, statement):
         return connection.exec_driver_sql(statement, execution_options=_PLAIN)

@@ -16,7 +16,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
-from pgfence._sql.encoding import sending
+from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.lease import lease_sql
 from pgfence._sql.params import call
@@ -73,11 +73,11 @@ class TokenSql(LockSql):
         """Return who holds the key, and who holds a lease of that name, which keeps the lock busy too. Two round trips."""
         look = lease_sql(self.place, self.style).look
         try:
-            with sending(connection, self.name):
+            with translate_text_errors(connection, self.name):
                 leases = connection.exec_driver_sql(look, (self.name,)).all()
         except DBAPIError as error:
             raise_translated(error, self.place, self.context)
             raise
-        found = [activity.lease_holder(display_name(self.name), row) for row in leases]
+        found = [activity.build_lease_holder(display_name(self.name), row) for row in leases]
         sessions = activity.with_token(super().holders(connection), found)
         return sessions + [one for one in found if one.kind != "session lock"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.util import immutabledict
 
-from pgfence._sql.encoding import sending
+from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.params import style_of
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _wait(style: ParamStyle, shared: bool) -> str:
     return _WAIT.format(*marks, lock="pg_advisory_xact_lock" + ("_shared" if shared else ""))
 
 
-def _values(keys: Sequence[LockKey]) -> tuple[int, ...]:
+def _flatten_keys(keys: Sequence[LockKey]) -> tuple[int, ...]:
     found: list[int] = []
     for key in keys:
         found += (key.value,) if key.space == "bigint" else key.halves
@@ -107,7 +107,7 @@ def _values(keys: Sequence[LockKey]) -> tuple[int, ...]:
 def send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> CursorResult[Any]:
     """Send a statement of ours in the caller's transaction."""
     # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
-    with sending(connection, values):
+    with translate_text_errors(connection, values):
         return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
 
@@ -116,7 +116,7 @@ def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> An
 
     It goes past SQLAlchemy where nobody would see it there, and its errors come as SQLAlchemy's all the same.
     """
-    if _seen(connection):
+    if _is_observed(connection):
         return send(connection, text, values).scalar_one()
     adapted: Any = connection.connection.dbapi_connection
     cursor = None
@@ -128,13 +128,13 @@ def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> An
     except BaseException as error:
         # It closes the connection where that is lost, or was left in the middle of the answer.
         statement = text if isinstance(error, connection.dialect.loaded_dbapi.Error) else None
-        with sending(connection, values):
+        with translate_text_errors(connection, values):
             connection._handle_dbapi_exception(error, statement, values, cursor, None)
         raise
     return answer
 
 
-def _seen(connection: Connection) -> bool:
+def _is_observed(connection: Connection) -> bool:
     """Say whether anybody wants to see our statements, or SQLAlchemy would have to judge whether they may go out."""
     return (
         connection._has_events
@@ -149,7 +149,7 @@ def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_
     """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
     build = _request if len(keys) <= _KEPT else _request.__wrapped__
     text = build(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
-    taken, statement_timeout, lock_timeout = send(connection, text, _values(keys)).scalar_one().split(" ")
+    taken, statement_timeout, lock_timeout = send(connection, text, _flatten_keys(keys)).scalar_one().split(" ")
     return LockResult(int(taken), statement_timeout, lock_timeout)
 
 
@@ -200,7 +200,7 @@ def begin_anew(connection: Connection) -> None:
     connection.dialect.do_rollback(connection.connection)
 
 
-def hooked(connection: Connection) -> bool:
+def has_hooks(connection: Connection) -> bool:
     """Return whether anybody is called before a statement goes out, and may send another one first."""
     return bool(connection.dispatch.before_cursor_execute)
 
@@ -214,7 +214,7 @@ class DriverState(NamedTuple):
     """The server is in no transaction."""
 
 
-def driver_state(connection: Connection) -> DriverState:
+def read_driver_state(connection: Connection) -> DriverState:
     """Return what the driver knows of the connection. No round trip."""
     adapted = connection.connection.dbapi_connection
     assert adapted is not None
@@ -245,4 +245,4 @@ class Stay(NamedTuple):
         connection, root = self
         if connection.closed or connection.invalidated or root is None or connection.get_transaction() is not root:
             return True
-        return not root.is_active or driver_state(connection).idle
+        return not root.is_active or read_driver_state(connection).idle

@@ -6,8 +6,8 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pgfence._sql.storage import TableNames, quoted
-from pgfence._sql.tables import literal, plainly
+from pgfence._sql.storage import TableNames, quote
+from pgfence._sql.tables import execute_plain, quote_literal
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -30,7 +30,7 @@ def trigger_name(place: TableNames) -> str:
     return place.prefix + "version"
 
 
-def function_name(place: TableNames, column: str) -> str:
+def name_function(place: TableNames, column: str) -> str:
     """Return the quoted name of the function: one for each name of a column, since plpgsql wants it spelled out."""
     name = "version_v1" if column == "version" else f"version_v1_{column}"
     if len((place.prefix + name).encode()) > _LONGEST:
@@ -38,7 +38,7 @@ def function_name(place: TableNames, column: str) -> str:
     return place.name(name)
 
 
-def creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
+def build_creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
     """Return the statements that make function and trigger; run twice they change nothing.
 
     Args:
@@ -46,29 +46,29 @@ def creation(place: TableNames, table: str, column: str) -> tuple[str, ...]:
         table: quoted.
         column: not quoted.
     """
-    name, counted, function = quoted(trigger_name(place)), quoted(column), function_name(place, column)
-    body = _body(counted)
+    name, counted, function = quote(trigger_name(place)), quote(column), name_function(place, column)
+    body = _build_body(counted)
     return (
         f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $pgfence${body}$pgfence$",
         f"CREATE OR REPLACE TRIGGER {name} BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {function}()",
-        f"COMMENT ON TRIGGER {name} ON {table} IS {literal(COMMENT)}",
+        f"COMMENT ON TRIGGER {name} ON {table} IS {quote_literal(COMMENT)}",
     )
 
 
-def _body(counted: str) -> str:
+def _build_body(counted: str) -> str:
     return f"BEGIN NEW.{counted} := COALESCE(OLD.{counted}, 0) + 1; RETURN NEW; END"
 
 
-def removal(place: TableNames, table: str) -> str:
+def build_removal(place: TableNames, table: str) -> str:
     """Return the statement that drops the trigger. Its function stays: other tables may use it."""
-    return f"DROP TRIGGER IF EXISTS {quoted(trigger_name(place))} ON {table}"
+    return f"DROP TRIGGER IF EXISTS {quote(trigger_name(place))} ON {table}"
 
 
 def backfill(table: str, column: str) -> str:
     """Return the statements that make a nullable version column of a table with rows fit, for an error to name."""
     return (
-        f"UPDATE {table} SET {quoted(column)} = 1 WHERE {quoted(column)} IS NULL;"
-        f" ALTER TABLE {table} ALTER {quoted(column)} SET DEFAULT 1, ALTER {quoted(column)} SET NOT NULL"
+        f"UPDATE {table} SET {quote(column)} = 1 WHERE {quote(column)} IS NULL;"
+        f" ALTER TABLE {table} ALTER {quote(column)} SET DEFAULT 1, ALTER {quote(column)} SET NOT NULL"
     )
 
 
@@ -81,30 +81,30 @@ def add(connection: Connection, place: TableNames, target: Target, column: str) 
         SchemaError: the column takes NULL.
     """
     # Two that replace one function at the same time end in an error.
-    plainly(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
+    execute_plain(connection, f"SELECT pg_catalog.pg_advisory_xact_lock({_LOCK.value})")
     _expect_column(connection, target, column)
-    found = _found(connection, place, target)
-    same: bool = found is not None and found.function == function_name(place, column)
+    found = _find_trigger(connection, place, target)
+    same: bool = found is not None and found.function == name_function(place, column)
     if found is not None and same and found.enabled in {"O", "A"}:
         return
     if found is not None and found.copied:
         if not same:
             raise ValueError(f"{target} is a partition of a table that counts in another column than {column!r}")
-        plainly(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quoted(trigger_name(place))}")
+        execute_plain(connection, f"ALTER TABLE {target.quoted} ENABLE TRIGGER {quote(trigger_name(place))}")
         return
-    plainly(connection, removal(place, target.quoted))
-    function, *trigger = creation(place, target.quoted, column)
+    execute_plain(connection, build_removal(place, target.quoted))
+    function, *trigger = build_creation(place, target.quoted, column)
     for statement in trigger if _is_made(connection, place, column) else (function, *trigger):
-        plainly(connection, statement)
+        execute_plain(connection, statement)
 
 
 def _is_made(connection: Connection, place: TableNames, column: str) -> bool:
     """Return whether the function is there as it would be made: only its owner could make it again."""
-    found = plainly(
+    found = execute_plain(
         connection,
         "SELECT EXISTS (SELECT FROM pg_catalog.pg_proc AS p"
-        f" WHERE p.oid = pg_catalog.to_regprocedure({literal(function_name(place, column) + '()')})"
-        f" AND p.prosrc = {literal(_body(quoted(column)))})",
+        f" WHERE p.oid = pg_catalog.to_regprocedure({quote_literal(name_function(place, column) + '()')})"
+        f" AND p.prosrc = {quote_literal(_build_body(quote(column)))})",
     )
     return bool(found.scalar_one())
 
@@ -116,23 +116,23 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
         ValueError: there is no such table, or a trigger there has our name and is somebody else's.
     """
     _expect_table(connection, target)
-    found = _found(connection, place, target)
+    found = _find_trigger(connection, place, target)
     if found is not None and found.copied:
         _log.warning("%s goes on counting, for the table whose partition it is", target)
         return
-    plainly(connection, removal(place, target.quoted))
+    execute_plain(connection, build_removal(place, target.quoted))
 
 
-def _found(connection: Connection, place: TableNames, target: Target) -> Any:
+def _find_trigger(connection: Connection, place: TableNames, target: Target) -> Any:
     """Return the function of the trigger that has our name, quoted, and whether it is switched on; None if there is none."""
-    found = plainly(
+    found = execute_plain(
         connection,
         "SELECT t.tgenabled::text AS enabled, t.tgparentid <> 0 AS copied, p.proname, '\"' || pg_catalog.replace(n.nspname, '\"', '\"\"') || '\".\"'"
         " || pg_catalog.replace(p.proname, '\"', '\"\"') || '\"' AS function"
         " FROM pg_catalog.pg_trigger AS t JOIN pg_catalog.pg_proc AS p ON p.oid = t.tgfoid"
         " JOIN pg_catalog.pg_namespace AS n ON n.oid = p.pronamespace"
-        f" WHERE t.tgrelid = pg_catalog.to_regclass({literal(target.quoted)})"
-        f" AND t.tgname = {literal(trigger_name(place))}",
+        f" WHERE t.tgrelid = pg_catalog.to_regclass({quote_literal(target.quoted)})"
+        f" AND t.tgname = {quote_literal(trigger_name(place))}",
     ).one_or_none()
     if found is not None and not found.proname.startswith(f"{place.prefix}version_v"):
         raise ValueError(
@@ -142,22 +142,22 @@ def _found(connection: Connection, place: TableNames, target: Target) -> Any:
 
 
 def _expect_table(connection: Connection, target: Target) -> None:
-    there = f"SELECT pg_catalog.to_regclass({literal(target.quoted)}) IS NOT NULL"
-    if not plainly(connection, there).scalar_one():
+    there = f"SELECT pg_catalog.to_regclass({quote_literal(target.quoted)}) IS NOT NULL"
+    if not execute_plain(connection, there).scalar_one():
         raise ValueError(f"there is no table {target} here")
 
 
 def _expect_column(connection: Connection, target: Target, column: str) -> None:
     _expect_table(connection, target)
-    found = plainly(
+    found = execute_plain(
         connection,
         "SELECT a.attnotnull, pg_catalog.format_type(a.atttypid, NULL) AS kind FROM pg_catalog.pg_attribute AS a"
-        f" WHERE a.attrelid = pg_catalog.to_regclass({literal(target.quoted)}) AND a.attname = {literal(column)}"
+        f" WHERE a.attrelid = pg_catalog.to_regclass({quote_literal(target.quoted)}) AND a.attname = {quote_literal(column)}"
         " AND a.attnum > 0 AND NOT a.attisdropped",
     ).one_or_none()
     if found is None:
         raise ValueError(
-            f"{target} has no column {column!r}: ALTER TABLE {target.quoted} ADD {quoted(column)} bigint NOT NULL DEFAULT 1."
+            f"{target} has no column {column!r}: ALTER TABLE {target.quoted} ADD {quote(column)} bigint NOT NULL DEFAULT 1."
             " With joined inheritance the trigger belongs on the table of the base class, which has the version"
         )
     if found.kind not in _INTEGERS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pgfence._api.inputs import is_async_session, is_async_sessionmaker, is_sessionmaker
 from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
-from pgfence._sql.storage import table_names
+from pgfence._sql.storage import table_names_of
 from pgfence._sql.token import TokenSql
 from pgfence.keys import qualified_name, resolve
 
@@ -71,7 +71,7 @@ class LockNames:
     def _in_terms_of(self, engine: Any, config: Config, style: ParamStyle) -> LockSql:
         """The statements for this engine's namespace, driver and tables, made once."""
         namespace = config.namespace if self._namespace is None else self._namespace
-        place = table_names(engine) if self._token else None
+        place = table_names_of(engine) if self._token else None
         made = self._made
         if made[:3] != (namespace, style, place):
             keys = resolve(self._names, namespace)
@@ -101,7 +101,7 @@ def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> lis
     """Look on the caller's own connection, and leave no transaction behind that was not there before."""
     began = not connection.in_transaction()
     try:
-        return activity.holders(connection, keys)
+        return activity.find_holders(connection, keys)
     finally:
         if began:
             connection.rollback()

@@ -21,7 +21,7 @@ from pgfence._api.transactions import AsyncBegun, Begun, connected
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
 from pgfence._sql.errors import FENCE, raise_translated
-from pgfence._sql.storage import table_names
+from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
 from pgfence.errors import StaleFencingTokenError, TransactionStateError
 from pgfence.keys import display_name, qualified_name
@@ -160,7 +160,7 @@ def _enter(
         fresh: nothing was sent in this transaction, except by hooks at its begin.
         unseen: it may also be entered late, since the caller says so, or since nobody knows what was sent.
     """
-    place = table_names(connection)
+    place = table_names_of(connection)
     if issued is not None:
         _check_same_tables(place, issued, tokens)
     record, first = _get_record(connection, tokens, fresh=fresh)
@@ -212,7 +212,7 @@ def save_checkpoint(
         TransactionStateError: autocommit.
     """
     connection, fresh, _ = _open_transaction(work)
-    place = table_names(connection)
+    place = table_names_of(connection)
     if issued is not None:
         _check_same_tables(place, issued, (name,))
     record, _ = _get_record(connection, {name: token}, fresh=fresh)
@@ -232,7 +232,7 @@ def entered_token(connection: Connection, resource: str) -> int | None:
         connection: of the transaction.
         resource: its name as it is stored in the tables.
     """
-    return gates.EnteredGates.of(connection).token(table_names(connection), resource)
+    return gates.EnteredGates.of(connection).token(table_names_of(connection), resource)
 
 
 def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:
@@ -266,7 +266,7 @@ def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
 def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: bool) -> tuple[EnteredGates, bool]:
     """Return what the transaction has entered, and whether the next statement counts as its first."""
     gates.translate(connection)
-    state = sql.driver_state(connection)
+    state = sql.read_driver_state(connection)
     if state.autocommit:
         raise TransactionStateError(
             f"the connection is in autocommit: the gate of {_quote_names(tokens)} would be left with the statement that entered it."

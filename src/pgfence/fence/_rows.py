@@ -12,8 +12,8 @@ from sqlalchemy.orm import ColumnProperty
 
 from pgfence._holds.carriers import THREADS, find_contender_of_task
 from pgfence._orm import upsert_of
-from pgfence._sql.storage import table_names
-from pgfence._sql.transaction import driver_state
+from pgfence._sql.storage import table_names_of
+from pgfence._sql.transaction import read_driver_state
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, StaleFencingTokenError, TransactionStateError
 from pgfence.fence._entering import block_commit, entered_token
@@ -192,12 +192,12 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
     name = qualified_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = entered_token(connection, name)
     if token is None and cls.__fence__ == "row":
-        if driver_state(connection).autocommit:
+        if read_driver_state(connection).autocommit:
             raise TransactionStateError(
                 f"{cls.__name__} is fenced, and the connection is in autocommit, where a row that was compared is not locked"
                 " any more when it is written: use a connection without AUTOCOMMIT"
             )
-        token = _find_held_token(name, table_names(connection))
+        token = _find_held_token(name, table_names_of(connection))
     if token is None:
         raise FenceRequiredError(
             f"{cls.__name__} is fenced by {display_name(name)!r}, and this transaction brought no token for it: write inside"

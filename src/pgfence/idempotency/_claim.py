@@ -18,8 +18,8 @@ from pgfence._sql import idempotency as sql
 from pgfence._sql.errors import ErrorContext, raise_translated
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE
-from pgfence._sql.storage import table_names
-from pgfence._sql.transaction import driver_state
+from pgfence._sql.storage import table_names_of
+from pgfence._sql.transaction import read_driver_state
 from pgfence._values import errors
 from pgfence.config import config_of
 from pgfence.errors import (
@@ -97,7 +97,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
         Exception: the recorded error.
     """
     connection = connection_of(session)
-    place, config = table_names(connection), config_of(connection)
+    place, config = table_names_of(connection), config_of(connection)
     row = sql.KeyRow(qualified_name(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
     answer = _send(connection, place, lambda: sql.claim(connection, place, row, 0))
@@ -113,7 +113,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
             raise errors.decode(answer.text, call.record, call.codec, str(call))
     if answer.outcome == "busy":
         _emit(config, "timeout", call)
-        raise _busy_error(call, _send(connection, place, lambda: sql.attempt_at(connection, place, row)), limit)
+        raise _busy_error(call, _send(connection, place, lambda: sql.find_attempt(connection, place, row)), limit)
     raise _claim_error(call, answer.outcome)
 
 
@@ -172,7 +172,7 @@ def record(session: Session, call: KeyCall[T], claimed: Claim[T], error: Excepti
 
 def _finish(session: Session, call: KeyCall[T], claimed: Claim[T], status: str, text: str) -> None:
     connection = connection_of(session)
-    place = table_names(connection)
+    place = table_names_of(connection)
     if not _send(connection, place, lambda: sql.finish(connection, place, claimed.row, status, text)):
         raise _claim_gone_error(call)
 
@@ -197,7 +197,7 @@ def connection_of(session: Session) -> Connection:
         raise
     style_of(connection.dialect)
     sql.translate(connection)
-    state = driver_state(connection)
+    state = read_driver_state(connection)
     if state.autocommit or state.pipeline:
         where = "in autocommit" if state.autocommit else "in psycopg's pipeline mode"
         raise TransactionStateError(

@@ -9,7 +9,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import InstanceState, QueryableAttribute
 
 from pgfence._api.transactions import connected
-from pgfence._sql.idempotency import doubled
+from pgfence._sql.idempotency import find_duplicate_columns
 from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate_of
 from pgfence.errors import IdempotencyInProgressError
 
@@ -55,7 +55,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
                 session.flush()
         except IntegrityError as error:
             # Under row level security the server does not say which key it was.
-            if (met := doubled(error)) is None or (met and met != wanted.columns):
+            if (met := find_duplicate_columns(error)) is None or (met and met != wanted.columns):
                 raise
             refused = error
         except DBAPIError as error:
@@ -68,7 +68,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     if (found := session.scalars(wanted.query).one_or_none()) is not None:
         return found
     assert refused is not None
-    if not doubled(refused):
+    if not find_duplicate_columns(refused):
         raise refused
     if session.connection(bind_arguments={"mapper": mapper}).get_isolation_level() == "READ COMMITTED":
         refused.add_note(

@@ -202,8 +202,8 @@ class SessionLock:
         return granted
 
     def _holders(self, own: Connection) -> tuple[list[Holder], str]:
-        found = activity.holders(own, (self._key,))
-        doing = migration_lock.doing(own, [each.backend_pid for each in found if each.backend_pid])
+        found = activity.find_holders(own, (self._key,))
+        doing = migration_lock.describe_sessions(own, [each.backend_pid for each in found if each.backend_pid])
         told = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
         return found, "; ".join(told) or "held by nobody at this moment"
 
@@ -259,7 +259,7 @@ class SessionLock:
         """Raise unless this session still has it. One round trip, in the caller's transaction."""
         try:
             with self._limited(STATEMENT_BUDGET):
-                held = activity.mine(self._connection, (self._key,))
+                held = activity.is_mine(self._connection, (self._key,))
         except UnreachableError as error:
             raise self._lost() from error
         if not held:
@@ -349,7 +349,7 @@ class SessionLock:
     def _explain_wait(self, error: BaseException) -> None:
         """Add a note to the error of a statement that waited for a lock until `lock_timeout`: who has locks on tables."""
         with self._in_autocommit(STATEMENT_BUDGET) as own:
-            found = migration_lock.locking(own)
+            found = migration_lock.describe_lockers(own)
         if found:
             error.add_note(
                 f"These transactions still have locks on tables, and one may be in the way: {'; '.join(found)}"

@@ -20,7 +20,7 @@ from pgfence._leases.request import (
     owner_of,
     warn_of_clock,
 )
-from pgfence._sql.slot import repair, slot_sql
+from pgfence._sql.lease import build_repair, slot_sql
 from pgfence.errors import LockTimeoutError
 from pgfence.once._slots import Ahead, Due, Over, due
 from pgfence.once._zones import disagreement, other_host, same_local_time, utc_offset, zone_name
@@ -155,7 +155,7 @@ class SlotRequest(AcquireRequest):
         return error
 
     def _ahead(self, found: Ahead, now: datetime, place: TableNames) -> SlotClockError:
-        statement, now = repair(place, self.stored), now.astimezone(UTC)
+        statement, now = build_repair(place, self.stored), now.astimezone(UTC)
         distance = str(found.slot - now).partition(".")[0]
         error = SlotClockError(
             f"the slot {found.slot.isoformat()} of {format_names(self.names)} is done, but by the server's clock"

@@ -13,7 +13,7 @@ from pgfence._process.clock import clock
 from pgfence._sql.errors import find_connect_error, is_commit_unanswered, is_driver_error, translate_error
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate_of
-from pgfence._sql.transaction import driver_state
+from pgfence._sql.transaction import read_driver_state
 from pgfence.config import DEFAULT, Config, config_of
 from pgfence.errors import TransactionStateError
 
@@ -105,7 +105,7 @@ class AttemptRun:
             TransactionStateError: each statement would be committed by itself.
         """
         style_of(connection.dialect)
-        if driver_state(connection).autocommit:
+        if read_driver_state(connection).autocommit:
             raise TransactionStateError(
                 "the connection is in autocommit: each statement would be committed by itself, and again with each attempt."
                 " Use an engine without AUTOCOMMIT"

@@ -120,19 +120,19 @@ class TransactionLockBase(Guided):
         """Find out what is missing, and refuse what could not keep the promise. No round trip of ours."""
         connection = self._connect(work)
         config = config_of(connection)
-        state = sql.driver_state(connection)
+        state = sql.read_driver_state(connection)
         self._check_mode(state)
         if not connection.in_transaction():
             # Begun here and not by our statement, so that what the user's own hooks send at a begin comes before it.
             connection.begin()
-            state = sql.driver_state(connection)
+            state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
         if state.idle:
             record.forget()
         keys = self._find_missing(record, self._resolve_keys(config))
         if keys and self._expire and not isinstance(work, Connection):
             self._reject_unflushed(work)
-        return PreparedCall(connection, config, record, keys, state.idle and not sql.hooked(connection))
+        return PreparedCall(connection, config, record, keys, state.idle and not sql.has_hooks(connection))
 
     def _check_mode(self, state: sql.DriverState) -> None:
         if state.autocommit:
@@ -150,7 +150,7 @@ class TransactionLockBase(Guided):
         )
 
     def _find_missing(self, record: TransactionRecord, keys: tuple[LockKey, ...]) -> tuple[LockKey, ...]:
-        held = {key: record.shared(key) for key in keys}
+        held = {key: record.is_shared(key) for key in keys}
         if not self._shared and (read := tuple(key.label for key in keys if held[key])):
             raise TransactionStateError(
                 f"this transaction holds {format_names(read)} shared; two that do and both ask for more would wait for each other"
@@ -206,7 +206,7 @@ class TransactionLockBase(Guided):
         record = TransactionRecord.of(connection)
         try:
             return all(
-                record.shared(key) is not None or activity.mine(connection, (key,))
+                record.is_shared(key) is not None or activity.is_mine(connection, (key,))
                 for key in self._resolve_keys(config_of(connection))
             )
         except DBAPIError as error:
@@ -239,7 +239,7 @@ class TransactionLockBase(Guided):
         if guarded:
             sql.set_savepoint(connection)
         answer = sql.ask(connection, keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
-        if sql.driver_state(connection).idle:
+        if sql.read_driver_state(connection).idle:
             # The driver believed in a transaction that the server knows nothing of, after a COMMIT in plain text for one.
             raise self._autocommit_error()
         if answer.taken == len(keys):
@@ -279,8 +279,8 @@ class TransactionLockBase(Guided):
     # ------------------------------------------------------------ what is said
 
     def _check_capacity(self, call: PreparedCall) -> None:
-        used, limit = activity.lock_table_use(call.connection)
-        judged = server.capacity(used, len(call.keys), limit)
+        used, limit = activity.read_lock_table_use(call.connection)
+        judged = server.judge_capacity(used, len(call.keys), limit)
         if isinstance(judged, CapacityError):
             raise judged
         if judged == "warn" and call.connection.dialect not in _WARNED:
@@ -315,7 +315,7 @@ class TransactionLockBase(Guided):
         )
 
     def _timeout_error(self, call: PreparedCall, limit: float, owner: Contender) -> LockTimeoutError:
-        found = activity.holders(call.connection, call.keys)
+        found = activity.find_holders(call.connection, call.keys)
         held_here = tuple(name for hold in owner.holds for name in hold.names)
         by = f"; held by {', '.join(map(str, found))}" if found else ""
         nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
@@ -333,11 +333,11 @@ class TransactionLockBase(Guided):
 
     def _holders(self, work: Session | Connection) -> list[Holder]:
         connection = self._connect(work)
-        return activity.holders(connection, self._resolve_keys(config_of(connection)))
+        return activity.find_holders(connection, self._resolve_keys(config_of(connection)))
 
     def _is_held(self, work: Session | Connection) -> bool:
         connection = self._connect(work)
-        return activity.held(connection, self._resolve_keys(config_of(connection)))
+        return activity.is_held(connection, self._resolve_keys(config_of(connection)))
 
 
 def _default_timeout(config: Config, owner: Contender) -> float:

@@ -24,7 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.types import UserDefinedType
 
 from pgfence._orm import key_columns
-from pgfence._sql.transaction import driver_state
+from pgfence._sql.transaction import read_driver_state
 from pgfence.errors import TransactionStateError
 from pgfence.versions._mapping import version_column
 
@@ -115,7 +115,7 @@ def check_transaction(connection: Connection, way: str) -> None:
     Raises:
         TransactionStateError: the connection is in autocommit.
     """
-    if driver_state(connection).autocommit:
+    if read_driver_state(connection).autocommit:
         raise TransactionStateError(
             "the connection is in autocommit, where the lock of a versioned row ends before the row is written: use a"
             f" connection without AUTOCOMMIT, or {way}"

@@ -11,8 +11,8 @@ from pgfence._leases.terms import SHORTEST_PATIENCE
 from pgfence._process.clock import clock
 from pgfence._sql.effects import EffectSql, effect_sql
 from pgfence._sql.errors import translate_error
-from pgfence._sql.lease import LeaseSql, answers, lease_sql, losses
-from pgfence._sql.storage import quoted
+from pgfence._sql.lease import LeaseSql, decode_losses, decode_renewals, lease_sql
+from pgfence._sql.storage import quote
 from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class RenewTask(HeartbeatTask):
         )
         self.started = clock()
         text = link.ask(sql.renew, lists, limit)
-        self.results = list(zip(grants, answers(text), strict=True))
+        self.results = list(zip(grants, decode_renewals(text), strict=True))
 
     def ttl(self, grant: Grant) -> float:
         wish = self.requests[grant]
@@ -120,7 +120,7 @@ class CheckTask(HeartbeatTask):
             [str(grant.lease_id) for grant in self.grants],
             [grant.token for grant in self.grants],
         )
-        found = losses(link.ask(sql.check, lists, limit))
+        found = decode_losses(link.ask(sql.check, lists, limit))
         self.lost = [(grant, reason) for grant, reason in zip(self.grants, found, strict=True) if reason is not None]
 
 
@@ -231,7 +231,7 @@ class ListenTask(HeartbeatTask):
 
     def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         if link.can_listen:
-            link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quoted(self.channel)}", self.channel, on=self.on)
+            link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quote(self.channel)}", self.channel, on=self.on)
 
 
 class NotifyListeners:
