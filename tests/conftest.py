@@ -21,7 +21,7 @@ from pgfence import schema
 from pgfence.errors import UnreachableError
 from support import servers
 from support.waiting import eventually as _eventually
-from support.worlds import NAMES, World, is_wanted
+from support.worlds import NAMES, World, choose
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -78,7 +78,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Make no items for drivers that a test does not need; see support/worlds.py."""
     made = yield
-    return list(filter(is_wanted, made)) if isinstance(made, list) else made
+    return choose(made) if isinstance(made, list) else made
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -99,3 +99,19 @@ def test_a_test_over_a_table_lists_every_row_that_failed() -> None:
         check()
     with pytest.raises(ValueError, match="plain ones"):
         every_row("number", [pytest.param(1)])
+
+
+@pytest.mark.every_driver
+@pytest.mark.matrix
+@pytest.mark.parametrize("row", ["one", "two"])
+@pytest.mark.parametrize("column", ["left", "right"])
+def test_a_cell_of_a_matrix(world: World, row: str, column: str) -> None:
+    """A test for the one below."""
+    assert world.name == "psycopg" or (row, column) == ("one", "left")
+
+
+def test_a_matrix_runs_in_full_on_psycopg_and_once_on_each_other_driver(request: pytest.FixtureRequest) -> None:
+    """Four cells on the first driver, the first cell on the other three."""
+    cells = [item.callspec for item in request.node.parent.collect() if item.name.startswith("test_a_cell_of_a_matrix")]
+    drivers = [cell.params["world"] for cell in cells]
+    assert sorted(drivers) == ["asyncpg", *["psycopg"] * 4, "psycopg2", "psycopg_async"]

@@ -28,7 +28,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 
 NAMES = ("psycopg", "psycopg2", "psycopg_async", "asyncpg")
@@ -220,19 +220,34 @@ class World(Contender):
             await _awaited(engine.dispose())
 
 
-def is_wanted(item: pytest.Item) -> bool:
-    """Return whether a test runs on the driver that it was collected for: see the markers above."""
-    callspec = getattr(item, "callspec", None)
-    if callspec is None or "world" not in callspec.params:
-        return True
+def choose(items: Sequence[Any]) -> list[Any]:
+    """Return those of the items of one test function that run: see the markers above.
+
+    Raises:
+        UsageError: the markers leave no driver.
+    """
+    chosen, seen = [], set()
+    for item in items:
+        driver = item.callspec.params.get("world") if hasattr(item, "callspec") else None
+        # Items come row by row for each driver, so its first one has the first row of every `parametrize`.
+        later_row = item.get_closest_marker("matrix") and driver in seen
+        seen.add(driver)
+        if driver is None or driver in _drivers(item)[: 1 if later_row else None]:
+            chosen.append(item)
+    if items and not chosen:
+        raise pytest.UsageError(f"the markers of {items[0].nodeid} leave no driver")
+    return chosen
+
+
+def _drivers(item: pytest.Item) -> list[str]:
+    if any("world" in mark.args[0] for mark in item.iter_markers("parametrize")):
+        return [*NAMES]  # the test itself says on which
     spread = next(mark.name for mark in (*item.iter_markers(), pytest.mark.every_driver) if mark.name in _SPREADS)
-    left_out = (SYNC if item.get_closest_marker("async_only") else ()) + (
-        ASYNC if item.get_closest_marker("sync_only") else ()
+    left_out = (
+        *(SYNC if item.get_closest_marker("async_only") else ()),
+        *(ASYNC if item.get_closest_marker("sync_only") else ()),
     )
-    drivers = [name for name in _SPREADS[spread] if name not in left_out]
-    if item.get_closest_marker("matrix") and any(index for key, index in callspec.indices.items() if key != "world"):
-        del drivers[1:]
-    return callspec.params["world"] in drivers
+    return [name for name in _SPREADS[spread] if name not in left_out]
 
 
 async def _awaited(result: Any) -> Any:
