@@ -181,7 +181,7 @@ def contended_for(one: Any) -> bool:
     """Say whether the server has responded to a waiter of this process that its lease is held."""
     engine = getattr(one._engine, "sync_engine", one._engine)
     domains = [each for each in ManagerRegistry.of(engine).values() if isinstance(each, LeaseManager)]
-    return any(each._held_until for each in domains)
+    return any(each._seen._until for each in domains)
 
 
 def guarded(world: World, one: Any, note: Callable[[], object]) -> Any:
