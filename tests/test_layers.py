@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -298,4 +299,15 @@ def test_every_test_says_what_it_holds() -> None:
         for path in TESTS.rglob("test_*.py")
         for test in functions(parse(path))
         if test.name.startswith("test_") and not (ast.get_docstring(test) or "").split("\n\n")[0].endswith(".")
+    )
+
+
+def test_contract_tests_use_the_public_surface() -> None:
+    """What needs a private module is in tests/internals, or behind a helper of tests/support; programs in a text count too."""
+    private = re.compile(r"\bpgfence(\.\w+)*\._|\bfrom pgfence\S* import (\(\s*)?_")
+    assert not offenders(
+        f"{path.relative_to(TESTS).as_posix()}:{number} {line.strip()}"
+        for path in (TESTS / "contract").glob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if private.search(line)
     )

@@ -17,6 +17,7 @@ from pgfence import monitoring
 from pgfence.config import configure
 from pgfence.errors import IdempotencyInProgressError, IdempotencyMisuseError
 from support.keyed import Desk, Receipt
+from support.limits import set_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -244,7 +245,7 @@ async def test_a_long_wait_is_a_warning(
     eventually: Callable[..., Any],
 ) -> None:
     """One line when it is over, with the key; none for a short one."""
-    monkeypatch.setattr("pgfence.idempotency._claim.WARN_AFTER", 20 if end == "soon" else 0.1)
+    set_limit(monkeypatch, "WARN_AFTER", 20 if end == "soon" else 0.1)
     caplog.set_level(logging.WARNING, "pgfence")
     other = desk.world.other()
     async with desk.at_work("k"):
