@@ -35,56 +35,56 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-# Ways to answer that cannot be recorded. An application that is not offered them sends a body.
+# Ways to respond that cannot be stored. Without these extensions the application sends a body.
 _NOT_OFFERED = ("http.response.pathsend", "http.response.trailers", "http.response.zerocopysend")
 
 
 class IdempotencyMiddleware:
-    """Handle a request once, however often it is sent with the same `Idempotency-Key`, and give each the same answer.
+    """Run the application once for all requests with the same `Idempotency-Key`, and return the same response to each.
 
     ::
 
         app.add_middleware(IdempotencyMiddleware, engine=engine, principal=user_of, routes=["/payments"])
 
-    The key is claimed before the application is called, by a commit of its own; when the answer is complete it is recorded,
-    and then sent. While the application works a thread renews the claim, and no connection is held.
+    The key is claimed, in a separate transaction, before the application is called. The response is stored when it is complete,
+    and sent after that. While the application runs, a thread renews the claim, and no connection is held.
 
-    Promised: of all requests with one key, principal, method and path, one is handled at a time, and at most one answer below
-    `record_below` is recorded. Who asks again gets it: status, body and headers, without those of the connection,
-    `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Meanwhile it is 409 with `Retry-After`; with another
-    query, content type or body 422. A client that goes away before its answer is on its way changes nothing: its request is
-    handled to the end.
+    Guarantees: of all requests with the same key, principal, method and path, one runs at a time, and at most one response below
+    `record_below` is stored. Later requests get that response: status, body and headers, without those of the connection,
+    `Set-Cookie`, `Date` and `Server`, and with `Idempotent-Replayed: true`. Requests that arrive while the first one runs get 409
+    with `Retry-After`; requests with another query, content type or body get 422. If the client disconnects before the response
+    is sent, the request still runs to its end.
 
-    Not promised: that a handler that dies, or fails, has done nothing; it is called again. What it does in the database should
-    be one transaction; what it does elsewhere wants an `IdempotentEffect`, whose steps are remembered.
+    Limitations: a handler that failed or died may have done part of its work, and runs again on the next request. Do its database
+    work in one transaction, and other work in an `IdempotentEffect`, whose steps are stored.
 
-    An answer is sent when it is complete. One that outgrows `max_body`, or is `text/event-stream`, is sent as it comes; in its
-    place is recorded that the request was processed, also if the client goes away in the middle, and who asks again gets 409
-    without `Retry-After`. Other scopes than `http`, and requests that need no key, pass through untouched.
+    A response larger than `max_body`, or of type `text/event-stream`, is sent as it is produced and not stored. The key then
+    records that the request was processed, even if the client disconnects partway, and later requests get 409 without
+    `Retry-After`. Scopes other than `http`, and requests that need no key, pass through unchanged.
 
-    Inside another one that has the key of a request already, it claims nothing and records nothing: it answers 400 if the request
-    is nobody's to it, 413 if the body is announced to be too long for it, and else passes it on. What it says of answers and
-    failures, `on_failure` for one, does not count there: the outer one's does.
+    Inside another IdempotencyMiddleware that has claimed the key already, this one claims and stores nothing: it returns 400 if it
+    finds no principal, 413 if the announced body is too long for it, and otherwise passes the request on. The settings of the
+    outer one apply, `on_failure` for example.
 
     Args:
         app: the application.
-        engine: an AsyncEngine, or a function that returns one. The tables must be there: `pgfence install`.
-        principal: a function of the ASGI scope that says whose request it is, once that is known for sure: never a constant,
-            nor something that the client is free to say. Two that share the tables, of whatever application or tenant, must
-            not have the same. None, also from the function: no key is accepted, 400. Without it, the principal is a digest of
-            `Authorization` and `Cookie`: only for APIs that authenticate by these. A retry with others is handled again.
-        methods: which methods this is for.
-        routes: which paths, below the application's root path, and there a request without a key is 400. `/payments`,
-            `/orders/{id}/payments`, `/v1/*`; `{name:path}` for any number of segments; a slash at the end makes no difference.
-            None: all paths, and who sends no key is handled as if there were no middleware.
-        record_below: answers with this status or above are failures: they are sent and not recorded. So are 401, 408, 425 and
-            429, and from 400 on those with `Retry-After`: the same request may succeed later.
-        max_body: bytes that the body of a request may have, 413 otherwise, and that are recorded of an answer.
-        ttl: seconds that a claim outlives a dead process, 0.3 to a day. Not how long a request may take.
-        keep: seconds for which an answer is kept, at least the ttl.
-        on_failure: what happens to the key after a failure: an error, no answer, or one that is not recorded. "free": the next
-            request is handled at once. "lapse": when the ttl is over, for handlers that leave something at work behind. After
-            a cancel it lapses in any case.
+        engine: an AsyncEngine, or a function that returns one. The tables must exist: run `pgfence install`.
+        principal: a function of the ASGI scope that returns who sent the request, once that is authenticated: never a constant,
+            nor a value that the client can choose. It must be unique among all applications and tenants that share the tables. If
+            it returns None, the request gets 400. Without the function, the principal is a digest of `Authorization` and
+            `Cookie`: use this only if these headers authenticate the client. A retry with other values runs again.
+        methods: the methods to which this applies.
+        routes: paths below the application's root path; on these a request without a key gets 400. `/payments`,
+            `/orders/{id}/payments`, `/v1/*`; `{name:path}` matches any number of segments; a trailing slash makes no difference.
+            None: all paths, and a request without a key is passed on.
+        record_below: responses with this status or above are failures: they are sent and not stored. The same applies to 401,
+            408, 425 and 429, and from 400 on to responses with `Retry-After`, because the same request may succeed later.
+        max_body: bytes that the body of a request may have, 413 otherwise, and that are stored of a response.
+        ttl: seconds until the claim of a dead process expires, 0.3 to a day. This does not limit how long a request may take.
+        keep: seconds for which a response is kept, at least the ttl.
+        on_failure: what happens to the key after a failure: an error, no response, or a response that is not stored. "free": the
+            next request runs at once. "lapse": the next request runs when the ttl has expired; use this for handlers that leave
+            work running. After a cancellation the key always lapses.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -162,7 +162,7 @@ class IdempotencyMiddleware:
 
 
 class _AsgiExchange:
-    """One request that is handled, between the server and the application."""
+    """One claimed request, between the server and the application."""
 
     def __init__(
         self, running: RunningAttempt, rules: Rules, request: HttpRequest, body: bytes, receive: Receive, send: Send
@@ -195,7 +195,7 @@ class _AsgiExchange:
         await self._end_stopped("no response")
 
     async def receive(self) -> Message:
-        """Give the application the body, and news of the client only while an answer is on its way to it."""
+        """Return the body, and after that the client's messages, but only once the response is being sent."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -205,7 +205,7 @@ class _AsgiExchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Take from the application a part of its answer."""
+        """Handle a part of the application's response."""
         if message["type"] == "http.response.start" and not self._open.is_set():
             if self._start is not None:
                 raise RuntimeError("http.response.start was sent twice")
@@ -228,7 +228,7 @@ class _AsgiExchange:
             await self._flush(more=True)
 
     async def _start_streaming(self) -> None:
-        """From now on the answer is sent as it comes."""
+        """Send the response as it is produced from now on."""
         assert self._start is not None
         self._open.set()
         await self._forward(self._start)
@@ -241,12 +241,12 @@ class _AsgiExchange:
     async def _forward(self, message: Message) -> None:
         try:
             await self._send(message)
-        except OSError:  # how a server says that the client has gone away
+        except OSError:  # raised by servers when the client has disconnected
             self._gone = True
             raise
 
     async def _complete(self, start: Message) -> None:
-        """Record the answer, and then send it."""
+        """Store the response, then send it."""
         flows = self._open.is_set()
         reply = self._rules.build_record(
             start["status"], _decode_headers(start), None if flows else b"".join(self._chunks)
@@ -267,21 +267,21 @@ class _AsgiExchange:
         await self._flush(more=False)
 
     async def _record(self, reply: Reply) -> Reply | None:
-        """Record an answer; return what the client gets in its place if it does not count any more."""
+        """Store a response. Returns the response to send instead if this attempt was superseded."""
         self._marker.ended = True
         try:
             await self._running.finish_reply(reply)
         except AttemptLostError as error:
             return answers.build_refusal(error, str(self._request))
         except Exception:
-            # The work is done, and the client may know it.
-            answers.log.exception("%s: the answer is not recorded", self._request)
+            # The work is done: send its response although no later request can get it.
+            answers.log.exception("%s: the response is not stored", self._request)
         return None
 
     async def _end_stopped(self, how: str) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
         if self._gone and self._start is not None and not self._marker.ended:
-            # It has answered, and only its client has kept it from sending all of that.
+            # The application has responded; only the client has stopped it from sending all of it.
             reply = self._rules.build_record(self._start["status"], _decode_headers(self._start), None)
             if reply is not None:
                 await self._record(reply)
@@ -338,7 +338,7 @@ async def _read_body(receive: Receive, rules: Rules) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            # Nobody hears it, but middlewares outside, Starlette's for one, take no answer for an error.
+            # The client is gone, but outer middlewares, such as Starlette's, treat a missing response as an error.
             raise ProblemResponse(BODY_INCOMPLETE)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])

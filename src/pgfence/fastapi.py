@@ -1,7 +1,7 @@
-"""Dependencies of FastAPI that belong to the endpoint's transaction, and answers for the errors of pgfence.
+"""FastAPI dependencies that belong to the endpoint's transaction, and responses for the errors of pgfence.
 
-`session=` is the application's own dependency, which every part of a request asks for with `scope="function"`. Without that, a
-dependency with `yield` commits after the client has its answer; with it, FastAPI makes one session for all of them.
+`session=` is the application's own dependency. Every part of a request must depend on it with `scope="function"`: without that, a
+dependency with `yield` commits after the client has the response; with it, FastAPI creates one session for all parts.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ log = logging.getLogger("pgfence.fastapi")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer each error of pgfence with a problem (RFC 9457), and describe these problems in the OpenAPI document.
+    """Turn each error of pgfence into a problem response (RFC 9457), and describe these in the OpenAPI document.
 
     The response is `application/problem+json`, with the `http_status` of the error, a `code` for programs and a `detail` for
-    people; the reference lists all codes. `Retry-After` is sent where to send the request again may help, that is, for each error
-    that is `retryable`. Such a response is not recorded by an `IdempotencyMiddleware`. The message of the error, which may name
+    people; the reference lists all codes. `Retry-After` is sent if a retry may help, that is, for each error
+    that is `retryable`. Such a response is not stored by an `IdempotencyMiddleware`. The message of the error, which may name
     keys and holders, goes to the log `pgfence.fastapi`: from status 500 on as an error, with its traceback. In a WebSocket the
-    error goes on. An application that is mounted in this one has handlers of its own.
+    error propagates. An application that is mounted in this one needs its own handlers.
 
     The OpenAPI document has these problems at the operations that use `idempotency_key`, `Idempotent` or `Locked`, that an
     `IdempotencyMiddleware` of the application handles, or that have a header `If-Match`. It also has the header of the middleware.
@@ -152,7 +152,7 @@ class Locked:
 
     Raises:
         ValueError: there is no name, or a field is not just the name of a parameter.
-        TypeError: from a request: nobody declares a field; the endpoint is a generator; or somebody asks for the session without
+        TypeError: from a request: no parameter declares a field; the endpoint is a generator; or a dependency asks for the session without
             `scope="function"`, with `use_cache=False`, or under other scopes of `Security` where that makes two of it.
         PgfenceError: from a request, as `TransactionLock.acquire`.
     """
@@ -186,7 +186,7 @@ class IdempotentCall(Generic[T]):
     """The key of a request, in the endpoint's transaction."""
 
     def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
-        once._used = True  # an endpoint that answers 404 before it calls `run` is no mistake
+        once._used = True  # an endpoint may return 404 without calling `run`
         self._once = once
         self._response = response
 
@@ -195,16 +195,16 @@ class IdempotentCall(Generic[T]):
     @overload
     def run(self, fn: Callable[[], T], /) -> T: ...
     def run(self, fn: Callable[[], Any], /) -> Any:
-        """Do the work, or return what came of it the first time, with a header `Idempotent-Replayed: true`.
+        """Do the work, or return its first result and set the header `Idempotent-Replayed: true`.
 
-        Not stored: status and headers, which the endpoint sets outside of `fn`. A Response of its own gets the header from
-        the parameter of FastAPI: `JSONResponse(value, headers=dict(response.headers))`.
+        Status and headers are not stored; set them outside of `fn`. If the endpoint returns its own Response, copy the header from
+        FastAPI's `response` parameter: `JSONResponse(value, headers=dict(response.headers))`.
 
         Args:
             fn: does the work in the session's transaction. On an AsyncSession it is a coroutine function; await the result.
 
         Raises:
-            TypeError: on an event loop with a Session: whoever waits there keeps the one that has the key from its commit.
+            TypeError: called on an event loop with a Session: waiting there would block the commit of the request that has the key.
             PgfenceError: as `idempotent`.
         """
         if isinstance(self._once, AsyncIdem):
@@ -227,13 +227,14 @@ class Idempotent(Generic[T]):
 
     `Depends(Idempotent(session=get_session, principal=user_id, result=PayOut), scope="function")` gives an `IdempotentCall[PayOut]`.
 
-    Promised: without one usable key, or without a principal, a request is 400. The key counts for that principal, method and
-    path. With another query or body it is 422: JSON and forms are compared by what they say, other bodies as they are.
-    Not promised: that the endpoint calls `run`.
+    Guarantees: a request without exactly one usable key, or without a principal, gets 400. A key belongs to one principal, method
+    and path. With another query or body it gets 422: JSON and forms are compared by content, other bodies byte for byte.
+
+    Limitations: nothing happens unless the endpoint calls `run`.
 
     Args:
         session: the dependency that gives the endpoint its Session or AsyncSession.
-        principal: a dependency that says whose request it is: never the same for two that share the tables, nor a constant.
+        principal: a dependency that returns who sent the request: unique among all that share the tables, and never a constant.
         result: the type of the result. A TypeError if it cannot be stored.
     """
 

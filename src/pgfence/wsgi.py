@@ -10,7 +10,7 @@ from pgfence._api.inputs import DAY
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
-from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, announced_length, parse_length
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, find_length, parse_length
 from pgfence._process.coroutines import run_sync
 from pgfence.effects._claim import Reply, StoredResult
 from pgfence.effects._ends import describe_error
@@ -38,20 +38,20 @@ __all__ = ["IdempotencyMiddleware"]
 
 
 class IdempotencyMiddleware:
-    """Handle a request once, however often it is sent with the same `Idempotency-Key`, and give each the same answer.
+    """Run the application once for all requests with the same `Idempotency-Key`, and return the same response to each.
 
     ::
 
         app.wsgi_app = IdempotencyMiddleware(app.wsgi_app, engine, principal=user_of, routes=["/payments"])
 
-    Promises, arguments and answers are those of `pgfence.asgi.IdempotencyMiddleware`, with an Engine, an application of WSGI,
-    and a `principal` that takes the environment and leaves its body unread. Below its root an application is at `PATH_INFO`. Inside
-    another one that has the key already, nothing is claimed or recorded: what it says of answers and failures does not count.
+    Guarantees, arguments and responses are those of `pgfence.asgi.IdempotencyMiddleware`, with an Engine, a WSGI application, and a
+    `principal` that takes the environment and leaves its body unread. The path below the application's root is `PATH_INFO`. Inside
+    another IdempotencyMiddleware that has claimed the key already, this one claims and stores nothing.
 
-    An iterable, a generator, the function `write` and the server's file wrapper are all read to their end before the answer is
-    recorded and sent; `close()` is called when the server has sent it. The words of a status line are not recorded, its number
-    is. A server that joins repeated headers makes of two keys a malformed one: 400 as well. A body needs a length, or a server
-    that ends it (`wsgi.input_terminated`): 411 otherwise.
+    An iterable, a generator, the function `write` and the server's file wrapper are read to their end before the response is
+    stored and sent; `close()` is called when the server has sent it. The number of a status line is stored, its phrase is not. A
+    server that joins repeated headers turns two keys into a malformed one, which gets 400. A body needs a length, or a server
+    that terminates it (`wsgi.input_terminated`); otherwise the request gets 411.
 
     Raises:
         TypeError, ValueError: an argument is unusable.
@@ -150,34 +150,34 @@ class _WsgiExchange:
                 self._chunks.append(chunk)
                 self._size += len(chunk)
                 if self._flows:
-                    return _Answer(self, self._start_streaming(rest), parts)
-            return _Answer(self, iter(self._complete()), parts)
+                    return _ResponseBody(self, self._start_streaming(rest), parts)
+            return _ResponseBody(self, iter(self._complete()), parts)
         except BaseException as error:
             self._end_stopped(error)
             try:
                 _close(parts)
             except Exception as failure:
-                attach(error, failure, "while the answer was closed")
+                attach(error, failure, "while the response was closed")
             raise
 
     def start_response(
         self, status: str, headers: Headers, exc_info: ExcInfo | None = None, /
     ) -> Callable[[bytes], object]:
-        """Take from the application how its answer begins."""
+        """Handle the status and headers of the application's response."""
         if exc_info is None and self._started is not None:
             raise AssertionError("start_response was called twice, without an error")
         if self._write is not None:
             self._write = self._server(status, headers, exc_info)
-        # Nothing was sent so far: an error gives another answer.
+        # Nothing has been sent yet, so an error may still replace the response.
         self._started = status, headers
         self._chunks.clear()
         self._size = 0
         self._streams = self._rules.is_streaming(headers)
-        self._length = announced_length(headers)
+        self._length = find_length(headers)
         return self.write
 
     def write(self, data: bytes) -> None:
-        """Take from the application a part of its answer, in the old way."""
+        """Handle a part of the response that the application passes to `write`."""
         self._size += len(data)
         if self._write is None:
             self._chunks.append(data)
@@ -200,7 +200,7 @@ class _WsgiExchange:
 
     @property
     def _flows(self) -> bool:
-        """Whether the answer is sent as it comes."""
+        """Whether the response is sent as it is produced."""
         return self._streams or self._write is not None or self._size > self._rules.max_body
 
     def _begin(self) -> Callable[[bytes], object]:
@@ -228,7 +228,7 @@ class _WsgiExchange:
         yield from held
 
     def _complete(self) -> Iterable[bytes]:
-        """Record the answer, and then send it."""
+        """Store the response, then send it."""
         if self._write is not None:
             self._record(None)
             return ()
@@ -239,7 +239,7 @@ class _WsgiExchange:
         return self._chunks
 
     def _record(self, body: bytes | None) -> Reply | None:
-        """Record an answer; return what the client gets in its place if it does not count any more."""
+        """Store a response. Returns the response to send instead if this attempt was superseded."""
         status, headers = self._begun
         reply = self._rules.build_record(int(status.split(" ", 1)[0]), headers, body)
         if reply is None:
@@ -252,17 +252,17 @@ class _WsgiExchange:
             return answers.build_refusal(error, str(self._request))
         except Exception:
             # The work is done, and the client may know it.
-            answers.log.exception("%s: the answer is not recorded", self._request)
+            answers.log.exception("%s: the response is not stored", self._request)
         return None
 
     def give_up(self) -> None:
-        """End the attempt of an answer that the server does not ask for any more."""
+        """End the attempt when the server stops reading the response."""
         self._gone = True
         self._end_stopped(None)
 
     def _end_stopped(self, error: BaseException | None) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
-        # One that has answered, and was only kept from sending all of that by its client, has not failed.
+        # The application has responded; only the client has stopped it from sending all of it.
         answered = self._started is not None and isinstance(error, Exception | None)
         if self._gone and answered and not self._marker.ended:
             self._record(None)
@@ -289,7 +289,7 @@ class _WsgiExchange:
             answers.log.exception("%s: the key is not free", self._request)
 
 
-class _Answer:
+class _ResponseBody:
     """What the server sends, and then closes."""
 
     def __init__(self, exchange: _WsgiExchange, chunks: Iterator[bytes], parts: Iterable[bytes]) -> None:

@@ -405,7 +405,7 @@ async def test_work_that_failed_cannot_be_committed(desk: Desk) -> None:
 
         with pytest.raises(ConnectionError):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
-        with pytest.raises(IdempotencyMisuseError, match="at work"):
+        with pytest.raises(IdempotencyMisuseError, match="has claimed"):
             await desk.world.call(desk.key(session, "k").run, desk.body(session, work))
         with pytest.raises(IdempotencyMisuseError, match="must be rolled back") as caught:
             await desk.world.call(session.commit)

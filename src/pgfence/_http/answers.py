@@ -1,4 +1,4 @@
-"""Answers that are not the application's own: refusals as problems (RFC 9457), replays, and what of an answer is kept."""
+"""Responses that the application does not make: problems (RFC 9457) and replays. And which headers of its own are stored."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ log = logging.getLogger("pgfence.http")
 
 REPLAYED = ("idempotent-replayed", "true")
 
-# What belongs to a connection and not to an answer (RFC 9110, 7.6.1), what the server says of itself and of the time, and
-# cookies: they may be a session, and a replay may go to whoever has the key.
+# Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may be a session, and a replay
+# may go to another client that knows the key.
 _DROPPED = frozenset(
     (
         "connection",
@@ -44,7 +44,7 @@ _DROPPED = frozenset(
 
 
 class ProblemResponse(Exception):
-    """A request that does not get to the application."""
+    """The response to a request that is not passed to the application."""
 
     def __init__(self, problem: Problem, detail: str | None = None) -> None:
         super().__init__(detail or problem.detail)
@@ -52,11 +52,11 @@ class ProblemResponse(Exception):
 
 
 UNRECORDABLE = NOT_RECORDED.reply()
-"""What is recorded in the place of an answer that cannot be."""
+"""Stored in the place of a response that cannot be stored."""
 
 
 def build_refusal(error: PgfenceError, request: str) -> Reply:
-    """Return the answer for an error of pgfence. What it says goes to the log: it may name what a client must not know.
+    """Return the response for an error of pgfence. Its message may contain what the client must not see: it goes to the log.
 
     Args:
         error: in the claim, or at its end.
@@ -69,7 +69,7 @@ def build_refusal(error: PgfenceError, request: str) -> Reply:
 
 
 def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None:
-    """Return the refusal where the server has refused a claim by an error of its own, a full disk for one; None: another error.
+    """Return the response for an error of the database server during a claim, such as a full disk; None for other errors.
 
     Args:
         error: in the claim.
@@ -82,18 +82,18 @@ def find_claim_problem(error: Exception, request: str) -> ProblemResponse | None
 
 
 def log_lapse(request: object, told: str) -> None:
-    """Log what becomes of the key of a request that has failed."""
+    """Log what happens to the key of a request that has failed."""
     log.warning("%s: %s", request, told)
 
 
 def build_replay(stored: StoredResult) -> Reply:
-    """Return a recorded answer, marked as one.
+    """Return a stored response, marked as a replay.
 
     Raises:
         IdempotencyMisuseError: something else is recorded.
     """
     if stored.reply is None:
-        raise IdempotencyMisuseError("the key of a request was used for something that is no answer of HTTP")
+        raise IdempotencyMisuseError("the key of a request was used for something that is not an HTTP response")
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def check_root(scope: Environ, session: Callable[..., object]) -> Dependant:
     """Return the dependant of a request, all parts of which get one session.
 
-    FastAPI makes a session for each scope in which somebody asks for it, one more for whoever does not want its cache, and,
-    mostly where the session depends on who is asking, one for each set of scopes of `Security`.
+    FastAPI creates a session for each scope in which a dependency asks for it, one more for each use without its cache, and,
+    mostly where the session depends on the user, one for each set of scopes of `Security`.
 
     Raises:
-        TypeError: somebody would get another one, or the endpoint is a generator, which FastAPI runs when the session has ended.
+        TypeError: a part would get another session, or the endpoint is a generator, which FastAPI runs after the session has ended.
     """
     root = _find_root(scope)
     if _is_generator(root.call):
@@ -71,7 +71,7 @@ def find_parameter(root: Dependant, field: str) -> ModelField:
     """Return what checks a parameter of the path.
 
     Raises:
-        TypeError: nobody declares it.
+        TypeError: no parameter has this name.
     """
     for part in walk_parts(root):
         for one in part.path_params:

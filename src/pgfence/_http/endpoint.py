@@ -42,7 +42,7 @@ def build_scope(method: str, path: str, principal: object) -> str:
 
 
 def is_on_loop() -> bool:
-    """Return whether an event loop runs in this thread: whoever waits here would stop it."""
+    """Return whether an event loop runs in this thread, which waiting would block."""
     with suppress(RuntimeError):
         get_current_task()
         return True
@@ -50,7 +50,7 @@ def is_on_loop() -> bool:
 
 
 async def wait_in_thread(wait: Callable[[], object]) -> None:
-    """Wait in a thread of its own; a task that is cancelled meanwhile ends when that is over, as its session is in use so long."""
+    """Wait in a separate thread. A cancelled task ends only when the wait has ended, because its session is in use until then."""
     errors: list[Exception] = []
 
     def waits() -> None:
@@ -59,8 +59,8 @@ async def wait_in_thread(wait: Callable[[], object]) -> None:
         except Exception as error:
             errors.append(error)
 
-    # Not on a thread of the endpoints: whoever waits there keeps the one that holds the lock from running. And in a group:
-    # alone, `run_sync` lets go of its thread when its task is cancelled by asyncio.
+    # A separate limiter: waiters that take the endpoints' threads would keep the request that holds the lock from running. In a
+    # group, because a lone `run_sync` abandons its thread when asyncio cancels the task.
     async with create_task_group() as group:
         group.start_soon(partial(to_thread.run_sync, waits, limiter=CapacityLimiter(1)))
     if errors:
@@ -75,7 +75,7 @@ async def read_payload(request: Request, reader: type[Request]) -> list[object]:
         reader: makes another one, of its scope and what receives.
 
     Raises:
-        RuntimeError: somebody has read the body as a stream, and has not kept it.
+        RuntimeError: the body was read as a stream and not kept.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     body: object
@@ -110,7 +110,7 @@ async def _read_form(form: FormData) -> list[tuple[str, object]]:
 async def _read_field(value: UploadFile | str) -> object:
     if isinstance(value, str):
         return value
-    await value.seek(0)  # whoever has looked at it before may have left it at its end
+    await value.seek(0)  # an earlier reader may have left it at its end
     digest = sha256()
     while piece := await value.read(PIECE):
         digest.update(piece)

@@ -210,5 +210,5 @@ def retry_headers(error: PgfenceError) -> dict[str, str]:
 
 
 def _again(error: PgfenceError) -> bool:
-    """Say whether an attempt was lost to another one, whose result the same request gets, or can get."""
+    """Return whether another attempt has taken over, whose result the same request can get."""
     return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)

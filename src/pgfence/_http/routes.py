@@ -25,7 +25,7 @@ def compile_routes(routes: Collection[str]) -> re.Pattern[str]:
     if isinstance(routes, str):
         raise TypeError(f"routes takes several patterns: routes=[{routes!r}]")
     if not routes:
-        raise ValueError("routes=[] is for no request at all; None is for all of them")
+        raise ValueError("routes=[] applies to no request; None applies to all paths")
     # Frameworks take paths for the same that differ by a slash at the end, or by a line feed, before which `$` matches too.
     return re.compile(f"(?:{'|'.join(_compile_route(route) for route in routes)})/?\n?", re.DOTALL)
 

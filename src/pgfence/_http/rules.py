@@ -1,4 +1,4 @@
-"""What both middlewares decide: which requests have a key, whose it is, what makes two equal, and what is recorded."""
+"""The rules of both middlewares: which requests have a key, who sent them, which are equal, and what is stored."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Principal: TypeAlias = "Callable[[Any], str | None]"
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
 _HANDLED = "pgfence.idempotency"
-"""Where an environment has the mark of the middleware that handles its request."""
+"""Where an environment has the marker of the middleware that handles its request."""
 MEBIBYTE = 1_048_576
 SHOWN = 60
 """Characters of a path that an operator sees in a scope."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
-# Without credentials, too slowly, too early, too often: nothing was done, and the same request may succeed.
+# Unauthorized, timed out, too early, too many: nothing was done, and the same request may succeed.
 _AGAIN = (401, 408, 425, 429)
-# A line feed goes into a row, but no server sends it: its client would be refused a replay for as long as the key is kept.
+# A row can hold a line feed, but no server sends one: a stored response with one could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
 _DIGITS = 19
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
@@ -111,7 +111,7 @@ class HttpRequest(NamedTuple):
 
 
 class RequestMarker:
-    """Says in an environment, and in the copies of it, that a middleware of ours has its keys, as long as it is at work."""
+    """Marks an environment, and its copies, as handled by an outer IdempotencyMiddleware until that one has finished."""
 
     __slots__ = ("_keys", "ended", "skips_recording")
 
@@ -122,21 +122,21 @@ class RequestMarker:
         """Whether the response is not recorded, though it looks like one that is."""
 
     def mark(self, environ: Environ) -> None:
-        """Put it where those inside look."""
+        """Put the marker into an environment."""
         environ[_HANDLED] = self
 
     @staticmethod
     def skip_recording(environ: Environ) -> None:
-        """Keep the response of a request from being recorded, which would outlive what an operator does about its cause."""
+        """Keep a response from being stored: the stored one would be replayed after an operator has fixed the cause."""
         found = environ.get(_HANDLED)
         if isinstance(found, RequestMarker):
             found.skips_recording = True
 
     @staticmethod
     def is_marked(environ: Environ, request: HttpRequest) -> bool:
-        """Say whether the keys of a request are those of a middleware outside that is at work."""
+        """Return whether an outer middleware has claimed the keys of this request."""
         found = environ.get(_HANDLED)
-        # Whoever calls again with what has ended, to try again or one application after the other, is not inside.
+        # A second call with the scope of a finished request, a retry for example, is not inside.
         return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 
@@ -182,7 +182,7 @@ class Rules:
         life, record = ttl_of(ttl), check_keep(keep)
         if record < life:
             raise ValueError(
-                f"keep={record:g} is shorter than ttl={life:g}: an answer would be forgotten before a dead request is given up"
+                f"keep={record:g} is shorter than ttl={life:g}: the response would expire before the claim of a dead request"
             )
         return cls(
             principal=principal,
@@ -196,25 +196,25 @@ class Rules:
         )
 
     def handles_method(self, method: str) -> bool:
-        """Say whether a method is one of those that have keys."""
+        """Return whether requests with this method have keys."""
         # Methods are case-sensitive, but not for all frameworks.
         return method.upper() in self.methods
 
     def applies_to(self, request: HttpRequest) -> bool:
-        """Say whether a request is one that has, or needs, a key. On the routes that were named each needs one."""
+        """Return whether a request has, or needs, a key. On named routes every request needs one."""
         if not self.handles_method(request.method):
             return False
         return bool(request.keys) if self.routes is None else matches(self.routes, request.path)
 
     def find_principal(self, request: HttpRequest, raw: Environ) -> str:
-        """Return whose request it is.
+        """Return who sent a request.
 
         Args:
             request: it.
             raw: what `principal` takes.
 
         Raises:
-            Refusal: nobody's.
+            ProblemResponse: the request has no principal.
             TypeError: `principal` did not return a str or None.
         """
         found: object = None
@@ -234,7 +234,7 @@ class Rules:
         """Return the key of a request.
 
         Raises:
-            Refusal: it has none that could be used; or its body is announced to be too long.
+            ProblemResponse: it has no usable key, or its announced body is too long.
         """
         try:
             key = parse_key(request.keys)
@@ -247,14 +247,14 @@ class Rules:
         """Raise if a body is longer than allowed.
 
         Raises:
-            Refusal: it is.
+            ProblemResponse: it is.
         """
         if length > self.max_body:
             detail = f"With an Idempotency-Key the body must not be longer than {self.max_body} bytes."
             raise ProblemResponse(BODY_TOO_LARGE, detail)
 
     def build_effect_key(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:
-        """Return what the key of a request is asked for with."""
+        """Return the key of a request with everything that identifies the request."""
         method, path = request.method.encode(), _encode(request.root + request.path)
         scope = (
             f"{request.method} {quote(path)[:SHOWN]} {_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
@@ -263,17 +263,17 @@ class Rules:
         return EffectKey(scope, key, same.digest(), self.ttl, self.keep)
 
     def is_streaming(self, headers: Sequence[tuple[str, str]]) -> bool:
-        """Say whether an answer is sent on as it comes, and not recorded, by what its headers say."""
+        """Return whether the headers of a response say that it is sent as it is produced, and not stored."""
         kind = _find_header(headers, "content-type").strip().lower()
-        return (announced_length(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
+        return (find_length(headers) or 0) > self.max_body or kind.startswith("text/event-stream")
 
     def build_record(self, status: int, headers: Sequence[tuple[str, str]], body: bytes | None) -> Reply | None:
-        """Return what is recorded of an answer; None: the request has failed, or is told to come again.
+        """Return what is stored of a response; None if the request has failed or should be sent again.
 
         Args:
-            status: of the answer.
-            headers: of the answer.
-            body: None if it was sent on as it came.
+            status: of the response.
+            headers: of the response.
+            body: None if it was sent as it was produced.
         """
         again = status in _AGAIN or (status >= 400 and any(name.lower() == "retry-after" for name, _ in headers))
         if again or status >= self.record_below:
@@ -283,8 +283,8 @@ class Rules:
         return Reply(status, recordable_headers(headers), body)
 
 
-def announced_length(headers: Sequence[tuple[str, str]]) -> int | None:
-    """Return the length that an answer is announced to have, if it is."""
+def find_length(headers: Sequence[tuple[str, str]]) -> int | None:
+    """Return the announced length of a response, if any."""
     return parse_length(_find_header(headers, "content-length"))
 
 
@@ -293,7 +293,7 @@ def _find_header(headers: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def parse_length(value: str) -> int | None:
-    """Return the length that a header `Content-Length` says; None if it is no number."""
+    """Return the value of a header `Content-Length`; None if it is not a number."""
     if not (value.isascii() and value.isdecimal()):
         return None
     return int(value) if len(value) < _DIGITS else sys.maxsize
@@ -304,7 +304,7 @@ def _check_methods(methods: Collection[str]) -> frozenset[str]:
         raise TypeError(f"methods takes several of them: methods=[{methods!r}]")
     found = frozenset(str(method).upper() for method in methods)
     if not found:
-        raise ValueError("methods=[] is for no request at all")
+        raise ValueError("methods=[] applies to no request")
     for method in found:
         if not _TOKEN.fullmatch(method):
             raise ValueError(f"{method!r} is no method of HTTP")
@@ -318,7 +318,7 @@ def _encode(text: str) -> bytes:
 
 
 def _join_framed(*parts: bytes) -> bytes:
-    """Return the parts so that no others give the same."""
+    """Join parts so that different parts never give the same bytes."""
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 

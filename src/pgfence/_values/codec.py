@@ -10,6 +10,7 @@ Not kept: the order of a dict's keys, because jsonb has its own; the name of a t
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode, b64encode
 from dataclasses import MISSING, is_dataclass
 from datetime import date, datetime, time, timedelta
@@ -33,6 +34,7 @@ T = TypeVar("T")
 LIMIT = 1024 * 1024
 """Bytes that a result may have."""
 
+_LOST_BY_JSONB = re.compile("[\0\ud800-\udfff]")
 _ALIKE = (bool, int, type(None))
 
 
@@ -244,13 +246,7 @@ def _codec(annotation: Hashable) -> Codec[Any]:
 
 def _is_plain(text: str) -> bool:
     """Return whether jsonb keeps a text: it has no NUL and no half of a surrogate pair."""
-    if text.isascii():
-        return "\0" not in text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in text
+    return "\0" not in text if text.isascii() else _LOST_BY_JSONB.search(text) is None
 
 
 def _base64(value: bytes | bytearray) -> str:

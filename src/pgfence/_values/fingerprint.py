@@ -9,7 +9,7 @@ The canonical form, of which it is the SHA-256:
   their value, and differ from the text that looks like them;
 - texts count character by character: "é" in one character differs from "é" in two.
 
-None is refused nowhere but at the top, where it means that there is no payload.
+None is a value like any other, except at the top, where it means that there is no payload.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
 
     Raises:
         IdempotencyKeyReusedError, IdempotencyInProgressError: it is not to be had; the transaction is usable.
-        IdempotencyMisuseError: this transaction is at work under it already.
+        IdempotencyMisuseError: this transaction has claimed it already.
         Exception: the recorded error.
     """
     connection = connection_of(session)
@@ -123,8 +123,8 @@ def _wait(
     began = clock()
     answer = _send(connection, place, lambda: sql.claim(connection, place, row, limit))
     if (waited := clock() - began) > WARN_AFTER:
-        how = "in vain" if answer.outcome == "busy" else "while another transaction was at work under it"
-        log.warning("waited %.0f s for %s, %s", waited, call, how)
+        how = "unsuccessfully" if answer.outcome == "busy" else "until another transaction had finished"
+        log.warning("waited %.0f s for %s %s", waited, call, how)
     return answer
 
 
@@ -146,7 +146,7 @@ def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) ->
 
 
 def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: SessionTransaction) -> None:
-    """Send what the work has left to be sent, whose error is an answer like the work's own, and keep it."""
+    """Flush what the work has left pending, and release the savepoint. An error of the flush counts as the work's."""
     try:
         session.flush()
     except Exception as error:
@@ -218,14 +218,13 @@ def _claim_error(call: KeyName, outcome: str) -> PgfenceError:
     match outcome:
         case "reused":
             return IdempotencyKeyReusedError(
-                f"{call} belongs to a request with another payload: a new request needs a key of its own",
+                f"{call} belongs to a request with another payload: a new request needs a new key",
                 scope=call.scope,
                 key=call.key,
             )
         case "own":
             return IdempotencyMisuseError(
-                f"this transaction is at work under {call} already, or has failed to finish it: roll back before it is tried"
-                " again"
+                f"this transaction has claimed {call} already and has not finished it: roll back before you try again"
             )
         case "deadlock":
             return DeadlockError(

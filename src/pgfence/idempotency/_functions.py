@@ -1,4 +1,4 @@
-"""`idempotent` and `insert_once`: what they take, refuse and promise."""
+"""`idempotent` and `insert_once`: the arguments, their checks, and the guarantees."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def idempotent(
     keep: Seconds = DAY,
     record: Sequence[type[Exception]] = (),
 ) -> Idem[T] | AsyncIdem[T]:
-    """Do the work of a request once, however often the request comes, and give everybody the same answer.
+    """Do the work of a request once, and return the same result to each retry.
 
     ::
 
@@ -102,41 +102,40 @@ def idempotent(
                 return op.result
             op.complete(do_the_work())
 
-    Promised: of all transactions that ask for the same key and scope, one does the work and commits it together with its
+    Guarantees: of all transactions that request the same key and scope, one does the work and commits it together with its
     result; the others wait for it, then get that result, equal and of the same type. If it rolls back, or its process dies,
-    one of the others does the work. No answer aborts the caller's transaction, and none is an IntegrityError. A transaction in
-    which the work was begun and not finished cannot commit: an exception in it has to lead to a rollback, of the whole
+    one of the others does the work. No outcome aborts the caller's transaction, and none is an IntegrityError. A transaction in
+    which the work was begun and not finished cannot commit: an exception in it must lead to a rollback, of the whole
     transaction or to a savepoint around the call.
 
-    A key that is asked for and then neither run nor entered is a RuntimeWarning when it is dropped.
+    A key that is requested and then neither run nor entered raises a RuntimeWarning when it is garbage-collected.
 
-    Not promised: anything about effects outside the database; or that a key is remembered for longer than `keep`. Of a Session
-    with several engines only what is written through the key's own is committed with it. In REPEATABLE READ and SERIALIZABLE
-    whoever comes second cannot see the result of a transaction that has committed since its own snapshot, and gets
-    IdempotencyInProgressError with SQLSTATE 40001.
+    Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines, only
+    what is written through the engine of the key is committed with it. In REPEATABLE READ and SERIALIZABLE a transaction cannot
+    see a result that was committed after its own snapshot, and gets IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
         session: a Session or scoped_session, or an async one. Its transaction is the caller's, who commits it.
         key: what the client repeats with the request: 1 to 255 characters, without control characters.
         scope: whose key it is and for what, e.g. tenant, user and operation: the same rules. The same key in another scope is
-            another key. Never the same scope for two clients that must not see each other's answers.
+            another key. Never use the same scope for two clients that must not see each other's results.
         payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
         result: the type of the result; dataclasses, pydantic models, named tuples and enumerations are stored if it reaches
             them, and a result of another type is rejected. None: only what JSON and the standard library's types of numbers,
             texts, times and collections can say.
-        timeout: seconds to wait for another transaction that has the key; None is the configured default, `math.inf` for ever,
-            0 does not wait.
+        timeout: seconds to wait for another transaction that has the key; None is the configured default, `math.inf` waits
+            indefinitely, 0 does not wait.
         keep: seconds from the end of the work on for which the result is kept. After that the key is new again.
-        record: classes of errors that are an answer too. One of these, or of their subclasses, takes back what was done since
-            the claim (a savepoint, two more round trips), is stored and raised again each time. The caller has to commit
-            nevertheless, or nothing was stored. What the flush at the end raises counts as the work's.
+        record: classes of errors that are a result too. An error of these classes, or of their subclasses, rolls back what was
+            done since the claim (a savepoint, two more round trips), is stored, and is raised again each time. The caller must
+            commit all the same, or nothing is stored. An error of the flush at the end counts as an error of the work.
 
     Raises:
         IdempotencyKeyReusedError: on entering: the key belongs to another payload, also while that is in progress. 422.
-        IdempotencyInProgressError: on entering: whoever has the key did not end within the timeout. 409.
+        IdempotencyInProgressError: on entering: the holder of the key did not end within the timeout. 409.
         IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
-            result is not of the type of `result`, or cannot be stored. On entering: this transaction is at work under the
-            key; or the stored result cannot be read. From COMMIT, with SQLSTATE PF004: the work was begun and not finished.
+            result is not of the type of `result`, or cannot be stored. On entering: this transaction has claimed the key
+            already; or the stored result cannot be read. From COMMIT, with SQLSTATE PF004: the work was begun and not finished.
             Nothing is committed then.
         TransactionStateError: autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
@@ -170,18 +169,18 @@ def insert_once(session: SyncSession, instance: T, key: Sequence[str | Queryable
 def insert_once(
     session: SyncSession | AnyAsyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]
 ) -> T | Coroutine[Any, Any, T]:
-    """Insert a row whose own unique key says that it is there once; who comes second gets the row of who came first.
+    """Insert a row once by its own unique key; later callers get the row that was inserted first.
 
     ::
 
         payment = insert_once(session, Payment(order_id=7, amount=100), key=[Payment.order_id])
 
-    Promised: the instance itself comes back, flushed, if it was inserted; else the instance that has the key, and the one that
-    was passed does not belong to the session. There is no IntegrityError for this key, and the transaction is usable. Another
-    one's unfinished insert is waited for, as the server does it, up to the session's `lock_timeout`.
+    Guarantees: if the row was inserted, the instance itself is returned, flushed; otherwise the instance that has the key is
+    returned, and the one that was passed is not in the session. There is no IntegrityError for this key, and the transaction
+    stays usable. The server waits for an unfinished insert of another transaction, up to the session's `lock_timeout`.
 
-    Not promised: that the row of who came first has the same values. In REPEATABLE READ and SERIALIZABLE a row that was
-    committed since the snapshot cannot be read, and is an IdempotencyInProgressError with SQLSTATE 40001.
+    Limitations: the existing row may have other values. In REPEATABLE READ and SERIALIZABLE a row that was committed after the
+    snapshot cannot be read, and raises IdempotencyInProgressError with SQLSTATE 40001.
 
     Args:
         session: a Session or scoped_session, or an async one; then the result is awaited. What is pending in it is flushed.
@@ -191,7 +190,7 @@ def insert_once(
 
     Raises:
         ValueError: no such unique key is declared; an attribute is another class's; or one of them is None.
-        TypeError: it is no instance of a mapped class, no session, or the key no list.
+        TypeError: the instance is not of a mapped class, the session is not a session, or the key is not a list.
         IntegrityError: of another constraint; or of this one, where a query of the class does not find the row that has the
             key: it is of another class of the same table, hidden by a filter or a policy, or the server rounds the value.
             Under row level security the server does not say of which.

@@ -61,7 +61,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
         except DBAPIError as error:
             if sqlstate_of(error) != SERIALIZATION_FAILURE:
                 raise
-            # In SERIALIZABLE, of a row that was committed during the wait for it: nobody may look at that any more.
+            # In SERIALIZABLE, for a row that was committed while this INSERT waited for it: the snapshot cannot see it.
             raise _invisible_row_error("there may be", mapper, instance, wanted) from error
         else:
             return instance
