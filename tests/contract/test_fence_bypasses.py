@@ -56,7 +56,7 @@ async def swallowed(who: Contender, work: Any, name: str, token: int) -> None:
 
 @pytest.mark.every_driver
 @pytest.mark.matrix
-@pytest.mark.parametrize("opened", [session, connection])
+@pytest.mark.parametrize("opened", [connection, session])
 async def test_the_commit_after_a_rejected_one_commits_none_of_the_rejected_writes(
     world: World, admin: psycopg.Connection[Any], name: str, diary: str, opened: Any
 ) -> None:
@@ -73,7 +73,7 @@ async def test_the_commit_after_a_rejected_one_commits_none_of_the_rejected_writ
     assert rows(admin, diary) == [("next",)]
 
 
-@pytest.mark.parametrize("opened", [session, connection])
+@pytest.mark.parametrize("opened", [connection, session])
 async def test_after_a_rollback_the_same_session_works_on(
     world: World, admin: psycopg.Connection[Any], name: str, table: str, opened: Any
 ) -> None:
