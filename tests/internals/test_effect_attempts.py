@@ -138,7 +138,7 @@ async def test_a_forked_child_has_no_attempt(shop: Shop) -> None:
     await drive(shop, running.free)
 
 
-async def test_a_step_whose_save_had_no_answer_is_saved_and_not_done_when_it_is_asked_for_again(
+async def test_a_step_whose_save_was_unanswered_is_saved_without_running_again(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C100: within the attempt its value is known."""
