@@ -1,4 +1,4 @@
-"""AdvisoryLock on a Connection that the caller owns: between its transactions, and never left behind on it."""
+"""AdvisoryLock on the caller's Connection: it is taken between transactions and never left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Few connections, from nobody's pool; and a lock table that is never filled."""
+"""Locks need few connections, all of them outside the application's pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdvisoryLock.connect(): the connection that works is the one that holds, so they die together."""
+"""AdvisoryLock.connect(): the work and the lock share one connection, so a lost lock ends the work."""
 
 from __future__ import annotations
 

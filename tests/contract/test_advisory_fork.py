@@ -1,4 +1,4 @@
-"""C012: a forked child holds nothing, harms nothing, and can lock for itself."""
+"""C012: a forked child holds no lock, does not disturb its parent, and can lock for itself."""
 
 from __future__ import annotations
 

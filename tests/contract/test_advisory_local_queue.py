@@ -1,4 +1,4 @@
-"""Contenders of one process: in line, first come first served, one connection for all who wait."""
+"""Waiters of one process queue for a lock, are served in order, and share one connection."""
 
 from __future__ import annotations
 

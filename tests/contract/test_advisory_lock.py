@@ -1,4 +1,4 @@
-"""AdvisoryLock, the verbs: try, acquire, hold, release, look."""
+"""AdvisoryLock: try_acquire, acquire, hold, release, holders and is_held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event loops, threads and wrong halves: where an engine, a lock or a block is used by somebody else than it was made for."""
+"""Engines, locks and blocks that are shared by threads, tasks and event loops, or belong to the other twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock that is lost: noticed at once, told to everybody who asked, and never taken for held again."""
+"""A lost lock is noticed at once, callbacks are called, and the handle never turns back to held."""
 
 from __future__ import annotations
 

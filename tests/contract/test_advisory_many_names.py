@@ -1,4 +1,4 @@
-"""AdvisoryLock over several names: one lock, all or nothing, in one order."""
+"""AdvisoryLock with several names: all or none are taken, in one order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C008: a lock on a caller's Connection ends when that goes back to its pool, and disturbs no one who has it next."""
+"""C008: a lock on the caller's Connection ends when the connection returns to its pool; its next user is not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a lock reaches: its name says, and the name is in every message."""
+"""The name of a lock determines its scope, and messages contain it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdvisoryLock under the settings of an engine: listeners and echo, round trips, poolers, configure()."""
+"""AdvisoryLock and the settings of an engine: listeners, echo, round trips, poolers, configure()."""
 
 from __future__ import annotations
 

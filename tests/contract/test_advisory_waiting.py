@@ -1,4 +1,4 @@
-"""How AdvisoryLock waits: in slices, handed the lock at once, on the caller's time, and quietly."""
+"""AdvisoryLock waits in slices, is granted at once on release, keeps the caller's timeout, and logs little."""
 
 from __future__ import annotations
 

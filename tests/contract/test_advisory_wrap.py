@@ -1,4 +1,4 @@
-"""AdvisoryLock.wrap(): names from arguments, what happens when it is busy, what happens without a server."""
+"""AdvisoryLock.wrap(): names from arguments, and what happens if the lock is held or the server is unreachable."""
 
 from __future__ import annotations
 

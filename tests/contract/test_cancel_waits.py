@@ -1,4 +1,4 @@
-"""cancel_waits(): another thread ends the wait of a thread, wherever it waits, and nothing is left behind."""
+"""cancel_waits(): another thread cancels a thread's wait, wherever it waits, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A handle that was dropped without release() is given back: its own thread or task may take the lock again meanwhile."""
+"""A lock whose handle was dropped without release() is released in the background."""
 
 from __future__ import annotations
 

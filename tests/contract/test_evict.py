@@ -1,4 +1,4 @@
-"""monitoring.evict: a hold is ended from outside, fenced off and written down."""
+"""monitoring.evict(): a hold is ended from outside, fenced off and audited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of lock exclude each other under one name: the table of the docs, cell by cell."""
+"""Which kinds of lock exclude each other under one name: every cell of the table in the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lease, the verbs: try, acquire, hold, release, look; what a handle knows; what is refused."""
+"""Lease: try_acquire, acquire, hold, release, renew, hand over; its handle; invalid arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C012: a forked child holds no lease of its parent's, disturbs no heartbeat, and has one of its own."""
+"""C012: a forked child holds no lease of its parent, leaves the parent's heartbeat alone, and has its own."""
 
 from __future__ import annotations
 

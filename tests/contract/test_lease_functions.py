@@ -1,4 +1,4 @@
-"""The server functions of leases, called by hand: who gets one, for how long, and what becomes of it."""
+"""The SQL functions of leases: grant, renewal, release, expiry, eviction."""
 
 from __future__ import annotations
 

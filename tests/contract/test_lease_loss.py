@@ -1,4 +1,4 @@
-"""A lease that is lost: who is told, when, and what a former holder cannot do any more."""
+"""A lost lease: who is notified and when, and what a former holder can no longer do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where leases are kept: what is said when it is not there or not right, rights, and a schema for each tenant."""
+"""The tables of leases: missing or altered tables, required privileges, one schema per tenant."""
 
 from __future__ import annotations
 

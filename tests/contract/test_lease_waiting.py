@@ -1,4 +1,4 @@
-"""Waiting for a lease, and what may happen on the way: rows that are locked, answers that are late or lost, cancels."""
+"""Waiting for a lease: locked rows, late or lost responses, cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No server, a wrong password, no such host or database: what each entrance to the database raises then, with every driver."""
+"""An unreachable server, a wrong password, an unknown host or database: the error of each kind of lock on every driver."""
 
 from __future__ import annotations
 

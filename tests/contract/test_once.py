@@ -1,4 +1,4 @@
-"""Once, on every driver: one run for each slot, whoever comes first, whatever becomes of the one who does."""
+"""Once: each slot runs once, whichever process is first and however its run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a thread or task gets that asks for what it holds already: a try is busy, a wait raises SelfDeadlockError."""
+"""A thread or task asks for a lock that it holds: a try returns None, a wait raises SelfDeadlockError."""
 
 from __future__ import annotations
 

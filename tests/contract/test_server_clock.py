@@ -1,4 +1,4 @@
-"""The server's clock is set back or forward while a name is held, was left by a dead holder, or is free."""
+"""The server's clock is set back or forward while a lease is held, expired or free."""
 
 from __future__ import annotations
 

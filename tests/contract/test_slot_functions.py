@@ -1,4 +1,4 @@
-"""The server functions of slots, called by hand: who gets a slot, and what becomes of it."""
+"""The SQL functions of slots: grant, completion, repeated attempts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`begin`: the transaction and its lock as one block."""
+"""TransactionLock.begin(): transaction and lock as one block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was read before the lock is read again after it, or the lock refuses; and a routing Session locks where it writes."""
+"""Rows read before the lock are read again after it, or the lock is rejected; a routing Session locks where it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds a key: the right session and no other, however similar its numbers."""
+"""holders() of a transaction lock: the sessions with exactly that key, and no others."""
 
 from __future__ import annotations
 

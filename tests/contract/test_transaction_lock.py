@@ -1,4 +1,4 @@
-"""What a transaction lock does for every driver: it excludes, it costs little, and it ends with its transaction."""
+"""TransactionLock excludes others, costs one statement, and ends with its transaction."""
 
 from __future__ import annotations
 

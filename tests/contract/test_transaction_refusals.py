@@ -1,4 +1,4 @@
-"""What a transaction lock refuses: wrong arguments, servers, modes, and requests that would harm everybody."""
+"""What TransactionLock rejects: wrong arguments, servers and modes, and requests that would fill the lock table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rolled back savepoint takes the locks with it that are younger; the next request notices, and asks for nothing else."""
+"""Rolling back to a savepoint releases the locks taken since; the next request notices that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a transaction lock waits: once, in the server, within its timeout, and without a trace in the caller's transaction."""
+"""TransactionLock waits in the server, within its timeout, and changes no setting of the caller's transaction."""
 
 from __future__ import annotations
 
