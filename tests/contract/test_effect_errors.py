@@ -127,10 +127,9 @@ async def test_the_time_of_a_key_comes_from_its_claim_and_not_from_the_callers_t
 
 
 @pytest.mark.every_driver
+@pytest.mark.async_only
 async def test_a_cancelled_attempt_is_known_to_have_ended(shop: Shop) -> None:
     """The cancel is not kept waiting for a server; the next caller knows of it all the same."""
-    if not shop.world.is_async:
-        pytest.skip("threads are not cancelled")
     begun = asyncio.Event()
 
     async def hang(attempt: Any) -> str:

@@ -210,10 +210,9 @@ async def test_a_step_that_is_running_is_not_done_beside_itself(shop: Shop) -> N
     assert shop.provider.asked == {"k:charge": 1}
 
 
+@pytest.mark.async_only
 async def test_steps_of_one_name_in_two_tasks_are_rejected(shop: Shop) -> None:
     """C100: the second comes while the first is on its way."""
-    if not shop.world.is_async:
-        pytest.skip("the nested step of the other test stands for threads")
 
     async def slow(key: str) -> str:
         await asyncio.sleep(0.05)

@@ -311,10 +311,9 @@ async def test_a_late_attempt_is_rejected_after_a_transaction_has_taken_the_key(
 
 
 @pytest.mark.every_driver
+@pytest.mark.async_only
 async def test_a_cancelled_attempt_has_an_unknown_outcome(shop: Shop) -> None:
     """The claim is not renewed any more, and the next attempt follows after its time."""
-    if not shop.world.is_async:
-        pytest.skip("threads are not cancelled")
 
     async def hang(attempt: Any) -> str:
         await asyncio.sleep(30)

@@ -284,12 +284,11 @@ async def test_each_tenant_has_gates_of_its_own(world: World, admin: psycopg.Con
 
 
 @pytest.mark.every_driver
+@pytest.mark.async_only
 async def test_a_task_cancelled_at_the_gate_leaves_nothing_there(
     world: World, admin: psycopg.Connection[Any], name: str, eventually: Any
 ) -> None:
     """Cancelled while it waits behind an older holder, a newer one is not in the gate, and the next token gets in."""
-    if not world.is_async:
-        pytest.skip("a thread cannot be cancelled")
     engine, other = world.engine(), world.other()
     overtake(admin, name, 1)
     async with session(world, engine) as old, session(world, engine, other) as new:

@@ -90,12 +90,11 @@ async def test_a_connection_that_breaks_at_the_entry_is_given_up(
         await world.call(work.commit)
 
 
+@pytest.mark.async_only
 async def test_an_entry_that_is_cancelled_leaves_no_connection_behind(
     world: World, name: str, admin: psycopg.Connection[Any], eventually: Callable[..., Any]
 ) -> None:
     """A task that is cancelled at the gate closes its connection, so that no other task reads the response."""
-    if not world.is_async:
-        pytest.skip("tasks are cancelled")
     engine = world.engine(pool_size=1, max_overflow=0)
     waiting = "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
     with admin.transaction():
