@@ -137,7 +137,7 @@ def test_without_a_dsn_it_brings_its_own_server(eventually: Callable[..., Any]) 
     assert process.returncode == 0, err
     shown = json.loads(out)
     assert shown["embedded"] is True
-    assert shown["loaded_by"].startswith("pgbench " if load.program("pgbench") else "SQL")
+    assert shown["loaded_by"].startswith("pgbench " if load.find_program("pgbench") else "SQL")
     eventually(lambda: gone(processes))
 
 

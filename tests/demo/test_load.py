@@ -41,13 +41,13 @@ def test_the_tables_by_sql_are_those_of_pgbench(
     engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Same tables, columns, keys and numbers of rows."""
-    if load.program("pgbench") is None:
+    if load.find_program("pgbench") is None:
         pytest.skip("there is no pgbench here")
-    with load.tables(engine) as who:
+    with load.create_tables(engine) as who:
         assert who.startswith("pgbench ")
         by_pgbench = shape(admin)
-    monkeypatch.setattr(load, "program", lambda _: None)
-    with load.tables(engine) as who:
+    monkeypatch.setattr(load, "find_program", lambda _: None)
+    with load.create_tables(engine) as who:
         assert who == "SQL"
         assert shape(admin) == by_pgbench
     assert shape(admin)[1:] == [[], []]
@@ -57,8 +57,8 @@ def test_pgbench_is_kept_out_where_its_tables_would_land_elsewhere(
     engine: Engine, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session whose search path is not what was asked for, as behind some poolers, must not be given to pgbench."""
-    monkeypatch.setattr(load, "_into_schema", lambda url: url)
-    with load.tables(engine) as who:
+    monkeypatch.setattr(load, "_add_search_path", lambda url: url)
+    with load.create_tables(engine) as who:
         assert who == "SQL"
         strays = "SELECT tablename FROM pg_tables WHERE schemaname = 'public' AND tablename LIKE 'pgbench%'"
         assert admin.execute(strays).fetchall() == []
@@ -85,6 +85,6 @@ def test_a_block_that_fails_drops_the_tables_even_if_they_are_to_be_kept(
     engine: Engine, admin: psycopg.Connection[Any]
 ) -> None:
     """What is kept is a demo that was played."""
-    with pytest.raises(RuntimeError, match="half way"), load.tables(engine, keep=True):
+    with pytest.raises(RuntimeError, match="half way"), load.create_tables(engine, keep=True):
         raise RuntimeError("half way")
     assert shape(admin) == [[], [], []]

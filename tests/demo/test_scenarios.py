@@ -13,7 +13,7 @@ from sqlalchemy.orm import sessionmaker
 from pgfence import schema
 from pgfence._demo.bank import SCHEMA
 from pgfence._demo.errors import DemoError
-from pgfence._demo.scenario import engine_for, players
+from pgfence._demo.scenario import create_engine_for, start_processes
 from pgfence._demo.scenarios import contention, paused, retries, slots
 from pgfence._demo.workload import Verdict
 from support.rows import every_row
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 def stage(dsn: str) -> Iterator[Engine]:
     """An engine for a database of its own with the demo's schema and pgfence's tables in it."""
     with database(dsn, "scene") as own:
-        engine = engine_for(own)
+        engine = create_engine_for(own)
         with engine.begin() as connection:
             connection.execute(text(f"CREATE SCHEMA {SCHEMA}"))
         schema.create_all(engine)
@@ -129,7 +129,7 @@ def test_what_was_paid_is_counted_in_the_table(stage: Engine) -> None:
     with stage.begin() as connection:
         connection.execute(insert(retries.Payment), rows)
     answers = [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 3, 1)]
-    found = retries._storm(stage, {"answers": answers, "ended": 7}, keyed=True)
+    found = retries._run_storm(stage, {"answers": answers, "ended": 7}, keyed=True)
     assert found == retries.Storm(made=3, paid=2, twice=1, sent=5, ended=7, differ=1)
 
 
@@ -145,7 +145,7 @@ def test_a_client_loses_its_patience_with_a_server_that_is_gone(monkeypatch: pyt
 def test_clients_end_with_the_process_that_forked_them(stage: Engine, eventually: Callable[..., Any]) -> None:
     """SIGKILL of it in the middle of the storm leaves none of them at work."""
     retries.RetriesBase.metadata.create_all(stage)
-    with players() as start:
+    with start_processes() as start:
         player = start(retries.__name__, stage.url)
         process = psutil.Process(player.popen.pid)
         eventually(lambda: len(process.children()) == retries.PROCESSES)
@@ -162,6 +162,6 @@ def alive(process: psutil.Process) -> bool:
 def test_a_process_that_ends_unexpectedly_is_reported(dsn: str) -> None:
     """A process that fails is a DemoError with its last words, and no wait for ever."""
     engine: Any = create_engine(dsn)
-    with players() as start, pytest.raises(DemoError, match="NoSuchModule|No module"):
+    with start_processes() as start, pytest.raises(DemoError, match="NoSuchModule|No module"):
         start("pgfence._demo.no_such_module", engine.url).hear()
     engine.dispose()

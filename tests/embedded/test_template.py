@@ -111,8 +111,8 @@ def test_a_cache_that_others_may_write_is_not_used(
     (tmp_path / "no folder").touch()
     monkeypatch.setattr(_cluster.tempfile, "tempdir", str(tmp_path / "no folder"))
     bindir = _binaries.find()
-    assert _cluster._template(bindir, _binaries.version(bindir)) is None
+    assert _cluster._find_template(bindir, _binaries.read_version(bindir)) is None
     cache.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache.symlink_to(tmp_path / "elsewhere")
-    assert _cluster._template(bindir, _binaries.version(bindir)) is None
+    assert _cluster._find_template(bindir, _binaries.read_version(bindir)) is None

@@ -368,7 +368,7 @@ def test_the_default_keys_of_two_schemas_are_two_locks(dsn: str, monkeypatch: py
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
 
     def table(schema: str) -> None:
-        monkeypatch.setattr(_command, "version_table", lambda: _command.VersionTable("alembic_version", schema))
+        monkeypatch.setattr(_command, "find_version_table", lambda: _command.VersionTable("alembic_version", schema))
 
     with engine.connect() as one, engine.connect() as two:
         table("tenant_a")

@@ -61,7 +61,7 @@ def restored(primary: OwnServer, **kwargs: Any) -> Iterator[OwnServer]:
 
 def _copied(primary: OwnServer, name: str) -> Path:
     data = primary.folder / name
-    words, options = _process.command(
+    words, options = _process.build_command(
         [
             primary.bindir / "pg_basebackup",
             *("-h", primary.folder, "-p", str(primary.port), "-U", "postgres"),

@@ -8,7 +8,7 @@ from alembic.operations.ops import CreateTableOp, DropTableOp, ModifyTableOps
 from alembic.util import CommandError, PriorityDispatchResult
 from sqlalchemy import MetaData
 
-from pgfence._alembic.models import fence_of, place_of_own, resource_from, version_of
+from pgfence._alembic.models import fence_of, join_resource, place_of_own, version_of
 from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
 from pgfence._sql import columns, migration_scripts, tables
 from pgfence._sql.storage import VERSION, TableNames, table_names_of
@@ -44,25 +44,25 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
     if context.dialect.name != "postgresql":
         # The operations do nothing there.
-        ours = _tables(context, own)
-        ops.ops[:] = [op for op in ops.ops if _concerned(context, op) not in ours]
+        ours = _list_tables(context, own)
+        ops.ops[:] = [op for op in ops.ops if _find_table_key(context, op) not in ours]
         return PriorityDispatchResult.CONTINUE
     connection = context.connection
     assert connection is not None
-    home = _home(_place(context, table_names_of(connection)), own)
-    wanted = {_named(context, guard): guard for guard in _wanted(context, connection, home)}
+    home = _find_home(_place(context, table_names_of(connection)), own)
+    wanted = {_identify(context, guard): guard for guard in _list_wanted(context, connection, home)}
     standing = {
-        _named(context, found.guard): found
-        for found in _standing(context, connection, home)
-        if _concerns(context, found.guard, ops)
+        _identify(context, found.guard): found
+        for found in _list_found(context, connection, home)
+        if _is_concerned(context, found.guard, ops)
     }
     everywhere = own | {home} | {_place(context, place) for place in migration_scripts.find_installations(connection)}
-    _without_ours(context, ops, everywhere)
+    _remove_our_tables(context, ops, everywhere)
     for place in sorted(own | {home}, key=str):
         needed = place in own or any(isinstance(guard, AddFence) for guard in wanted.values())
-        if needed and (making := _making(connection, place, whole=place in own)) is not None:
+        if needed and (making := _find_creation(connection, place, whole=place in own)) is not None:
             if isinstance(making, UpgradePgfence):
-                _without_changes(context, ops, place)
+                _remove_changes(context, ops, place)
             # In front of tables that may refer to ours.
             ops.ops.insert(0, making)
     for name, found in sorted(standing.items(), key=str):
@@ -74,30 +74,30 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
     return PriorityDispatchResult.CONTINUE
 
 
-def _home(configured: TableNames, own: set[TableNames]) -> TableNames:
+def _find_home(configured: TableNames, own: set[TableNames]) -> TableNames:
     """Return the installation that guards belong to: the configured one, or the only one among the models."""
     return next(iter(own)) if configured == TableNames() and len(own) == 1 else configured
 
 
 def _place(context: AutogenContext, place: TableNames) -> TableNames:
-    return TableNames(_key(context, place.schema, "")[0], place.prefix)
+    return TableNames(_key_of(context, place.schema, "")[0], place.prefix)
 
 
-def _key(context: AutogenContext, schema: str | None, table: str) -> Key:
+def _key_of(context: AutogenContext, schema: str | None, table: str) -> Key:
     return None if schema == context.dialect.default_schema_name else schema, table
 
 
-def _named(context: AutogenContext, guard: Guard) -> tuple[str, Key]:
+def _identify(context: AutogenContext, guard: Guard) -> tuple[str, Key]:
     """Return what a table has one of: the kind of a guard, and the table."""
-    return type(guard).__name__, _key(context, guard.target.schema, guard.target.name)
+    return type(guard).__name__, _key_of(context, guard.target.schema, guard.target.name)
 
 
-def _wanted(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[Guard]:
+def _list_wanted(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[Guard]:
     namespace = config_of(connection).namespace
     for table in context.sorted_tables:
         if not context.run_object_filters(table, table.name, "table", False, None):
             continue
-        schema = _key(context, table.schema, table.name)[0]
+        schema = _key_of(context, table.schema, table.name)[0]
         where: dict[str, Any] = {"schema": schema, "pgfence_schema": home.schema, "prefix": home.prefix}
         try:
             if (resource := fence_of(table)) is not None:
@@ -110,13 +110,13 @@ def _wanted(context: AutogenContext, connection: Connection, home: TableNames) -
             ) from error
 
 
-def _standing(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[_Found]:
+def _list_found(context: AutogenContext, connection: Connection, home: TableNames) -> Iterator[_Found]:
     settled = tables.resolve_schema(connection, home).schema
     for fence in migration_scripts.list_fences(connection, home.prefix):
         namespace, separator, rest = fence.parts[0].rpartition(SEPARATOR)
-        resource = resource_from((rest, *fence.parts[1:]) if separator else fence.parts)
+        resource = join_resource((rest, *fence.parts[1:]) if separator else fence.parts)
         # Of another installation it is another fence: the way back puts that one back.
-        functions = home.schema if fence.functions == settled else _key(context, fence.functions, "")[0]
+        functions = home.schema if fence.functions == settled else _key_of(context, fence.functions, "")[0]
         where: dict[str, Any] = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
         added = AddFence(fence.table, resource=resource, namespace=namespace, **where)
         yield _Found(added, fence.holds, fence.copied)
@@ -126,20 +126,20 @@ def _standing(context: AutogenContext, connection: Connection, home: TableNames)
         yield _Found(counting, trigger.holds, trigger.copied)
 
 
-def _concerns(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
+def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
     """Return whether a table is one that the models have, or that this migration drops; others are nobody's business.
 
     The guard says the default schema as None from then on.
     """
-    key = _key(context, guard.target.schema, guard.target.name)
+    key = _key_of(context, guard.target.schema, guard.target.name)
     guard.target = type(guard.target)(key[1], key[0])
     for table in context.sorted_tables:
-        if _key(context, table.schema, table.name) == key:
+        if _key_of(context, table.schema, table.name) == key:
             return context.run_object_filters(table, table.name, "table", False, None)
-    return any(isinstance(op, DropTableOp) and _key(context, op.schema, op.table_name) == key for op in ops.ops)
+    return any(isinstance(op, DropTableOp) and _key_of(context, op.schema, op.table_name) == key for op in ops.ops)
 
 
-def _making(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
+def _find_creation(connection: Connection, place: TableNames, *, whole: bool) -> CreatePgfence | UpgradePgfence | None:
     """Return what makes or completes an installation; None if it is there. Fences alone are content with an older one."""
     if tables.is_installed(connection, place):
         return None
@@ -149,31 +149,33 @@ def _making(connection: Connection, place: TableNames, *, whole: bool) -> Create
     return UpgradePgfence(min(version, VERSION), VERSION, place.schema, place.prefix) if whole else None
 
 
-def _without_ours(context: AutogenContext, ops: UpgradeOps, places: set[TableNames]) -> None:
+def _remove_our_tables(context: AutogenContext, ops: UpgradeOps, places: set[TableNames]) -> None:
     """Take out what would make our tables one by one, or drop those that no model has."""
-    ours = _tables(context, places)
-    modelled = {_key(context, table.schema, table.name) for table in context.sorted_tables}
+    ours = _list_tables(context, places)
+    modelled = {_key_of(context, table.schema, table.name) for table in context.sorted_tables}
 
     def stays(op: MigrateOperation) -> bool:
-        key = _concerned(context, op)
+        key = _find_table_key(context, op)
         return key not in ours or (key in modelled and isinstance(op, ModifyTableOps) and key not in made)
 
-    made = {_key(context, op.schema, op.table_name) for op in ops.ops if isinstance(op, CreateTableOp)}
+    made = {_key_of(context, op.schema, op.table_name) for op in ops.ops if isinstance(op, CreateTableOp)}
     ops.ops[:] = [op for op in ops.ops if stays(op)]
 
 
-def _without_changes(context: AutogenContext, ops: UpgradeOps, place: TableNames) -> None:
+def _remove_changes(context: AutogenContext, ops: UpgradeOps, place: TableNames) -> None:
     """Take out changes to tables of ours that are brought to another version, which adds the columns itself."""
-    ours = _tables(context, {place})
-    ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _concerned(context, op) in ours)]
+    ours = _list_tables(context, {place})
+    ops.ops[:] = [op for op in ops.ops if not (isinstance(op, ModifyTableOps) and _find_table_key(context, op) in ours)]
 
 
-def _concerned(context: AutogenContext, op: MigrateOperation) -> Key | None:
+def _find_table_key(context: AutogenContext, op: MigrateOperation) -> Key | None:
     """Return the table that an operation makes, drops or alters."""
     if isinstance(op, CreateTableOp | DropTableOp | ModifyTableOps):
-        return _key(context, op.schema, op.table_name)
+        return _key_of(context, op.schema, op.table_name)
     return None
 
 
-def _tables(context: AutogenContext, places: set[TableNames]) -> set[Key]:
-    return {_key(context, place.schema, table.name) for place in places for table in columns.define(MetaData(), place)}
+def _list_tables(context: AutogenContext, places: set[TableNames]) -> set[Key]:
+    return {
+        _key_of(context, place.schema, table.name) for place in places for table in columns.define(MetaData(), place)
+    }

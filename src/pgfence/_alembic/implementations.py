@@ -51,7 +51,7 @@ def _perform(
         ddl.perform_on(connection, TableNames(translate_schema(connection, place.schema), place.prefix), work)
 
 
-def _here(connection: Connection, target: Target) -> Target:
+def _translate_target(connection: Connection, target: Target) -> Target:
     """Return a table where the connection's `schema_translate_map` leads to, as Alembic's own operations do."""
     return replace(target, schema=translate_schema(connection, target.schema))
 
@@ -102,7 +102,7 @@ def _refuse_while_used(used: Sequence[str]) -> None:
 
 
 @Operations.implementation_for(UpgradePgfence)
-def _upgrade(operations: Operations, operation: UpgradePgfence) -> None:
+def _change_version(operations: Operations, operation: UpgradePgfence) -> None:
     place, version = operation.place, operation.to
     lowers = version < operation.from_
 
@@ -132,7 +132,7 @@ def _add_fence(operations: Operations, operation: AddFence) -> None:
     _perform(
         operations,
         operation.place,
-        lambda connection, place: fences.add(connection, place, _here(connection, target), parts),
+        lambda connection, place: fences.add(connection, place, _translate_target(connection, target), parts),
         [migration_scripts.build_fence_addition(operation.place, target, parts)],
     )
 
@@ -143,7 +143,7 @@ def _drop_fence(operations: Operations, operation: DropFence) -> None:
     _perform(
         operations,
         operation.place,
-        lambda connection, place: fences.drop(connection, place, _here(connection, target)),
+        lambda connection, place: fences.drop(connection, place, _translate_target(connection, target)),
         [migration_scripts.build_fence_removal(operation.place, target)],
     )
 
@@ -154,7 +154,7 @@ def _add_version_trigger(operations: Operations, operation: AddVersionTrigger) -
     _perform(
         operations,
         operation.place,
-        lambda connection, place: versions.add(connection, place, _here(connection, target), column),
+        lambda connection, place: versions.add(connection, place, _translate_target(connection, target), column),
         migration_scripts.build_version_addition(operation.place, target, column),
     )
 
@@ -165,7 +165,7 @@ def _drop_version_trigger(operations: Operations, operation: DropVersionTrigger)
     _perform(
         operations,
         operation.place,
-        lambda connection, place: versions.drop(connection, place, _here(connection, target)),
+        lambda connection, place: versions.drop(connection, place, _translate_target(connection, target)),
         migration_scripts.build_version_removal(operation.place, target),
     )
 
@@ -175,7 +175,7 @@ def _create_index(operations: Operations, operation: CreateIndexSafely) -> None:
     if _is_postgresql(operations):
         indexes.create(operations, operation)
     else:
-        operations.invoke(indexes.ordinary(operation))
+        operations.invoke(indexes.build_plain_operation(operation))
 
 
 @Operations.implementation_for(DropIndexSafely)
@@ -183,7 +183,7 @@ def _drop_index(operations: Operations, operation: DropIndexSafely) -> None:
     ordinary = DropIndexOp(
         operation.index_name, operation.table_name, schema=operation.schema, if_exists=True, **operation.kw
     )
-    with indexes.concurrently(operations) if _is_postgresql(operations) else nullcontext():
+    with indexes.leave_transaction(operations) if _is_postgresql(operations) else nullcontext():
         operations.invoke(ordinary)
 
 

@@ -45,9 +45,9 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
         TransactionStateError: the transaction is none of Alembic's.
     """
     table, name = Target(operation.table_name, operation.schema), _name(operations, operation)
-    build = ordinary(operation)
+    build = build_plain_operation(operation)
     if operations.migration_context.as_sql:
-        with concurrently(operations):
+        with leave_transaction(operations):
             write(operations, [migration_scripts.build_index_cleanup(table, name)])
             operations.invoke(build)
         return
@@ -58,13 +58,13 @@ def create(operations: Operations, operation: CreateIndexSafely) -> None:
     if connection.in_transaction():
         # Not after what the migration did before is committed.
         _expect_one_table(connection, table, name)
-    with concurrently(operations):
+    with leave_transaction(operations):
         _expect_one_table(connection, table, name)
         if not _is_there(operations, operation, table, name):
             operations.invoke(build)
 
 
-def ordinary(operation: CreateIndexSafely) -> CreateIndexOp:
+def build_plain_operation(operation: CreateIndexSafely) -> CreateIndexOp:
     """Return Alembic's operation for it."""
     return CreateIndexOp(
         operation.index_name,
@@ -153,7 +153,7 @@ def _expect_same(operations: Operations, operation: CreateIndexSafely, table: Ta
 
 
 @contextmanager
-def concurrently(operations: Operations) -> Iterator[None]:
+def leave_transaction(operations: Operations) -> Iterator[None]:
     """Leave the transaction of the migration for a while, unless somebody has.
 
     A build waits for every older transaction, and nobody who reads or writes waits behind it: lock_timeout, which is there

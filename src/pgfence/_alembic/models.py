@@ -41,7 +41,7 @@ def fence_of(table: Table) -> str | None:
         return told
     for column in table.columns:
         if (model := column.info.get(MODEL)) is not None:
-            return _resource(model) if model.__fence__ == "gate" else None
+            return _read_resource(model) if model.__fence__ == "gate" else None
     return None
 
 
@@ -56,9 +56,9 @@ def version_of(table: Table) -> str | None:
     return None
 
 
-def _resource(model: Any) -> str:
+def _read_resource(model: Any) -> str:
     if has_single_resource(model):
-        return _literally(model.__fence_resource__)
+        return _escape_braces(model.__fence_resource__)
     attributes = inspect(model).column_attrs
 
     def look(name: str) -> _Symbol:
@@ -76,19 +76,19 @@ def _resource(model: Any) -> str:
             f"{model.__name__}.__fence_resource__ cannot be read off for a trigger: {error}. Say it in its __table_args__:"
             f' {{"info": {{"{MODEL}": "close:{{column}}"}}}}, or None there for a table without a trigger'
         ) from error
-    return _template(str(text).split(_MARK))
+    return _join_template(str(text).split(_MARK))
 
 
-def _template(pieces: Iterable[str]) -> str:
-    return "".join(f"{{{piece}}}" if i % 2 else _literally(piece) for i, piece in enumerate(pieces))
+def _join_template(pieces: Iterable[str]) -> str:
+    return "".join(f"{{{piece}}}" if i % 2 else _escape_braces(piece) for i, piece in enumerate(pieces))
 
 
-def resource_from(parts: tuple[str, ...]) -> str:
+def join_resource(parts: tuple[str, ...]) -> str:
     """Return what `add_fence` was called with, from the parts that a trigger has."""
-    return _template(parts)
+    return _join_template(parts)
 
 
-def _literally(text: str) -> str:
+def _escape_braces(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 

@@ -31,7 +31,7 @@ class CreatePgfence(PlaceOperation):
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
         super().__init__(schema, prefix)
-        self.version = known(version)
+        self.version = check_version(version)
 
     def reverse(self) -> DropPgfence:
         """Return what undoes it."""
@@ -47,7 +47,7 @@ class DropPgfence(PlaceOperation):
 
     def __init__(self, schema: str | None = None, prefix: str = PREFIX, version: int = VERSION) -> None:
         super().__init__(schema, prefix)
-        self.version = known(version)
+        self.version = check_version(version)
 
     def reverse(self) -> CreatePgfence:
         """Return what undoes it; the rows are gone."""
@@ -63,8 +63,8 @@ class UpgradePgfence(PlaceOperation):
 
     def __init__(self, from_: int, to: int, schema: str | None = None, prefix: str = PREFIX) -> None:
         super().__init__(schema, prefix)
-        self.from_ = known(from_)
-        self.to = known(to)
+        self.from_ = check_version(from_)
+        self.to = check_version(to)
 
     def reverse(self) -> UpgradePgfence:
         """Return what undoes it."""
@@ -75,7 +75,7 @@ class UpgradePgfence(PlaceOperation):
         return "upgrade_pgfence", self.from_, self.to, self.place.schema, self.place.prefix
 
 
-def known(version: int) -> int:
+def check_version(version: int) -> int:
     """Return a version of the tables that this release can make.
 
     Raises:
@@ -88,7 +88,7 @@ def known(version: int) -> int:
     return version
 
 
-def _named(value: Any, what: str, hint: str = "") -> Any:
+def _check_name(value: Any, what: str, hint: str = "") -> Any:
     """Return a name, which may stand in a statement.
 
     Raises:
@@ -102,8 +102,8 @@ def _named(value: Any, what: str, hint: str = "") -> Any:
     return value
 
 
-def _table(value: Any) -> Any:
-    return _named(value, "a table", ", and its schema by schema=")
+def _check_table(value: Any) -> Any:
+    return _check_name(value, "a table", ", and its schema by schema=")
 
 
 class TableOperation(PlaceOperation):
@@ -114,7 +114,7 @@ class TableOperation(PlaceOperation):
     ) -> None:
         super().__init__(pgfence_schema, prefix)
         expect_place(schema, prefix)
-        self.target = Target(_table(table), schema)
+        self.target = Target(_check_table(table), schema)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class AddVersionTrigger(TableOperation):
 
     def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
         super().__init__(table, **options)
-        self.column = _named(column, "a column")
+        self.column = _check_name(column, "a column")
 
     @property
     def definition(self) -> Any:
@@ -198,7 +198,7 @@ class DropVersionTrigger(TableOperation):
 
     def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
         super().__init__(table, **options)
-        self.column = _named(column, "a column")
+        self.column = _check_name(column, "a column")
 
     def reverse(self) -> AddVersionTrigger:
         """Return what undoes it."""
@@ -217,7 +217,7 @@ class CreateIndexSafely(CreateIndexOp):
         if not columns:
             raise ValueError("an index needs columns")
         options["postgresql_concurrently"] = True
-        super().__init__(index_name, _table(table_name), columns, **options)
+        super().__init__(index_name, _check_table(table_name), columns, **options)
 
     def reverse(self) -> DropIndexSafely:
         """Return what undoes it."""
@@ -231,7 +231,7 @@ class DropIndexSafely(DropIndexOp):
     def __init__(self, index_name: str, table_name: str | None = None, **options: Any) -> None:
         expect_place(options.get("schema"), PREFIX)
         options |= {"postgresql_concurrently": True, "if_exists": True}
-        super().__init__(_named(index_name, "an index"), table_name, **options)
+        super().__init__(_check_name(index_name, "an index"), table_name, **options)
 
     def reverse(self) -> CreateIndexOp:
         """Return what undoes it.

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pgfence._connections.connect import R, has_listeners, sqlalchemy_connection, wrap_dbapi, wrong_backend_error
 from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
-from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, socket_id
+from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, identify_socket
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK
 from pgfence._sql.encoding import text_error
@@ -136,7 +136,7 @@ class LockConnection(ABC):
     def watch(self) -> None:
         fd = self.driver.fileno()
         if fd >= 0:
-            self.socket = socket_id(fd)
+            self.socket = identify_socket(fd)
             if self.ours:
                 keep_alive(fd)
         MONITOR.watch(self, fd)
@@ -373,7 +373,7 @@ def _forget_in_child() -> None:
     for session in sessions:
         with contextlib.suppress(Exception):
             fd = session.driver.fileno()
-            if session.socket == socket_id(
+            if session.socket == identify_socket(
                 fd
             ):  # the child may have closed it long ago, and something else has its number
                 os.dup2(null, fd)

@@ -87,17 +87,17 @@ class Accounts:
 
     def pair(self, chance: Random) -> tuple[int, int]:
         """Choose two accounts, of any till."""
-        return _pair(chance, range(self.first, self.last + 1))
+        return _pick_pair(chance, range(self.first, self.last + 1))
 
     def till(self, chance: Random) -> range:
         """Choose a till; it is the range of its accounts."""
-        number = chance.choices(range(TILLS), cum_weights=_zipf(TILLS))[0]
+        number = chance.choices(range(TILLS), cum_weights=_build_zipf_weights(TILLS))[0]
         first = self.first + number * ACCOUNTS_OF_A_TILL
         return range(first, first + ACCOUNTS_OF_A_TILL)
 
     def pair_of(self, till: range, chance: Random) -> tuple[int, int]:
         """Choose two accounts of one till."""
-        return _pair(chance, till)
+        return _pick_pair(chance, till)
 
     def audit(self, engine: Engine) -> Ledger:
         """Compare every balance with its journal."""
@@ -115,13 +115,13 @@ def move(session: Session, source: int, target: int, cents: int) -> None:
     session.execute(insert(JOURNAL), lines)
 
 
-def _pair(chance: Random, accounts: Sequence[int]) -> tuple[int, int]:
-    weights = _zipf(len(accounts))
+def _pick_pair(chance: Random, accounts: Sequence[int]) -> tuple[int, int]:
+    weights = _build_zipf_weights(len(accounts))
     one = other = chance.choices(accounts, cum_weights=weights)[0]
     while other == one:
         other = chance.choices(accounts, cum_weights=weights)[0]
     return one, other
 
 
-def _zipf(count: int) -> list[float]:
+def _build_zipf_weights(count: int) -> list[float]:
     return list(accumulate(1 / rank for rank in range(1, count + 1)))

@@ -71,7 +71,7 @@ class Faults:
         elif "granted" in words:
             self._asking.pop(member, None)
             self._watch(member, words["granted"], words["at"])
-            self._strike(member, words["granted"], words["at"])
+            self._inject(member, words["granted"], words["at"])
 
     def _watch(self, member: Worker, lock: str, at: float) -> None:
         struck = self._struck
@@ -84,7 +84,7 @@ class Faults:
             self._due.insert(0, (0.0, struck.blow))
             self._struck = None
 
-    def _strike(self, member: Worker, lock: str, granted_at: float) -> None:
+    def _inject(self, member: Worker, lock: str, granted_at: float) -> None:
         if self._struck is not None or not self._due or lock not in self._asking.values():
             return
         due, blow = self._due[0]

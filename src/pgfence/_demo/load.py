@@ -38,7 +38,7 @@ _TABLES = f"""
 
 
 @contextmanager
-def tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
+def create_tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
     """Make the schema with pgbench's tables at scale 1, yield who filled them, and drop it at the end.
 
     Args:
@@ -60,7 +60,7 @@ def tables(engine: Engine, *, keep: bool = False) -> Iterator[str]:
         raise
 
 
-def program(name: str) -> Path | None:
+def find_program(name: str) -> Path | None:
     """Return where a client program of PostgreSQL is: beside the server's, or on PATH."""
     try:
         beside = _binaries.find() / name
@@ -72,18 +72,18 @@ def program(name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def psql(engine: Engine) -> str:
+def build_psql_command(engine: Engine) -> str:
     """Return a command that looks at the tables of an embedded server: by its socket, which needs no password."""
     with engine.connect() as connection:
         folder = str(connection.scalar(text("SHOW unix_socket_directories"))).strip('"')
     url = engine.url
     place = f"host={folder} port={url.port} user={url.username} dbname={url.database} options=-csearch_path={SCHEMA}"
-    return f"{program('psql') or 'psql'} '{place}'"
+    return f"{find_program('psql') or 'psql'} '{place}'"
 
 
 def _fill(engine: Engine) -> str:
-    pgbench = program("pgbench")
-    if pgbench is not None and _lands_in_schema(engine.url) and _run_pgbench(pgbench, engine.url):
+    pgbench = find_program("pgbench")
+    if pgbench is not None and _reaches_schema(engine.url) and _run_pgbench(pgbench, engine.url):
         told = subprocess.run([pgbench, "--version"], capture_output=True, text=True, check=True)
         return f"pgbench {told.stdout.split()[2]}"
     _drop_schema(engine)
@@ -111,18 +111,18 @@ def _create_schema(engine: Engine) -> None:
         raise DemoError(f"the schema {SCHEMA} cannot be made in this database: {error.orig}") from error
 
 
-def _into_schema(url: URL) -> URL:
+def _add_search_path(url: URL) -> URL:
     options = url.query.get("options", "")
     given = " ".join(options) if isinstance(options, tuple) else options
     return url.update_query_dict({"options": f"{given} -csearch_path={SCHEMA}".strip()})
 
 
-def _lands_in_schema(url: URL) -> bool:
+def _reaches_schema(url: URL) -> bool:
     """Say whether a session that asks for our schema gets it: a pooler may refuse that, or drop it without a word.
 
     pgbench knows no schemas, and must not meet tables of the same names that are not ours.
     """
-    engine = create_engine(_into_schema(url))
+    engine = create_engine(_add_search_path(url))
     try:
         with engine.connect() as connection:
             return bool(connection.scalar(text("SELECT current_schema()")) == SCHEMA)
@@ -139,7 +139,7 @@ def _run_pgbench(pgbench: Path, url: URL) -> bool:
     """
     if _SECRETS & url.query.keys():
         return False
-    asked = _into_schema(url)._replace(drivername="postgresql", password=None)
+    asked = _add_search_path(url)._replace(drivername="postgresql", password=None)
     environment = os.environ | ({"PGPASSWORD": str(url.password)} if url.password else {})
     words = [str(pgbench), "-i", "-q", "-s", "1", "-I", "tgvp", asked.render_as_string(hide_password=False)]
     try:

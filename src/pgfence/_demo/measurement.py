@@ -71,7 +71,7 @@ class Measurement:
         while clock() < until:
             self._listen()
             audience.progress(self._act, clock() - self._start, self._transfers)
-            if clock() >= until and until < self._start + longest and not self._shown():
+            if clock() >= until and until < self._start + longest and not self._is_shown():
                 until += self._seconds
         self._crew.tell({"stop": True})
         deadline = clock() + _LONGEST_END
@@ -79,7 +79,7 @@ class Measurement:
             self._listen()
             if clock() > deadline:
                 raise DemoError(f"the processes did not stop within {_LONGEST_END:.0f} s")
-        return self._figures(clock() - self._start)
+        return self._build_figures(clock() - self._start)
 
     def _listen(self) -> None:
         # The demo's own lock: if that is lost the server is, and nobody would tell us anything any more.
@@ -96,12 +96,12 @@ class Measurement:
         elif "done" in words:
             self._working.discard(member)
 
-    def _shown(self) -> bool:
+    def _is_shown(self) -> bool:
         """Say whether more time would tell nothing new: a loss, for one, stays a loss."""
-        figures = self._figures(clock() - self._start)
+        figures = self._build_figures(clock() - self._start)
         return self._blows.done and figures.transfers > 0 and self._act.check(figures) is not Verdict.CONTROL_FAILED
 
-    def _figures(self, seconds: float) -> Figures:
+    def _build_figures(self, seconds: float) -> Figures:
         ledger = self._accounts.audit(self._engine)
         return Figures(
             act=self._act.name,

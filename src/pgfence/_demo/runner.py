@@ -15,7 +15,7 @@ from pgfence import schema
 from pgfence._demo import load
 from pgfence._demo.bank import NAMESPACE, Accounts
 from pgfence._demo.measurement import Measurement
-from pgfence._demo.scenario import engine_for
+from pgfence._demo.scenario import create_engine_for
 from pgfence._demo.scenarios import SCENES
 from pgfence._demo.workers import WorkerPool
 from pgfence._demo.workload import Verdict
@@ -108,7 +108,7 @@ def play(
         audience.step(f"{server}: loading pgbench's tables, starting {processes} processes")
         crew.start()
         # The inner one ends the crew before the tables go.
-        with load.tables(engine, keep=keep) as loaded_by, crew:
+        with load.create_tables(engine, keep=keep) as loaded_by, crew:
             audience.step(f"loaded by {loaded_by}")
             played = []
             for number, act in enumerate(acts):
@@ -125,7 +125,7 @@ def play(
 
 def _show(engine: Engine, audience: Reporter, held: Held, scenes: Sequence[Scenario]) -> tuple[ScenarioResult, ...]:
     """Play the scenes, on an engine that finds pgfence's tables in the demo's schema."""
-    own = engine_for(engine.url)
+    own = create_engine_for(engine.url)
     try:
         if scenes:
             schema.create_all(own)

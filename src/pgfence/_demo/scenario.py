@@ -65,7 +65,7 @@ class Scenario:
     play: Callable[[Engine], ScenarioResult]
 
 
-def engine_for(url: str | URL) -> Engine:
+def create_engine_for(url: str | URL) -> Engine:
     """Return an engine of a scene: pgfence's tables are in the demo's schema, which is gone at the end."""
     engine = create_engine(url)
     configure(engine, schema=SCHEMA, namespace=NAMESPACE)
@@ -127,7 +127,7 @@ class ScenarioProcess:
 
 
 @contextmanager
-def players() -> Iterator[Callable[..., ScenarioProcess]]:
+def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
     """Yield a function that starts a process; all of them end with the block."""
     started: list[ScenarioProcess] = []
     with tempfile.TemporaryFile() as errors:
@@ -149,7 +149,7 @@ def say(**words: Any) -> None:
     sys.stdout.flush()
 
 
-def part() -> dict[str, Any]:
+def read_part() -> dict[str, Any]:
     """Return the next line from whoever plays the scene."""
     words: dict[str, Any] = json.loads(sys.stdin.readline() or "{}")
     return words

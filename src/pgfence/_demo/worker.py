@@ -51,7 +51,7 @@ class Orders:
         os._exit(0)
 
 
-def lost(error: Exception) -> bool:
+def is_connection_error(error: Exception) -> bool:
     """Say whether an error means: lock or connection are lost, begin anew with others."""
     if isinstance(error, PgfenceError):
         return error.retryable
@@ -64,7 +64,7 @@ def perform(act: Workload, desk: WorkerContext, orders: Orders) -> None:
         try:
             act.work(desk)
         except Exception as error:
-            if not lost(error):
+            if not is_connection_error(error):
                 raise
             desk.retries[type(error).__name__] += 1
             orders.stopped.wait(_PAUSE)

@@ -135,7 +135,7 @@ class ConnectionMonitor:
 
     def _start(self) -> None:
         if HAS_HANGUP and self._epoll is None:
-            self._new_epoll()
+            self._open_epoll()
         # Noted before: an interrupt in the wait for a thread to begin must neither start it twice nor leave out the next one.
         if not self._watches:
             self._watches = True
@@ -184,15 +184,15 @@ class ConnectionMonitor:
         """
         assert self._epoll is not None
         self._epoll.close()
-        self._new_epoll()
+        self._open_epoll()
         for dup, reference in self._sessions.items():
             session = reference()
             if session is not None and session.dead is None:
                 self._epoll.register(dup, select.EPOLLRDHUP)
 
-    def _new_epoll(self) -> None:
+    def _open_epoll(self) -> None:
         self._epoll = select.epoll()
-        self._epoll_id = socket_id(self._epoll.fileno())
+        self._epoll_id = identify_socket(self._epoll.fileno())
 
     def _tick(self, now: float, paused: bool) -> None:
         with self._lock:
@@ -211,11 +211,11 @@ class ConnectionMonitor:
         for dup, reference in self._sessions.items():
             session = reference()
             with contextlib.suppress(OSError):
-                if session is not None and socket_id(dup) == session.socket:
+                if session is not None and identify_socket(dup) == session.socket:
                     os.close(dup)
         if self._epoll is not None:
             with contextlib.suppress(OSError):
-                if socket_id(self._epoll.fileno()) == self._epoll_id:
+                if identify_socket(self._epoll.fileno()) == self._epoll_id:
                     self._epoll.close()
             _LEAKED_AFTER_FORK.append(self._epoll)  # its finalizer would close the number
         self._reset()
@@ -224,7 +224,7 @@ class ConnectionMonitor:
 _LEAKED_AFTER_FORK: list[object] = []
 
 
-def socket_id(fd: int) -> SocketId:
+def identify_socket(fd: int) -> SocketId:
     """Return the identity of the open socket (or file) behind a descriptor at this moment."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

@@ -86,10 +86,10 @@ def require_native_threads() -> None:
     """
     monkey = sys.modules.get("gevent.monkey")
     if monkey is not None and (names := [name for name in _GEVENT if monkey.is_module_patched(name)]):
-        raise _replaced("gevent", names, "monkey.patch_all(thread=False, select=False, queue=False)")
+        raise _is_replaced("gevent", names, "monkey.patch_all(thread=False, select=False, queue=False)")
     patcher = sys.modules.get("eventlet.patcher")
     if patcher is not None and (names := [name for name in _EVENTLET if patcher.is_monkey_patched(name)]):
-        raise _replaced("eventlet", names, "eventlet.monkey_patch(thread=False, select=False, socket=False)")
+        raise _is_replaced("eventlet", names, "eventlet.monkey_patch(thread=False, select=False, socket=False)")
     uwsgi = sys.modules.get("uwsgi")
     if uwsgi is not None:
         options = {name.decode() if isinstance(name, bytes) else str(name) for name in getattr(uwsgi, "opt", ())}
@@ -100,7 +100,7 @@ def require_native_threads() -> None:
             )
 
 
-def _replaced(who: str, names: list[str], call: str) -> PgfenceError:
+def _is_replaced(who: str, names: list[str], call: str) -> PgfenceError:
     return PgfenceError(
         "pgfence needs native threads to notice the loss of a lock and to renew leases, and they cannot run here because"
         f" {who} has replaced {', '.join(f'`{name}`' for name in names)}. Call {call}, or hold locks and leases in a process"

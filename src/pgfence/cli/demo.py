@@ -13,12 +13,12 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._demo.bank import SCHEMA
 from pgfence._demo.errors import DemoError
-from pgfence._demo.load import psql
+from pgfence._demo.load import build_psql_command
 from pgfence._demo.runner import LEAST_PROCESSES, play
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.screen import Screen, show
-from pgfence.cli.server import engine_from
+from pgfence.cli.server import find_engine
 from pgfence.embedded import server
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, UnreachableError
 
@@ -73,8 +73,8 @@ def demo(options: DemoOptions, speaker: Console) -> int:
     if not options.seconds >= _LEAST_SECONDS:
         raise MisuseError(f"--seconds must be {_LEAST_SECONDS} or more")
     try:
-        with _signals():
-            return _played(options, speaker)
+        with _handle_signals():
+            return _play(options, speaker)
     except DemoInterrupted as stop:
         return Code.SIGNAL + stop.signum
     except LockTimeoutError:
@@ -91,12 +91,12 @@ def demo(options: DemoOptions, speaker: Console) -> int:
         return Code.UNAVAILABLE
 
 
-def _played(options: DemoOptions, speaker: Console) -> int:
+def _play(options: DemoOptions, speaker: Console) -> int:
     begin = clock()
     with ExitStack() as stack:
         # Without the driver's name: whichever is installed will do.
         dsn = options.dsn or stack.enter_context(server()).replace("+psycopg", "", 1)
-        engine = engine_from(dsn=dsn, path=None, environ={})
+        engine = find_engine(dsn=dsn, path=None, environ={})
         stack.callback(engine.dispose)
         with Screen() as screen:
             outcome = play(engine, screen, seconds=options.seconds, processes=options.processes, keep=options.keep)
@@ -122,12 +122,12 @@ def _keep(engine: Engine, options: DemoOptions, speaker: Console) -> None:
         )
         return
     with suppress(DemoInterrupted):  # as soon as it is on the screen, Ctrl-C is no failure
-        speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {psql(engine)}\n")
+        speaker.write(f"The server runs until Ctrl-C. To look at it:\n\n    {build_psql_command(engine)}\n")
         threading.Event().wait()
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def _handle_signals() -> Iterator[None]:
     """Turn the first signal that asks for the end into an exception, and let nothing disturb the clean-up after it."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

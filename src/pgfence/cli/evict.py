@@ -15,7 +15,7 @@ from pgfence._sql import evict as statements
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
 from pgfence.cli.report import Console, as_data
-from pgfence.cli.server import engine_from, settle
+from pgfence.cli.server import find_engine, settle
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def evict(
 
     The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
     """
-    target = engine_from(dsn=dsn, path=engine, environ=os.environ)
+    target = find_engine(dsn=dsn, path=engine, environ=os.environ)
     try:
         settle(target, namespace=namespace, schema=schema, prefix=prefix)
         eviction = _Eviction(target, name, reason, actor)
@@ -125,7 +125,7 @@ class _Eviction:
                 )
             if dry_run:
                 return _EvictionReport("seen", Code.OK, [*self._holders(seen), "Nothing was done."], seen)
-            if not yes and not self._confirmed(seen):
+            if not yes and not self._confirm(seen):
                 return _EvictionReport("declined", Code.DECLINED, ["nothing was done"], seen)
             return self._evict(seen)
         except LockTimeoutError as error:
@@ -135,7 +135,7 @@ class _Eviction:
         except PgfenceError as error:
             return _EvictionReport("refused", Code.REFUSED, [str(error)])
 
-    def _confirmed(self, seen: Found) -> bool:
+    def _confirm(self, seen: Found) -> bool:
         for line in self._holders(seen):
             typer.echo(line, err=True)
         try:
@@ -159,10 +159,10 @@ class _Eviction:
     def _holders(self, found: Found) -> list[str]:
         if not found.holders:
             return [f"No lease and no session holds {self._name!r} at this moment; its last token is {found.token}."]
-        return [f"{self._name!r} is held by {_described(holder)}." for holder in found.holders]
+        return [f"{self._name!r} is held by {_describe(holder)}." for holder in found.holders]
 
 
-def _described(holder: Holder) -> str:
+def _describe(holder: Holder) -> str:
     kind = f"a {holder.kind} of " if holder.kind in ("lease", "slot", "session lock") else ""
     purpose = f", for {holder.purpose!r}" if holder.purpose else ""
     until = f", until {holder.expires_at.isoformat(timespec='seconds')}" if holder.expires_at else ""

@@ -51,7 +51,7 @@ class ProcessRow(NamedTuple):
     running: bool
 
 
-def processes() -> dict[int, ProcessRow]:
+def list_processes() -> dict[int, ProcessRow]:
     """Return all processes by their number."""
     if not os.path.exists("/proc/self/stat"):  # noqa: PTH110 - pathlib would double the guard's start
         return _from_ps()
@@ -80,7 +80,7 @@ def _from_ps() -> dict[int, ProcessRow]:
     return table
 
 
-def below(roots: Iterable[int], table: dict[int, ProcessRow]) -> set[int]:
+def list_descendants(roots: Iterable[int], table: dict[int, ProcessRow]) -> set[int]:
     """Return those of `roots` that exist, and all their descendants."""
     found: set[int] = set()
     more = table.keys() & set(roots)
@@ -132,7 +132,7 @@ class _Left:
         self._known = {command}
 
     def find(self) -> set[int]:
-        table = processes()
+        table = list_processes()
         us = table[os.getpid()]
         heirs = {
             pid
@@ -142,7 +142,7 @@ class _Left:
             # command has come to the same parent as this guard, and is younger.
             or (process.group == us.group and process.parent == us.parent and process.started > us.started)
         }
-        self._known = below(self._known | heirs, table) - {os.getpid()}
+        self._known = list_descendants(self._known | heirs, table) - {os.getpid()}
         return {pid for pid in self._known if table[pid].running}
 
 

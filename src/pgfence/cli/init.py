@@ -23,7 +23,7 @@ def init(
         Path | None, typer.Argument(metavar="DIR", show_default=False, help="Of the environment; new, or empty.")
     ] = None,
     template: Annotated[
-        str, typer.Option("--template", "-t", help=f"One of {', '.join(environment.names())}.")
+        str, typer.Option("--template", "-t", help=f"One of {', '.join(environment.list_templates())}.")
     ] = "sync",
     ini: Annotated[Path, typer.Option("--config", "-c", help="The ini file; kept if it is there.")] = Path(
         "alembic.ini"
@@ -34,8 +34,8 @@ def init(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing when all is well.")] = False,
 ) -> None:
     """Make an Alembic environment in which `alembic upgrade head` may be run by every pod at once. Asks no server."""
-    if template not in environment.names():
-        raise MisuseError(f"--template: there is no {template!r}; there are {', '.join(environment.names())}")
+    if template not in environment.list_templates():
+        raise MisuseError(f"--template: there is no {template!r}; there are {', '.join(environment.list_templates())}")
     if path:
         print(environment.TEMPLATES / template)
         return
@@ -45,7 +45,7 @@ def init(
         raise MisuseError(f"{directory}: a per cent sign begins something else in the ini file: choose another name")
     kept = ini.exists()
     _make(directory, template, ini)
-    if kept and (instead := _other_environment(ini, directory)):
+    if kept and (instead := _find_other_environment(ini, directory)):
         Console(quiet=quiet).warn(instead)
         return
     Console(quiet=quiet).tell(
@@ -54,9 +54,9 @@ def init(
     )
 
 
-def _other_environment(ini: Path, directory: Path) -> str | None:
+def _find_other_environment(ini: Path, directory: Path) -> str | None:
     """Say that an ini file, which was there, names another environment than this one, if it does."""
-    named = environment.location(ini)
+    named = environment.find_location(ini)
     if named is not None and Path(named).resolve() == directory.resolve():
         return None
     wanted = os.path.relpath(directory.resolve(), ini.resolve().parent)

@@ -11,7 +11,7 @@ from pgfence import schema as tables
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath
 from pgfence.cli.report import Console
-from pgfence.cli.server import engine_from, settle
+from pgfence.cli.server import find_engine, settle
 from pgfence.config import DEFAULT
 from pgfence.errors import PgfenceError, UnreachableError
 
@@ -41,9 +41,9 @@ def install(
     if sql and (dsn or engine):
         raise MisuseError("--sql asks no server: give it without --dsn and --engine")
     if sql:
-        print(_script(schema, prefix), end="")
+        print(_build_script(schema, prefix), end="")
         return
-    target = engine_from(dsn=dsn, path=engine, environ=os.environ)
+    target = find_engine(dsn=dsn, path=engine, environ=os.environ)
     settle(target, schema=schema, prefix=prefix)
     try:
         tables.create_all(target)
@@ -55,7 +55,7 @@ def install(
     Console(quiet=quiet).tell("tables and functions are there")
 
 
-def _script(schema: str | None, prefix: str | None) -> str:
+def _build_script(schema: str | None, prefix: str | None) -> str:
     try:
         return tables.sql(schema=schema, prefix=DEFAULT.prefix if prefix is None else prefix)
     except ValueError as error:

@@ -18,7 +18,7 @@ from pgfence._sql import stuck_keys as statements
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
 from pgfence.cli.report import Console
-from pgfence.cli.server import engine_from, settle
+from pgfence.cli.server import find_engine, settle
 from pgfence.config import config_of
 from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
@@ -74,15 +74,15 @@ def keys(
             raise MisuseError(str(error)) from None
         except PgfenceError as error:
             Console().warn(str(error))
-            raise CommandExit(_code(error)) from error
+            raise CommandExit(_code_of(error)) from error
     if as_json:
         print(json.dumps({"keys": [_as_data(key) for key in found]}))
     else:
-        print("\n".join(_table(found)) if found else _nothing(scope, older_than, space))
+        print("\n".join(_format_table(found)) if found else _describe_nothing(scope, older_than, space))
     raise CommandExit(Code.OK)
 
 
-def _nothing(scope: str, older_than: float, namespace: str) -> str:
+def _describe_nothing(scope: str, older_than: float, namespace: str) -> str:
     """Return what it means that none was found: of those that were not asked for it says nothing."""
     where = f"in the namespace {namespace!r}" if namespace else "without a namespace"
     asked = [f"whose scope begins with {scope!r}"] if scope else []
@@ -129,7 +129,7 @@ def _option(parameter: str) -> str:
 
 @contextmanager
 def _target(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
-    target = engine_from(dsn=dsn, path=path, environ=os.environ)
+    target = find_engine(dsn=dsn, path=path, environ=os.environ)
     try:
         settle(target, **given)
         yield target
@@ -180,39 +180,39 @@ class _Freeing:
                 )
             seen = stuck_keys.to_stuck_key(row)
             if dry_run:
-                return _KeyReport("seen", Code.OK, [_line(seen), "Nothing was done."], seen)
-            if not yes and not _confirmed(seen):
+                return _KeyReport("seen", Code.OK, [_format_line(seen), "Nothing was done."], seen)
+            if not yes and not _confirm(seen):
                 return _KeyReport("declined", Code.DECLINED, ["nothing was done"], seen)
             # Between look, answer and this another attempt may have begun: that one was not meant.
             freed = perform(self._engine, statements.free, replace(self._order, only=row))
         except LockTimeoutError as error:
             return _KeyReport("busy", Code.BUSY, [str(error)])
         except PgfenceError as error:
-            code = _code(error)
+            code = _code_of(error)
             return _KeyReport("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck_keys.to_stuck_key(freed)
             said = f"something happened meanwhile, and nothing was done: now {now or 'nothing is stuck there'}"
             return _KeyReport("changed", Code.BUSY, [said], now)
         done = f"Freed, and written to the audit. The next caller is attempt {seen.attempt + 1}."
-        return _KeyReport("freed", Code.OK, [_line(seen), done], seen)
+        return _KeyReport("freed", Code.OK, [_format_line(seen), done], seen)
 
 
-def _confirmed(seen: StuckKey) -> bool:
-    typer.echo(_line(seen), err=True)
+def _confirm(seen: StuckKey) -> bool:
+    typer.echo(_format_line(seen), err=True)
     try:
         return typer.confirm("Free it?", err=True)
     except typer.Abort:  # the end of the input, or Ctrl-C
         return False
 
 
-def _line(key: StuckKey) -> str:
+def _format_line(key: StuckKey) -> str:
     steps = f", done: {', '.join(key.steps)}" if key.steps else ""
     until = "until" if key.state == "running" else "since"
     return f"{key} {until} {key.locked_until.isoformat(timespec='seconds')}, begun {key.since.isoformat(timespec='seconds')}{steps}"
 
 
-def _table(found: Sequence[StuckKey]) -> Iterator[str]:
+def _format_table(found: Sequence[StuckKey]) -> Iterator[str]:
     """Yield a line for each key below a line of titles; nothing is cut off."""
     rows: list[tuple[str, ...]] = [("STATE", "ATTEMPT", "BEGUN", "LOCKED UNTIL", "OWNER", "STEPS DONE", "SCOPE", "KEY")]
     for key in found:
@@ -230,5 +230,5 @@ def _as_data(key: StuckKey) -> dict[str, Any]:
     return {name: getattr(key, name) for name in known} | times
 
 
-def _code(error: PgfenceError) -> Code:
+def _code_of(error: PgfenceError) -> Code:
     return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED

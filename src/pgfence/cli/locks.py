@@ -83,7 +83,7 @@ def lock_on(
             return _lease(engine, name, namespace, terms, ttl)
         key = LockKey.of(name, namespace=config_of(engine).namespace if namespace is None else namespace)
     except ValueError as error:
-        raise MisuseError(_in_options(str(error))) from None
+        raise MisuseError(_name_options(str(error))) from None
     report.key = key.value
     return AdvisoryLock(engine, key)
 
@@ -101,7 +101,7 @@ def _lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: 
     return Lease(engine, name, ttl=ttl, max_hold=terms.max_hold, min_hold=least, namespace=namespace)
 
 
-def _in_options(message: str) -> str:
+def _name_options(message: str) -> str:
     """Return a message of the library in the words of the command line."""
     if message.startswith("cron="):
         return f"--once-per={message.removeprefix('cron=')}. Or one word instead of a line: {', '.join(PERIODS)}"

@@ -16,7 +16,7 @@ from pgfence._sql.errors import message_of
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
 from pgfence.cli.report import Console
-from pgfence.cli.server import engine_from, settle
+from pgfence.cli.server import find_engine, settle
 from pgfence.errors import PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def purge(
         check_int(batch, "batch", LARGEST_BATCH)
     except ValueError as error:
         raise MisuseError(f"--{error}") from None
-    target = engine_from(dsn=dsn, path=engine, environ=os.environ)
+    target = find_engine(dsn=dsn, path=engine, environ=os.environ)
     try:
         settle(target, schema=schema, prefix=prefix)
         purged, code, message = _perform(target, batch)

@@ -64,7 +64,7 @@ class Report:
         return json.dumps(asdict(self) | {"waited": round(self.waited, 3), "ran": self.ran and round(self.ran, 3)})
 
 
-def described(holders: Sequence[Holder]) -> str:
+def describe(holders: Sequence[Holder]) -> str:
     """Return who holds the lock, for a line."""
     return "; ".join(map(str, holders)) or "a process that has released it by now, or whose grant is not committed yet"
 

@@ -12,8 +12,8 @@ from pgfence._api.decorators import unsafe_for
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
 from pgfence.cli.locks import Terms, give_back, lock_on, note, variables
-from pgfence.cli.report import Report, as_data, described
-from pgfence.cli.server import engine_from, settle
+from pgfence.cli.report import Report, as_data, describe
+from pgfence.cli.server import find_engine, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, StandbyError, UnreachableError
 from pgfence.once import Once, SlotClockError, SlotOverError, SlotZoneError
@@ -85,15 +85,15 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
     report = Report(options.name)
     with Supervisor(grace=options.grace) as supervisor:
         try:
-            with supervisor.interruptible():
+            with supervisor.allow_interrupts():
                 held = _acquire(options, speaker, environ, report)
         except Interrupted as stop:
-            return _interrupted(report, stop)
+            return _report_interrupted(report, stop)
         except LockTimeoutError as error:
-            return _busy(options, report, error)
+            return _report_busy(options, report, error)
         except UnreachableError as error:
             if options.on_unreachable is not OnUnreachable.RUN or not error.retryable:
-                return _unreachable(options, report, error)
+                return _report_unreachable(options, report, error)
             speaker.warn(
                 f"{error}. Running WITHOUT the lock, as --on-unreachable=run says: nothing keeps others from running"
                 " the same command now"
@@ -109,18 +109,18 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
         return _GuardedRun(options, speaker, report, held).run(supervisor, environment)
 
 
-def _engine(options: RunOptions, environ: Mapping[str, str]) -> Engine:
-    engine = engine_from(dsn=options.dsn, path=options.engine, environ=environ)
+def _find_engine(options: RunOptions, environ: Mapping[str, str]) -> Engine:
+    engine = find_engine(dsn=options.dsn, path=options.engine, environ=environ)
     pooler = None if options.pooler is None else options.pooler.value
     settle(engine, pooler=pooler, schema=options.schema, prefix=options.prefix)
     return engine
 
 
 def _acquire(options: RunOptions, speaker: Console, environ: Mapping[str, str], report: Report) -> Held:
-    lock = lock_on(_engine(options, environ), options.name, options.namespace, options.terms, report)
+    lock = lock_on(_find_engine(options, environ), options.name, options.namespace, options.terms, report)
     start = clock()
     try:
-        held = _taken(lock, options, speaker, start)
+        held = _take(lock, options, speaker, start)
     finally:
         report.waited = clock() - start
     note(held, report)
@@ -128,7 +128,7 @@ def _acquire(options: RunOptions, speaker: Console, environ: Mapping[str, str], 
     return held
 
 
-def _taken(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker: Console, start: float) -> Held:
+def _take(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker: Console, start: float) -> Held:
     try:
         return lock.acquire(timeout=0)
     except SlotOverError:
@@ -136,12 +136,12 @@ def _taken(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker
     except LockTimeoutError as error:
         if options.wait <= 0:
             raise
-        speaker.tell(f"waiting for {options.name!r}, held by {described(error.holders)}")
+        speaker.tell(f"waiting for {options.name!r}, held by {describe(error.holders)}")
     except (UnreachableError, StandbyError) as error:
         if options.wait <= 0 or not error.retryable:
             raise
         speaker.tell(f"waiting for {options.name!r}: {error}")
-    timeout = _left(options, start)
+    timeout = _seconds_left(options, start)
     while True:
         try:
             return lock.acquire(timeout=timeout)
@@ -153,11 +153,11 @@ def _taken(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker
                 raise
 
 
-def _left(options: RunOptions, start: float) -> float:
+def _seconds_left(options: RunOptions, start: float) -> float:
     return max(0.0, options.wait - (clock() - start))
 
 
-def _busy(options: RunOptions, report: Report, error: LockTimeoutError) -> Report:
+def _report_busy(options: RunOptions, report: Report, error: LockTimeoutError) -> Report:
     report.holders = [as_data(holder) for holder in error.holders]
     if isinstance(error, SlotOverError):
         report.slot = error.slot.isoformat()
@@ -166,16 +166,16 @@ def _busy(options: RunOptions, report: Report, error: LockTimeoutError) -> Repor
     if isinstance(error, SlotOverError):
         return report.end("done", options.busy_code, str(error))
     after = f" after {options.wait:g} s" if options.wait > 0 else ""
-    told = f"{options.name!r} is busy{after}: held by {described(error.holders)}"
+    told = f"{options.name!r} is busy{after}: held by {describe(error.holders)}"
     return report.end("busy", options.busy_code, told)
 
 
-def _interrupted(report: Report, stop: Interrupted) -> Report:
+def _report_interrupted(report: Report, stop: Interrupted) -> Report:
     name = signal.Signals(stop.signum).name
     return report.end("interrupted", Code.SIGNAL + stop.signum, f"{name} came before the command was started")
 
 
-def _unreachable(options: RunOptions, report: Report, error: UnreachableError) -> Report:
+def _report_unreachable(options: RunOptions, report: Report, error: UnreachableError) -> Report:
     if options.on_unreachable is OnUnreachable.SKIP and error.retryable:
         return report.end("skipped", Code.OK, f"{error}. The command was not run, as --on-unreachable=skip says")
     return report.end("unavailable", Code.UNAVAILABLE, str(error))
@@ -204,16 +204,16 @@ class _GuardedRun:
             )
         except Interrupted as stop:
             self._release(well=False)
-            return _interrupted(self._report, stop)
+            return _report_interrupted(self._report, stop)
         except OSError as error:
             self._release(well=False)
-            return self._not_started(error)
+            return self._report_not_started(error)
         self._report.ran = clock() - start
         self._report.command_code = ended.code
         self._speaker.trace(f"the command ended with {ended.code} after {self._report.ran:.3f} s")
-        return self._ended(ended.code, stopped=ended.stopped, lost=self._release(well=ended.code == 0))
+        return self._report_end(ended.code, stopped=ended.stopped, lost=self._release(well=ended.code == 0))
 
-    def _ended(self, code: int, *, stopped: bool, lost: bool) -> Report:
+    def _report_end(self, code: int, *, stopped: bool, lost: bool) -> Report:
         if not lost:
             return self._report.end("ran", code)
         if self._options.on_lost is OnLost.WARN:
@@ -248,7 +248,7 @@ class _GuardedRun:
         self._speaker.trace(f"released {self._options.name!r}")
         return False
 
-    def _not_started(self, error: OSError) -> Report:
+    def _report_not_started(self, error: OSError) -> Report:
         program = self._options.command[0]
         # A folder of PATH that we may not read makes "not found" look like "permission denied".
         if "/" not in program and shutil.which(program) is None:

@@ -52,36 +52,36 @@ class Screen:
         """Hear how an act goes, several times a second."""
         if self._live is not None:
             now = (act.title, f"{transfers:,}", f"{transfers / seconds:,.0f}")
-            self._live.update(_table([*self._rows, now]))
+            self._live.update(_build_table([*self._rows, now]))
         elif self._seen is not act:
             self.step(f"{act.title} ...")
         self._seen = act
 
     def result(self, figures: Figures, verdict: Verdict) -> None:
         """Hear what came of an act."""
-        self._rows.append(_row(figures))
+        self._rows.append(_build_row(figures))
         if self._live is not None:
-            self._live.update(_table(self._rows))
+            self._live.update(_build_table(self._rows))
         else:
-            self.step(f"    {figures.transfers:,} transfers, {_lost(figures)}")
+            self.step(f"    {figures.transfers:,} transfers, {_format_lost(figures)}")
 
 
 def show(outcome: Outcome) -> None:
     """Write the table, and what it says, to stdout."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
-    console.print(_table(_row(figures) for figures, _ in outcome.acts))
+    console.print(_build_table(_build_row(figures) for figures, _ in outcome.acts))
     for figures, verdict in outcome.acts:
-        for line in _said(figures, verdict):
+        for line in _describe_verdict(figures, verdict):
             console.print(line, style="" if verdict is Verdict.OK else "bold red")
     for shown in outcome.scenes:
         console.print(f"\n{shown.title}")
-        for line in _seen(shown):
+        for line in _describe_seen(shown):
             console.print(line, style="" if shown.verdict is Verdict.OK else "bold red")
     if outcome.verdict is Verdict.OK:
         console.print("No guarded act lost a cent.", style="bold green")
 
 
-def _table(rows: Iterable[tuple[str, ...]]) -> Table:
+def _build_table(rows: Iterable[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("\nact", no_wrap=True)
     for column in _COLUMNS:
@@ -91,8 +91,8 @@ def _table(rows: Iterable[tuple[str, ...]]) -> Table:
     return table
 
 
-def _row(figures: Figures) -> tuple[str, ...]:
-    waits = (_duration(figures.wait(percent)) for percent in (50, 99, 100))
+def _build_row(figures: Figures) -> tuple[str, ...]:
+    waits = (_format_duration(figures.wait(percent)) for percent in (50, 99, 100))
     takeovers = [each.seconds for each in figures.takeovers]
     longest = max((seconds for seconds in takeovers if seconds is not None), default=None)
     return (
@@ -101,17 +101,17 @@ def _row(figures: Figures) -> tuple[str, ...]:
         f"{figures.per_second:,.0f}",
         f"{figures.cents_lost:,}",
         *waits,
-        _duration(None if None in takeovers else longest),
+        _format_duration(None if None in takeovers else longest),
     )
 
 
-def _lost(figures: Figures) -> str:
+def _format_lost(figures: Figures) -> str:
     if not figures.accounts_off:
         return "nothing lost"
     return f"{figures.cents_lost:,} cents lost, in {figures.accounts_off} accounts"
 
 
-def _duration(seconds: float | None) -> str:
+def _format_duration(seconds: float | None) -> str:
     if seconds is None:
         return _NONE
     if seconds < 1:
@@ -119,20 +119,20 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds:.2f} s"
 
 
-def _seen(shown: ScenarioResult) -> list[str]:
+def _describe_seen(shown: ScenarioResult) -> list[str]:
     """Return what a scene showed, in words."""
     if shown.verdict is Verdict.CONTROL_FAILED:
         return ["Nothing went wrong without a guard, so this proves nothing."]
     return [*shown.lines, *(["THE GUARD FAILED."] if shown.verdict is Verdict.GUARD_FAILED else [])]
 
 
-def _said(figures: Figures, verdict: Verdict) -> list[str]:
+def _describe_verdict(figures: Figures, verdict: Verdict) -> list[str]:
     """Return what an act's figures mean, in words."""
     if verdict is Verdict.CONTROL_FAILED:
         return [f"{figures.title}: lost nothing, so the other acts prove nothing."]
-    lines = [f"{figures.title}: {_lost(figures)}."] if figures.cents_lost else []
+    lines = [f"{figures.title}: {_format_lost(figures)}."] if figures.cents_lost else []
     lines += [
-        f"{each.blow} of a holder: another process had its lock after {_duration(each.seconds)}."
+        f"{each.blow} of a holder: another process had its lock after {_format_duration(each.seconds)}."
         if each.seconds is not None
         else f"{each.blow} of a holder: nobody had its lock afterwards."
         for each in figures.takeovers

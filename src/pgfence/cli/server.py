@@ -50,7 +50,7 @@ def settle(engine: Engine, **given: str | None) -> None:
         raise MisuseError(f"{', '.join(f'--{name}' for name in said)}: {error}") from None
 
 
-def engine_from(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:
+def find_engine(*, dsn: str | None, path: str | None, environ: Mapping[str, str]) -> Engine:
     """Return the engine that the user means: the first of the four ways that is given.
 
     Args:
@@ -64,20 +64,20 @@ def engine_from(*, dsn: str | None, path: str | None, environ: Mapping[str, str]
     if dsn is not None and path is not None:
         raise MisuseError("give --dsn or --engine, not both")
     if path is not None:
-        return _imported(path)
+        return _import(path)
     for text, source in ((dsn, "--dsn"), (environ.get("DATABASE_URL"), "DATABASE_URL")):
         if text:
-            return _created(_parsed(text, source), source)
+            return _create(_parse(text, source), source)
     if any(map(environ.get, WHERE)):
-        return _created(URL.create("postgresql"), "the environment")
+        return _create(URL.create("postgresql"), "the environment")
     if "DATABASE_URL" in environ:
         raise MisuseError("DATABASE_URL is empty: set it, or PGSERVICE or PGHOST, or give --dsn or --engine")
-    return _unnamed()
+    return _create_unnamed()
 
 
-def _unnamed() -> Engine:
+def _create_unnamed() -> Engine:
     """Return an engine for libpq's own default, which says so when nobody answers there."""
-    engine = _created(URL.create("postgresql"), "the environment")
+    engine = _create(URL.create("postgresql"), "the environment")
 
     @event.listens_for(engine, "do_connect")
     def connect(dialect: Any, _record: object, words: Any, options: Any) -> Any:
@@ -91,7 +91,7 @@ def _unnamed() -> Engine:
     return engine
 
 
-def _parsed(text: str, source: str) -> URL:
+def _parse(text: str, source: str) -> URL:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
@@ -103,7 +103,7 @@ def _parsed(text: str, source: str) -> URL:
     return url
 
 
-def _created(url: URL, source: str) -> Engine:
+def _create(url: URL, source: str) -> Engine:
     driver = url.drivername.partition("+")[2]
     if driver in {"asyncpg", "psycopg_async"}:
         raise MisuseError(
@@ -112,7 +112,7 @@ def _created(url: URL, source: str) -> Engine:
         )
     if driver and driver not in DRIVERS:
         raise MisuseError(f"{source} names the driver {driver}: pgfence works with {' and '.join(DRIVERS)}")
-    url = url.set(drivername=f"postgresql+{_installed(driver)}")
+    url = url.set(drivername=f"postgresql+{_find_driver(driver)}")
     # How others see us when they ask who holds a lock, unless the user has given a name.
     called = f"pgfence (pid {os.getpid()} on {socket.gethostname()})"
     arguments = {"fallback_application_name": called}
@@ -125,7 +125,7 @@ def _created(url: URL, source: str) -> Engine:
         raise MisuseError(f"{source} has an option that SQLAlchemy does not know") from None
 
 
-def _installed(wanted: str) -> str:
+def _find_driver(wanted: str) -> str:
     for driver in (wanted,) if wanted else DRIVERS:
         try:
             importlib.import_module(driver)
@@ -136,7 +136,7 @@ def _installed(wanted: str) -> str:
     raise MisuseError(f"{missing}: {INSTALL}")
 
 
-def _imported(path: str) -> Engine:
+def _import(path: str) -> Engine:
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
         raise MisuseError(f"--engine {path}: its form is package.module:attribute")

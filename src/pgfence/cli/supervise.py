@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Self
 
 from pgfence._process.clock import clock
 from pgfence.cli import guard
-from pgfence.cli.guard import FORWARDED, PAUSE, Ending, below, processes
+from pgfence.cli.guard import FORWARDED, PAUSE, Ending, list_descendants, list_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ def has_terminal() -> bool:
     return True
 
 
-def inherited() -> tuple[int, ...]:
+def list_inherited() -> tuple[int, ...]:
     """Return the descriptors beyond stderr that this process would pass on by exec: at its start those of its caller."""
     found = []
     for folder in ("/proc/self/fd", "/dev/fd"):
@@ -110,11 +110,11 @@ def _adopt_orphans(*, wanted: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
-def _children() -> frozenset[int]:
+def _list_children() -> frozenset[int]:
     """Return the processes that this one has started."""
     lists = list(Path("/proc/self/task").glob("*/children"))
     if not lists:  # no Linux, or one without this option: slower
-        return frozenset(pid for pid, process in processes().items() if process.parent == os.getpid())
+        return frozenset(pid for pid, process in list_processes().items() if process.parent == os.getpid())
     found: set[int] = set()
     for file in lists:
         with suppress(OSError):  # the thread has ended
@@ -142,7 +142,7 @@ class _Guard:
     def watch(self, command: int) -> None:
         self._write(b"%d\n" % command)
 
-    def heard(self, signum: int) -> bool:
+    def on_signal(self, signum: int) -> bool:
         """Return whether a signal that has just reached us has reached the guard too."""
         if self._write(b"?\n"):
             self._read_reports()
@@ -178,7 +178,7 @@ class _Job:
         self, command: Sequence[str], env: Mapping[str, str], *, own_group: bool, descriptors: Sequence[int]
     ) -> None:
         command, env = _with_sockets(command, env)
-        self._strangers = _children()
+        self._strangers = _list_children()
         self._own_group = own_group
         self.process = subprocess.Popen(command, env=env, process_group=0 if own_group else None, pass_fds=descriptors)
 
@@ -192,26 +192,26 @@ class _Job:
 
     def send(self, signum: int) -> None:
         """Send a signal to the command and to what it started in its group, as far as that is permitted."""
-        for target in (-self.group,) if self._own_group else self.in_group():
+        for target in (-self.group,) if self._own_group else self.list_group():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(target, signum)
 
-    def in_group(self) -> set[int]:
+    def list_group(self) -> set[int]:
         """Return what still runs of it in its process group."""
-        table = processes()
-        return {pid for pid in self._all(table) if table[pid].group == self.group}
+        table = list_processes()
+        return {pid for pid in self._list_all(table) if table[pid].group == self.group}
 
-    def everything(self) -> set[int]:
+    def list_everything(self) -> set[int]:
         """Return what still runs of it, wherever it has gone."""
-        return self._all(processes())
+        return self._list_all(list_processes())
 
-    def _all(self, table: dict[int, guard.ProcessRow]) -> set[int]:
+    def _list_all(self, table: dict[int, guard.ProcessRow]) -> set[int]:
         us = os.getpid()
         # Orphans have come to us; other children, such as the guard, were there before the command.
         roots = {pid for pid, process in table.items() if process.parent == us} - self._strangers
         if self._own_group:
             roots |= {pid for pid, process in table.items() if process.group == self.group}
-        return {pid for pid in below(roots, table) if table[pid].running}
+        return {pid for pid in list_descendants(roots, table) if table[pid].running}
 
     def reap(self, guarding: subprocess.Popen[bytes]) -> None:
         """Notice what has ended; also collect the orphans that came to us."""
@@ -255,7 +255,7 @@ class Supervisor:
     def __init__(self, *, grace: float) -> None:
         self._grace = grace
         self._own_group = not has_terminal()
-        self._descriptors = inherited()
+        self._descriptors = list_inherited()
         self._raising = False
         self._lost = False
         self._lock = threading.Lock()
@@ -289,7 +289,7 @@ class Supervisor:
             raise Interrupted(signum)
 
     @contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def allow_interrupts(self) -> Iterator[None]:
         """Let HUP, INT, QUIT and TERM raise `Interrupted` in the body. Outside of it they wait for the command."""
         self._raising = True
         try:
@@ -338,14 +338,14 @@ class Supervisor:
             _adopt_orphans(wanted=False)
             raise
         guarding.watch(job.process.pid)
-        stopped = self._until_over(job, guarding, on_loss, on_continue)
+        stopped = self._wait_until_over(job, guarding, on_loss, on_continue)
         # Any exception above leaves the guard in place: its pipe ends with us, and it ends the command.
         guarding.dismiss()
         _adopt_orphans(wanted=False)
         status: int = job.process.returncode
         return Ended(128 - status, -status, stopped) if status < 0 else Ended(status, None, stopped)
 
-    def _until_over(
+    def _wait_until_over(
         self, job: _Job, guarding: _Guard, on_loss: Callable[[], bool], on_continue: Callable[[], object]
     ) -> bool:
         told: set[int] = set()
@@ -356,10 +356,10 @@ class Supervisor:
             if self._lost and not asked:
                 asked = True
                 if stopped := on_loss():
-                    ending = Ending(job.everything, self._grace)
+                    ending = Ending(job.list_everything, self._grace)
                     ending.step()
             for signum in signals:
-                if signum in FORWARDED and (self._own_group or not guarding.heard(signum)):
+                if signum in FORWARDED and (self._own_group or not guarding.on_signal(signum)):
                     job.send(signum)
                 if signum in STOPPING:
                     told.add(signum)
@@ -367,7 +367,7 @@ class Supervisor:
             if job.ended and ending is None:
                 if not told:
                     return stopped
-                ending = self._of_the_rest(job, told)
+                ending = self._wait_for_rest(job, told)
             left = ending is not None and ending.step()
             if job.ended and not left:
                 return stopped
@@ -376,11 +376,11 @@ class Supervisor:
                 on_continue()
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
-    def _of_the_rest(self, job: _Job, told: set[int]) -> Ending:
+    def _wait_for_rest(self, job: _Job, told: set[int]) -> Ending:
         """Return the ending of what a command has left behind after a signal has ended it."""
         everything = bool(told & {signal.SIGHUP, signal.SIGTERM})
-        find = job.everything if everything else job.in_group
-        return Ending(find, self._grace, job.in_group() if signal.SIGTERM in told else ())
+        find = job.list_everything if everything else job.list_group
+        return Ending(find, self._grace, job.list_group() if signal.SIGTERM in told else ())
 
     def _wait(self, longest: float) -> bytes:
         select.select([self._reader], [], [], longest)

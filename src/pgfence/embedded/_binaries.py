@@ -33,7 +33,7 @@ def find() -> Path:
         if _complete(Path(chosen)):
             return Path(chosen).resolve()
         raise UnreachableError(f"{VARIABLE} is {chosen!r}, which holds no initdb and postgres", retryable=False)
-    for folder in _candidates():
+    for folder in _list_candidates():
         if _complete(folder):
             return folder.resolve()
     raise UnreachableError(
@@ -43,7 +43,7 @@ def find() -> Path:
     )
 
 
-def version(bindir: Path) -> str:
+def read_version(bindir: Path) -> str:
     """Return the version of the binaries, e.g. "18.6"."""
     answer = subprocess.run([bindir / "postgres", "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"\d+(\.\d+|\w+)", answer.stdout)
@@ -56,7 +56,7 @@ def _complete(folder: Path) -> bool:
     return all(os.access(folder / program, os.X_OK) for program in ("initdb", "postgres"))
 
 
-def _candidates() -> Iterator[Path]:
+def _list_candidates() -> Iterator[Path]:
     for package, pattern in _PACKAGES:
         # Not imported: looking must neither run their code nor show their warnings.
         spec = importlib.util.find_spec(package)
@@ -65,9 +65,9 @@ def _candidates() -> Iterator[Path]:
     if pg_config := shutil.which("pg_config"):
         answer = subprocess.run([pg_config, "--bindir"], capture_output=True, text=True, check=False)
         yield Path(answer.stdout.strip())
-    yield from sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_major, reverse=True)
+    yield from sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=_read_major, reverse=True)
 
 
-def _major(bindir: Path) -> int:
+def _read_major(bindir: Path) -> int:
     name = bindir.parent.name
     return int(name) if name.isdigit() else 0

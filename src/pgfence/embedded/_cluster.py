@@ -33,7 +33,7 @@ def make_run_folder() -> tuple[Path, int]:
 
     Folders of runs that ended without cleaning up are removed first.
     """
-    base = _base()
+    base = _find_base()
     for left in base.glob(f"{_PREFIX}*"):
         _remove_if_abandoned(left)
     while True:
@@ -50,7 +50,7 @@ def make_run_folder() -> tuple[Path, int]:
         os.close(lock)
 
 
-def _base() -> Path:
+def _find_base() -> Path:
     """Return the temporary folder; where the path of a socket in it would be too long for the kernel, /tmp."""
     base = tempfile.gettempdir()
     longest = f"{base}/{_PREFIX}12345678/.s.PGSQL.65535"
@@ -69,44 +69,44 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 def give(path: Path) -> None:
     """Make a path belong to the user who runs the server, where that is somebody else."""
-    if user := _process.stranger():
+    if user := _process.find_other_user():
         for each in (path, *path.rglob("*")):
             os.chown(each, user.pw_uid, user.pw_gid, follow_symlinks=False)
 
 
 def create(data: Path, bindir: Path, version: str, run_folder: Path) -> None:
     """Make a new cluster in `data`: a copy of the template, which the first start of a version leaves behind."""
-    template = _template(bindir, version)
+    template = _find_template(bindir, version)
     data.mkdir(mode=0o700, exist_ok=True)
-    if template is not None and _whole(template):
+    if template is not None and _is_complete(template):
         shutil.copytree(template, data, copy_function=shutil.copy, dirs_exist_ok=True)
         give(data)
         return
     give(data)
-    _initdb(data, bindir, run_folder)
+    _run_initdb(data, bindir, run_folder)
     if template is not None:
         _publish(data, template)
 
 
-def _template(bindir: Path, version: str) -> Path | None:
+def _find_template(bindir: Path, version: str) -> Path | None:
     program = (bindir / "initdb").stat()
     origin = repr((bindir, version, program.st_size, program.st_mtime_ns, _INITDB))
     digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
-    cache = _cache()
+    cache = _find_cache()
     return cache / f"pg-{version}-{digest}" if cache else None
 
 
-def _cache() -> Path | None:
+def _find_cache() -> Path | None:
     """Return the folder for templates: the user's cache, else one in the temporary folder, else None."""
     # Without a home, "~" stays as it is and the place is not absolute.
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for place in (home / "pgfence", Path(tempfile.gettempdir()) / f"pgfence-{os.geteuid()}"):
-        if place.is_absolute() and _private(place):
+        if place.is_absolute() and _is_private(place):
             return place
     return None
 
 
-def _private(place: Path) -> bool:
+def _is_private(place: Path) -> bool:
     """Make a folder if need be, and say whether it is ours alone: servers are made of what is in it."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def _private(place: Path) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
-def _whole(template: Path) -> bool:
+def _is_complete(template: Path) -> bool:
     """Say whether a template can be copied. One that lost a part, to a cleaner of temporary folders say, is removed."""
     try:
         os.utime(template)
@@ -155,13 +155,13 @@ def _publish(data: Path, template: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _initdb(data: Path, bindir: Path, run_folder: Path) -> None:
+def _run_initdb(data: Path, bindir: Path, run_folder: Path) -> None:
     password = secrets.token_urlsafe(24)
     verifier = run_folder / "verifier"
     verifier.touch(mode=0o600)
-    verifier.write_text(_verifier(password))
+    verifier.write_text(_build_verifier(password))
     give(verifier)
-    words, options = _process.command([bindir / "initdb", "-D", data, *_INITDB, f"--pwfile={verifier}"])
+    words, options = _process.build_command([bindir / "initdb", "-D", data, *_INITDB, f"--pwfile={verifier}"])
     answer = subprocess.run(words, capture_output=True, text=True, check=False, **options)
     verifier.unlink()
     if answer.returncode != 0:
@@ -171,20 +171,20 @@ def _initdb(data: Path, bindir: Path, run_folder: Path) -> None:
     give(data / PASSWORD_FILE)
 
 
-def _verifier(password: str) -> str:
+def _build_verifier(password: str) -> str:
     """Return what PostgreSQL stores for a password. One iteration: it is random, more would only cost time."""
     salt = secrets.token_bytes(16)
     salted = hashlib.pbkdf2_hmac("sha256", password.encode(), salt, 1)
     stored = hashlib.sha256(hmac.digest(salted, b"Client Key", "sha256")).digest()
     server = hmac.digest(salted, b"Server Key", "sha256")
-    return f"SCRAM-SHA-256$1:{_base64(salt)}${_base64(stored)}:{_base64(server)}"
+    return f"SCRAM-SHA-256$1:{_encode_base64(salt)}${_encode_base64(stored)}:{_encode_base64(server)}"
 
 
-def _base64(content: bytes) -> str:
+def _encode_base64(content: bytes) -> str:
     return b64encode(content).decode()
 
 
-def sync(data: Path, bindir: Path) -> None:
+def flush_to_disk(data: Path, bindir: Path) -> None:
     """Write a new cluster, which was made without waiting for the disk, to the disk."""
-    words, options = _process.command([bindir / "initdb", "-D", data, "--sync-only"])
+    words, options = _process.build_command([bindir / "initdb", "-D", data, "--sync-only"])
     subprocess.run(words, capture_output=True, check=False, **options)

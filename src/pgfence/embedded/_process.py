@@ -34,19 +34,19 @@ def _works(prefix: tuple[str, ...]) -> bool:
     return subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
 
 
-def stranger() -> pwd.struct_passwd | None:
+def find_other_user() -> pwd.struct_passwd | None:
     """Return the system user that has to run the server in our place; None: we can, in a namespace or as we are."""
     if os.geteuid() != 0 or _works(_NAMESPACE):
         return None
     return pwd.getpwnam("nobody")
 
 
-def command(words: Sequence[str | Path]) -> tuple[list[str | Path], dict[str, Any]]:
+def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], dict[str, Any]]:
     """Return how to run a program of PostgreSQL, which refuses root: the words, and arguments for `Popen`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_"))}
     environment |= {"LC_ALL": "C", "TZ": "UTC"}
     options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "cwd": "/"}
-    if user := stranger():
+    if user := find_other_user():
         options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
     prefix = _NAMESPACE if os.geteuid() == 0 and user is None else ()
     return [*prefix, *words], options
@@ -92,7 +92,7 @@ class ServerProcess:
         self.ended.set()
 
     def _start(self, words: Sequence[str | Path], log: Path, keep_open: int) -> subprocess.Popen[Any]:
-        words, options = command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
+        words, options = build_command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
         with log.open("ab") as output:
             # A session of its own: Ctrl-C in the terminal is for us, and we still need the server to clean up.
             popen = subprocess.Popen(

@@ -50,11 +50,11 @@ class Server:
         fsync: bool = True,
         settings: dict[str, str] | None = None,
     ) -> None:
-        self._settings = _checked(settings or {})
+        self._settings = _check_settings(settings or {})
         if not fsync:
             self._settings = {"fsync": "off", "full_page_writes": "off"} | self._settings
         self.bindir = _binaries.find()
-        self.version = _binaries.version(self.bindir)
+        self.version = _binaries.read_version(self.bindir)
         self.port = 0
         self._creator = os.getpid()
         self._process: ServerProcess | None = None
@@ -84,7 +84,7 @@ class Server:
         if not found:
             _cluster.create(self.data, self.bindir, self.version, self.folder)
             if durable:
-                _cluster.sync(self.data, self.bindir)
+                _cluster.flush_to_disk(self.data, self.bindir)
         elif not (self.data / _cluster.PASSWORD_FILE).is_file():
             raise ValueError(f"data_dir {self.data} is neither empty nor a data folder that pgfence.embedded made")
         major = (self.data / "PG_VERSION").read_text().strip()
@@ -108,7 +108,7 @@ class Server:
         for _ in range(_ATTEMPTS):
             self.port = fixed or _free_port(self.host)
             logged = self.log.stat().st_size if self.log.exists() else 0
-            self._process = ServerProcess(self._command(), self.log, self._lock)
+            self._process = ServerProcess(self._build_command(), self.log, self._lock)
             if self._wait_until_ready(self._process):
                 return
             self.stop()
@@ -137,7 +137,7 @@ class Server:
         os.close(self._lock)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _command(self) -> list[str | Path]:
+    def _build_command(self) -> list[str | Path]:
         settings = self._settings | {
             "listen_addresses": self.host,
             "port": str(self.port),
@@ -151,12 +151,12 @@ class Server:
     def _wait_until_ready(self, process: ServerProcess) -> bool:
         deadline = time.monotonic() + _PATIENCE
         while not process.ended.wait(0.005) and time.monotonic() < deadline:
-            lines = self._status()
+            lines = self._read_status()
             if lines[:1] == [str(process.pid)] and lines[7:8] == ["ready"]:
                 return True
         return False
 
-    def _status(self) -> list[str]:
+    def _read_status(self) -> list[str]:
         """Return the lines of the server's own file about itself; its first is the process, its eighth the state."""
         try:
             return [line.strip() for line in (self.data / "postmaster.pid").read_text().splitlines()]
@@ -164,7 +164,7 @@ class Server:
             return []
 
 
-def _checked(settings: Mapping[Any, Any]) -> dict[str, str]:
+def _check_settings(settings: Mapping[Any, Any]) -> dict[str, str]:
     for name, value in settings.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"a setting is a text and its value too, not {name!r}: {value!r}")

@@ -39,24 +39,24 @@ class VersionTable(NamedTuple):
     schema: str | None
 
 
-def _environment() -> Any:
+def _find_environment() -> Any:
     """Return Alembic's environment; None where env.py is not run by Alembic."""
     return getattr(sys.modules.get("alembic.context"), "_proxy", None)
 
 
-def only_looks() -> bool:
+def is_read_only() -> bool:
     """Whether the command reads the version and changes nothing: `current`, `check`, `history`, `revision`, `show`."""
-    environment = _environment()
-    if environment is None or (function := _function(environment)) not in _LOOKS:
+    environment = _find_environment()
+    if environment is None or (function := _function_of(environment)) not in _LOOKS:
         return False
-    if function == "retrieve_migrations" and (reason := too_old()):
+    if function == "retrieve_migrations" and (reason := find_too_old()):
         log.warning("fences and version triggers are not compared: %s", reason)
     # Alembic itself spares `current` alone: `check` and `revision` would make the version table.
     environment.context_opts["dont_mutate"] = True
     return True
 
 
-def too_old() -> str | None:
+def find_too_old() -> str | None:
     """Say what this Alembic lacks, if it is one of those that load no operations of others."""
     version = getattr(sys.modules.get("alembic"), "__version__", "")
     if not version or tuple(int(digits) for digits in re.findall(r"\d+", version)[:3]) >= NEEDED:
@@ -72,14 +72,14 @@ def explain(error: BaseException) -> None:
     from pgfence_alembic import Directives
 
     unknown = isinstance(error, AttributeError) and any(f"'{name}'" in str(error) for name in vars(Directives))
-    if unknown and (reason := too_old()):
+    if unknown and (reason := find_too_old()):
         error.add_note(reason)
 
 
 def expect_one_head() -> None:
     """Refuse an upgrade to `head` where there are several, or with two revisions of one name, before anything is locked."""
-    environment = _environment()
-    if environment is None or _function(environment) != "upgrade":
+    environment = _find_environment()
+    if environment is None or _function_of(environment) != "upgrade":
         return
     from alembic.script.revision import RevisionError
 
@@ -88,16 +88,16 @@ def expect_one_head() -> None:
         try:
             heads = environment.script.get_heads()
         except UserWarning as doubled:
-            raise _refused(
+            raise _command_error(
                 f"{doubled}, and only one of them would be applied. Give one of the files another id"
             ) from None
         except RevisionError as broken:
-            raise _refused(str(broken)) from broken
-    if _upgrades_to(environment) == "head" and len(heads) > 1:
-        raise _refused(_several(environment.script, heads))
+            raise _command_error(str(broken)) from broken
+    if _target_of(environment) == "head" and len(heads) > 1:
+        raise _command_error(_describe_heads(environment.script, heads))
 
 
-def _several(scripts: Any, heads: list[str]) -> str:
+def _describe_heads(scripts: Any, heads: list[str]) -> str:
     lines = [[each.revision for each in scripts.iterate_revisions(head, "base")] for head in heads]
     common = next((each for each in lines[0] if all(each in line for line in lines)), None)
     files = " and ".join(f"{head} ({scripts.get_revision(head).path})" for head in heads)
@@ -105,39 +105,39 @@ def _several(scripts: Any, heads: list[str]) -> str:
     return f"Multiple head revisions are present: {files}{after}. `alembic merge heads` makes one of them"
 
 
-def _refused(reason: str) -> Exception:
+def _command_error(reason: str) -> Exception:
     from alembic.util import CommandError
 
     return CommandError(f"{reason}. Nothing was locked or changed")
 
 
-def _function(environment: Any) -> str:
+def _function_of(environment: Any) -> str:
     return getattr(environment.context_opts.get("fn"), "__name__", "")
 
 
-def _upgrades_to(environment: Any) -> Any:
-    return environment.context_opts.get("destination_rev") if _function(environment) == "upgrade" else None
+def _target_of(environment: Any) -> Any:
+    return environment.context_opts.get("destination_rev") if _function_of(environment) == "upgrade" else None
 
 
-def version_table() -> VersionTable:
+def find_version_table() -> VersionTable:
     """Return the table that the ini file names (`version_table`, `version_table_schema`), or Alembic's default."""
-    environment = _environment()
+    environment = _find_environment()
     if environment is None:
         return VersionTable(TABLE, None)
     asked = environment.config.get_main_option
     return VersionTable(asked("version_table") or TABLE, asked("version_table_schema") or None)
 
 
-def at_head(connection: Connection) -> bool:
+def is_at_head(connection: Connection) -> bool:
     """Whether the command is an upgrade for which Alembic finds nothing to apply.
 
     Alembic's own walk decides: with `depends_on`, or with a destination before the head, an up-to-date version table does not
     hold the heads.
     """
-    environment = _environment()
-    if environment is None or not (destination := _upgrades_to(environment)):
+    environment = _find_environment()
+    if environment is None or not (destination := _target_of(environment)):
         return False
-    table = version_table()
+    table = find_version_table()
     if not connection.dialect.has_table(connection, table.name, table.schema):
         return False
     from alembic.script.revision import RevisionError
@@ -162,5 +162,5 @@ def makes_version_table(statement: Any) -> bool:
 
 
 def _is_version_table(table: Any) -> bool:
-    context = getattr(_environment(), "_migration_context", None)
+    context = getattr(_find_environment(), "_migration_context", None)
     return context is not None and (table.name, table.schema) == (context.version_table, context.version_table_schema)

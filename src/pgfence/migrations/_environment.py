@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def names() -> list[str]:
+def list_templates() -> list[str]:
     """Return the names of the templates."""
     return sorted(folder.name for folder in TEMPLATES.iterdir() if folder.is_dir())
 
@@ -38,7 +38,7 @@ def make(directory: Path, template: str, ini: Path) -> None:
         command.init(Ours(ini), str(directory), template=template)
 
 
-def location(ini: Path) -> str | None:
+def find_location(ini: Path) -> str | None:
     """Return where an ini file says that the environment is, or why it cannot be read; None where it says nothing."""
     from alembic.config import Config
 

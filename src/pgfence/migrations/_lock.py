@@ -86,7 +86,7 @@ def migration_lock(
     if unsupported not in ("skip", "raise"):
         raise ValueError(f"unsupported must be 'skip' or 'raise', not {unsupported!r}")
     limit = None if timeout is None else seconds(timeout)
-    return _Once(_locked(connection, limit, key, unsupported))
+    return _Once(_hold_lock(connection, limit, key, unsupported))
 
 
 class _Once(SafeContext[None]):
@@ -102,13 +102,13 @@ class _Once(SafeContext[None]):
 
 
 @contextmanager
-def _locked(connection: Connection, limit: float | None, key: LockKey | None, unsupported: str) -> Iterator[None]:
+def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None, unsupported: str) -> Iterator[None]:
     if connection.dialect.name != "postgresql" and unsupported == "skip":
         log.info("no migration lock: %s has no session locks that pgfence knows", connection.dialect.name)
         yield
         return
     style_of(connection.dialect)
-    if _command.only_looks():
+    if _command.is_read_only():
         yield
         return
     if connection.in_transaction():
@@ -120,13 +120,13 @@ def _locked(connection: Connection, limit: float | None, key: LockKey | None, un
     lock = SessionLock(
         connection, key or _default_key(), config_of(connection).default_timeout if limit is None else limit
     )
-    if key is None and lock.ask(_command.at_head):
-        with lock.watching(_refuse_to_write):
+    if key is None and lock.ask(_command.is_at_head):
+        with lock.watch(_refuse_to_write):
             yield
         return
     lock.acquire()
     try:
-        with lock.watching(lock.expect_held):
+        with lock.watch(lock.expect_held):
             yield
     except BaseException as error:
         _command.explain(error)
@@ -136,7 +136,7 @@ def _locked(connection: Connection, limit: float | None, key: LockKey | None, un
 
 
 def _default_key() -> LockKey:
-    table = _command.version_table()
+    table = _command.find_version_table()
     return LockKey.of(f"{table.schema}.{table.name}" if table.schema else table.name, namespace=NAMESPACE)
 
 

@@ -18,7 +18,7 @@ from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.drivers import descriptor
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import PROCESS
-from pgfence._process.monitor import MONITOR, socket_id
+from pgfence._process.monitor import MONITOR, identify_socket
 from pgfence._sql import activity, migration_lock, server
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.advisory import LockSql
@@ -62,7 +62,7 @@ class _Limit:
         self.exceeded = False
         self._end = time.monotonic() + seconds
         fd = descriptor(driver)
-        self.socket = socket_id(fd) if fd >= 0 else None
+        self.socket = identify_socket(fd) if fd >= 0 else None
         PROCESS.notice_fork()
         MONITOR.watch(self, fd)
 
@@ -105,16 +105,16 @@ class SessionLock:
         Raises:
             UnreachableError: the server went away, or does not respond.
         """
-        with self._in_autocommit(max(0.0, self._deadline - clock()) + RELEASE_BUDGET) as own:
+        with self._use_autocommit(max(0.0, self._deadline - clock()) + RELEASE_BUDGET) as own:
             return question(own)
 
     @contextmanager
-    def _in_autocommit(self, seconds: float) -> Iterator[Connection]:
+    def _use_autocommit(self, seconds: float) -> Iterator[Connection]:
         """Yield another Connection on the same session, in autocommit; the caller's never notices."""
         engine, dbapi_connection = self._connection.engine, self._dbapi_connection
         before = dbapi_connection.autocommit
         try:
-            with self._limited(seconds):
+            with self._limit_time(seconds):
                 dbapi_connection.autocommit = True
                 with sqlalchemy_connection(engine, dbapi_connection) as own:
                     yield own
@@ -127,7 +127,7 @@ class SessionLock:
                 dbapi_connection.autocommit = before
 
     @contextmanager
-    def _limited(self, seconds: float) -> Iterator[None]:
+    def _limit_time(self, seconds: float) -> Iterator[None]:
         """End the session if the block takes longer."""
         limit = _Limit(self._driver, seconds)
         try:
@@ -173,7 +173,7 @@ class SessionLock:
         migration_lock.set_up(own, self._facts.backend_pid)
         if self._wait(own):
             return None
-        busy = self._timed_out(own)
+        busy = self._timeout_error(own)
         server.restore(own, self._facts)
         return busy
 
@@ -187,7 +187,10 @@ class SessionLock:
             if told == began or now - told >= TELL_EVERY:
                 told = now
                 log.info(
-                    "waiting for the migration lock %s since %.0f s: %s", self._name, now - began, self._holders(own)[1]
+                    "waiting for the migration lock %s since %.0f s: %s",
+                    self._name,
+                    now - began,
+                    self._find_holders(own)[1],
                 )
             time.sleep(min(between(SHORTEST_PAUSE, LONGEST_PAUSE), self._deadline - now))
         if told > began:
@@ -201,14 +204,14 @@ class SessionLock:
             raise wrong_backend_error(own.engine)
         return granted
 
-    def _holders(self, own: Connection) -> tuple[list[Holder], str]:
+    def _find_holders(self, own: Connection) -> tuple[list[Holder], str]:
         found = activity.find_holders(own, (self._key,))
         doing = migration_lock.describe_sessions(own, [each.backend_pid for each in found if each.backend_pid])
         told = [f"{each}: {doing.get(each.backend_pid or 0, migration_lock.UNSEEN)}" for each in found]
         return found, "; ".join(told) or "held by nobody at this moment"
 
-    def _timed_out(self, own: Connection) -> LockTimeoutError:
-        found, told = self._holders(own)
+    def _timeout_error(self, own: Connection) -> LockTimeoutError:
+        found, told = self._find_holders(own)
         return LockTimeoutError(
             f"no migration lock {self._name} within {self._limit:g} s: {told}. Wait longer (timeout=); or, if the process behind that"
             " backend is gone, end it with pg_terminate_backend()",
@@ -225,7 +228,7 @@ class SessionLock:
     # ------------------------------------------------------------ hold
 
     @contextmanager
-    def watching(self, before_a_revision: Callable[[], None]) -> Iterator[None]:
+    def watch(self, before_a_revision: Callable[[], None]) -> Iterator[None]:
         """Look at each statement of the block: does it go to the same session; and before a revision is recorded."""
 
         def begin(_: Connection) -> None:
@@ -236,8 +239,8 @@ class SessionLock:
                 before_a_revision()
 
         def cursor(_: Connection, __: Any, ___: str, ____: Any, context: Any, _____: bool) -> None:
-            if not self._same():
-                raise self._lost()
+            if not self._is_same():
+                raise self._lost_error()
             clause = getattr(context.compiled, "statement", None)
             if not (getattr(clause, "is_select", False) or _command.makes_version_table(clause)):
                 self._wrote = True
@@ -258,21 +261,21 @@ class SessionLock:
     def expect_held(self) -> None:
         """Raise unless this session still has it. One round trip, in the caller's transaction."""
         try:
-            with self._limited(STATEMENT_BUDGET):
+            with self._limit_time(STATEMENT_BUDGET):
                 held = activity.is_mine(self._connection, (self._key,))
         except UnreachableError as error:
-            raise self._lost() from error
+            raise self._lost_error() from error
         if not held:
-            raise self._lost()
+            raise self._lost_error()
 
-    def _same(self) -> bool:
+    def _is_same(self) -> bool:
         # SQLAlchemy reconnects after a lost connection without a word.
         connection = self._connection
         return not (connection.closed or connection.invalidated) and (
             connection.connection.dbapi_connection is self._dbapi_connection
         )
 
-    def _lost(self) -> LockLostError:
+    def _lost_error(self) -> LockLostError:
         return LockLostError(
             f"the migration lock {self._name} is lost: the session that held it has ended, or was told to unlock everything"
             " (pg_advisory_unlock_all, DISCARD ALL). What was not committed until then is not recorded",
@@ -290,11 +293,11 @@ class SessionLock:
             TransactionStateError: a transaction is open that has written something, which is rolled back.
         """
         try:
-            if not self._same():
-                raise self._lost()
+            if not self._is_same():
+                raise self._lost_error()
             written = self._end_transaction()
             if not self._unlock():
-                raise self._lost()
+                raise self._lost_error()
         except BaseException:
             self._close()
             raise
@@ -309,7 +312,7 @@ class SessionLock:
         connection, wrote = self._connection, self._wrote
         if not connection.in_transaction():
             return False
-        with self._limited(STATEMENT_BUDGET):
+        with self._limit_time(STATEMENT_BUDGET):
             written = not self._dbapi_connection.autocommit and migration_lock.has_written(connection)
         if written and not wrote:
             # Alembic makes its version table in a transaction that is begun by looking for it, and commits it with a revision.
@@ -319,7 +322,7 @@ class SessionLock:
         return written
 
     def _unlock(self) -> bool:
-        with self._in_autocommit(STATEMENT_BUDGET) as own:
+        with self._use_autocommit(STATEMENT_BUDGET) as own:
             held: bool = own.exec_driver_sql(self._sql.unlock_text, self._sql.unlock_args).scalar_one()
             server.restore(own, self._facts)
             return held
@@ -330,10 +333,10 @@ class SessionLock:
         Raises:
             LockLostError: it failed because the session has ended.
         """
-        gone = not self._same()
+        gone = not self._is_same()
         try:
             if not gone:
-                with self._limited(STATEMENT_BUDGET):
+                with self._limit_time(STATEMENT_BUDGET):
                     self._connection.rollback()
                 if sqlstate_of(error) == LOCK_NOT_AVAILABLE:
                     self._explain_wait(error)
@@ -344,11 +347,11 @@ class SessionLock:
             log.debug("the migration lock could not be given back: its session is closed", exc_info=True)
         self._close()
         if gone and isinstance(error, Exception) and is_driver_error(error):
-            raise self._lost() from error
+            raise self._lost_error() from error
 
     def _explain_wait(self, error: BaseException) -> None:
         """Add a note to the error of a statement that waited for a lock until `lock_timeout`: who has locks on tables."""
-        with self._in_autocommit(STATEMENT_BUDGET) as own:
+        with self._use_autocommit(STATEMENT_BUDGET) as own:
             found = migration_lock.describe_lockers(own)
         if found:
             error.add_note(

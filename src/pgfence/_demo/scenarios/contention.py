@@ -14,7 +14,7 @@ from sqlalchemy import BigInteger, ForeignKey, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, create_engine_for, read_part, say, start_processes
 from pgfence._demo.workload import Verdict
 from pgfence._process.clock import clock
 from pgfence.retrying import run_transaction
@@ -88,7 +88,7 @@ def play(engine: Engine) -> ScenarioResult:
     ContentionBase.metadata.create_all(engine)
     with Session(engine) as session, session.begin():
         session.add_all(VersionedAccount(id=number) for number in range(MANY))
-    with players() as start:
+    with start_processes() as start:
         crew = [start(__name__, engine.url, seed=seed) for seed in range(PROCESSES)]
         cells = {(accounts, guard): _measure(crew, accounts, guard) for accounts in (MANY, FEW) for guard in GUARDS}
     with engine.connect() as connection:
@@ -98,10 +98,10 @@ def play(engine: Engine) -> ScenarioResult:
         title=_TITLE,
         verdict=_judge(cells, off),
         lines=(
-            *(_line(accounts, cells) for accounts in (MANY, FEW)),
+            *(_format_line(accounts, cells) for accounts in (MANY, FEW)),
             f"Balances that differ from their journal: {off or 'none'}.",
         ),
-        figures=dict(_figures(cells, off)),
+        figures=dict(_list_figures(cells, off)),
     )
 
 
@@ -114,7 +114,7 @@ def _measure(crew: Sequence[ScenarioProcess], accounts: int, guard: str) -> Meas
     return Measured(sum(map(len, done)), sum(map(sum, done)), max(map(max, done)))
 
 
-def _line(accounts: int, cells: dict[tuple[int, str], Measured]) -> str:
+def _format_line(accounts: int, cells: dict[tuple[int, str], Measured]) -> str:
     locked, versioned = cells[accounts, "lock"], cells[accounts, "version"]
     return (
         f"{accounts:>5,} accounts: {locked.transfers / SECONDS:,.0f} a second under a lock,"
@@ -123,7 +123,7 @@ def _line(accounts: int, cells: dict[tuple[int, str], Measured]) -> str:
     )
 
 
-def _figures(cells: dict[tuple[int, str], Measured], off: int) -> Iterator[tuple[str, int]]:
+def _list_figures(cells: dict[tuple[int, str], Measured], off: int) -> Iterator[tuple[str, int]]:
     for (accounts, guard), measured in cells.items():
         where = "many" if accounts == MANY else "few"
         yield f"{where}_{guard}", measured.transfers
@@ -141,15 +141,15 @@ def _judge(cells: dict[tuple[int, str], Measured], off: int) -> Verdict:
 
 def main() -> None:
     """Be one of the processes, until it is ended."""
-    given = part()
-    engine = engine_for(given["url"])
+    given = read_part()
+    engine = create_engine_for(given["url"])
     sessions = sessionmaker(engine, class_=VersionedSession)
     chance = random.Random(given["seed"])
     with engine.connect():
         pass
     while True:
         say(ready=True)
-        cell = part()
+        cell = read_part()
         move = GUARDS[cell["guard"]]
         attempts, until = [], clock() + SECONDS
         while clock() < until:
@@ -157,14 +157,14 @@ def main() -> None:
         say(done=attempts)
 
 
-def _by_lock(sessions: sessionmaker[VersionedSession], source: int, target: int) -> int:
+def _move_under_lock(sessions: sessionmaker[VersionedSession], source: int, target: int) -> int:
     with sessions.begin() as session:
         TransactionLock(session, f"account:{source}", f"account:{target}").acquire()
         _move(session, source, target)
     return 1
 
 
-def _by_version(sessions: sessionmaker[VersionedSession], source: int, target: int) -> int:
+def _move_by_version(sessions: sessionmaker[VersionedSession], source: int, target: int) -> int:
     attempts = 0
 
     def move(session: Session) -> None:
@@ -184,7 +184,7 @@ def _move(session: Session, source: int, target: int) -> None:
     session.add_all([VersionedEntry(account=source, cents=-100), VersionedEntry(account=target, cents=100)])
 
 
-GUARDS: dict[str, Callable[[Any, int, int], int]] = {"lock": _by_lock, "version": _by_version}
+GUARDS: dict[str, Callable[[Any, int, int], int]] = {"lock": _move_under_lock, "version": _move_by_version}
 SCENE = Scenario(name="contention", title=_TITLE, play=play)
 
 if __name__ == "__main__":

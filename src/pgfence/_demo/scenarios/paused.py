@@ -15,7 +15,7 @@ from sqlalchemy import text
 
 from pgfence import schema
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, create_engine_for, read_part, say, start_processes
 from pgfence._demo.workload import Verdict
 from pgfence.errors import StaleFencingTokenError
 from pgfence.fence import fenced
@@ -43,7 +43,7 @@ def play(engine: Engine) -> ScenarioResult:
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLES)
     schema.add_fence(engine, f"{SCHEMA}.fenced_steps", resource="steps")
-    with players() as start:
+    with start_processes() as start:
         first, second = (start(__name__, engine.url, name=name) for name in ("first", "second"))
         first.hear_of("ready")
         second.hear_of("ready")
@@ -78,10 +78,10 @@ def _judge(late: int, late_fenced: int) -> Verdict:
 
 def main() -> None:
     """Be a worker: one that never looks whether it still holds its lease."""
-    engine = engine_for(part()["url"])
+    engine = create_engine_for(read_part()["url"])
     with engine.connect():
         say(ready=True)
-    stops = part().get("stops", False)
+    stops = read_part().get("stops", False)
     lease = Lease(engine, "steps", ttl=TTL).acquire(timeout=30)
     booking = text(f"INSERT INTO {SCHEMA}.steps (token) VALUES (:token)")
     fenced_booking = text(f"INSERT INTO {SCHEMA}.fenced_steps (token) VALUES (:token)")

@@ -16,8 +16,8 @@ from sqlalchemy import MetaData, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 from pgfence._demo.bank import NAMESPACE, SCHEMA
-from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
-from pgfence._demo.worker import lost
+from pgfence._demo.scenario import Scenario, ScenarioResult, create_engine_for, read_part, say, start_processes
+from pgfence._demo.worker import is_connection_error
 from pgfence._demo.workload import Verdict
 from pgfence.config import configure
 from pgfence.idempotency import idempotent
@@ -109,9 +109,9 @@ class Storm:
 def play(engine: Engine) -> ScenarioResult:
     """Let the clients ask without keys, then with them."""
     RetriesBase.metadata.create_all(engine)
-    with players() as start:
+    with start_processes() as start:
         player = start(__name__, engine.url)
-        plain, keyed = (_storm(engine, player.hear_of(what), keyed=what == "keyed") for what in ("plain", "keyed"))
+        plain, keyed = (_run_storm(engine, player.hear_of(what), keyed=what == "keyed") for what in ("plain", "keyed"))
     return ScenarioResult(
         scene="retries",
         title=_TITLE,
@@ -122,11 +122,11 @@ def play(engine: Engine) -> ScenarioResult:
             f"{keyed.ended} of {keyed.sent} transactions with keys lost their connection half way.",
             f"Payments whose clients got different receipts: {keyed.differ or 'none'}.",
         ),
-        figures=dict(_figures(plain, keyed)),
+        figures=dict(_list_figures(plain, keyed)),
     )
 
 
-def _storm(engine: Engine, told: dict[str, Any], *, keyed: bool) -> Storm:
+def _run_storm(engine: Engine, told: dict[str, Any], *, keyed: bool) -> Storm:
     with engine.connect() as connection:
         made, paid, twice = connection.execute(_PAID, {"keyed": keyed}).one()
     answers = [ClientAnswer(*answer) for answer in told["answers"]]
@@ -141,7 +141,7 @@ def _storm(engine: Engine, told: dict[str, Any], *, keyed: bool) -> Storm:
     )
 
 
-def _figures(plain: Storm, keyed: Storm) -> Iterator[tuple[str, int]]:
+def _list_figures(plain: Storm, keyed: Storm) -> Iterator[tuple[str, int]]:
     for name, storm in (("plain", plain), ("keyed", keyed)):
         yield f"{name}_made", storm.made
         yield f"{name}_twice", storm.twice
@@ -158,11 +158,11 @@ def _judge(plain: Storm, keyed: Storm) -> Verdict:
 
 def main() -> None:
     """Fork the clients, and end their connections while they ask."""
-    url = part()["url"]
+    url = read_part()["url"]
     # Neighbours of the list go to different processes, so that the same payment is asked for by several at once.
     requests = [number for number in range(PAYMENTS) for _ in range(TIMES)]
     with get_context("fork").Pool(PROCESSES, _open, (url,)) as pool:
-        engine = engine_for(url)
+        engine = create_engine_for(url)
         for what, ask in ASKS.items():
             say(**{what: _played(pool, engine, ask, requests)})
 
@@ -207,7 +207,7 @@ def _asked(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
             with _Client.sessions.begin() as session:
                 receipt = pay(session)
         except Exception as error:
-            if not lost(error) or sent == _PATIENCE:
+            if not is_connection_error(error) or sent == _PATIENCE:
                 raise
         else:
             return ClientAnswer(number, receipt.payment, sent)

@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from pgfence._api.handles import current
 from pgfence._demo.bank import SCHEMA
-from pgfence._demo.scenario import Scenario, ScenarioResult, engine_for, part, players, say
+from pgfence._demo.scenario import Scenario, ScenarioResult, create_engine_for, read_part, say, start_processes
 from pgfence._demo.workload import Verdict
 from pgfence.once import Once, Slot
 
@@ -37,7 +37,7 @@ def play(engine: Engine) -> ScenarioResult:
     """Let all of them try until enough slots were run."""
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLE)
-    with players() as start:
+    with start_processes() as start:
         start(__name__, engine.url).hear_of("done")
     with engine.connect() as connection:
         slots, runs, processes = connection.execute(_COUNT).one()
@@ -58,7 +58,7 @@ def _judge(slots: int, runs: int) -> Verdict:
 
 def main() -> None:
     """Fork the processes, and tell when all of them have ended."""
-    url = part()["url"]
+    url = read_part()["url"]
     children = [pid for number in range(PROCESSES) if (pid := _fork(number, url))]
     for child in children:
         os.waitpid(child, 0)
@@ -70,16 +70,16 @@ def _fork(number: int, url: str) -> int:
     if pid:
         return pid
     try:
-        _work(number, url)
+        _run_job(number, url)
     finally:
         os._exit(0)
 
 
-def _work(number: int, url: str) -> None:
+def _run_job(number: int, url: str) -> None:
     skew = random.Random(number).uniform(-SKEW, SKEW)
     true_time: Callable[[], float] = time.time
     time.time = lambda: true_time() + skew
-    engine = engine_for(url)
+    engine = create_engine_for(url)
 
     def job() -> None:
         time.sleep(_JOB)
