@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import TYPE_CHECKING, Any, Never, TypeVar
+from typing import TYPE_CHECKING, Generic, Never, TypeVar
+
+from pgfence._process.coroutines import run_sync
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -14,19 +16,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NO_DECORATOR = "this is no decorator: use a with block inside the function, or wrap() where there is one"
+
+class _NoDecorator:
+    def __call__(self, _: object) -> Never:
+        """Refuse to be a decorator."""
+        raise TypeError("this is no decorator: use a with block inside the function, or wrap() where there is one")
 
 
-class EnterOnly(AbstractContextManager[None, None]):
+class EnterOnly(_NoDecorator, AbstractContextManager[None, None]):
     """Acquire on entering, and check on leaving that what was acquired is still held. The caller's exception wins."""
 
     def __init__(self, acquire: Callable[[], Callable[[], None]]) -> None:
         self._acquire = acquire
         self._checks: list[Callable[[], None]] = []
-
-    def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError(_NO_DECORATOR)
 
     def __enter__(self) -> None:
         self._checks.append(self._acquire())
@@ -37,16 +39,12 @@ class EnterOnly(AbstractContextManager[None, None]):
             check()
 
 
-class AsyncHold(AbstractAsyncContextManager[None, None]):
-    """Acquire on entering, and check on leaving that what was acquired is still held. The caller's exception wins."""
+class AsyncHold(_NoDecorator, AbstractAsyncContextManager[None, None]):
+    """As `EnterOnly`, for tasks."""
 
     def __init__(self, acquire: Callable[[], Awaitable[Callable[[], Awaitable[None]]]]) -> None:
         self._acquire = acquire
         self._checks: list[Callable[[], Awaitable[None]]] = []
-
-    def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError(_NO_DECORATOR)
 
     async def __aenter__(self) -> None:
         self._checks.append(await self._acquire())
@@ -59,50 +57,54 @@ class AsyncHold(AbstractAsyncContextManager[None, None]):
             await check()
 
 
-class SafeContext(AbstractContextManager[T, None]):
-    """A context manager whose end never puts an error of its own in the place of the caller's."""
+class _SafeSteps(_NoDecorator, Generic[T]):
+    """A block whose end never puts an error of its own in the place of the caller's."""
 
-    def __init__(self, inner: AbstractContextManager[T, Any]) -> None:
+    def __init__(
+        self, inner: AbstractContextManager[T, bool | None] | AbstractAsyncContextManager[T, bool | None]
+    ) -> None:
         self._inner = inner
 
-    def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError(_NO_DECORATOR)
+    async def _enter(self) -> T:
+        inner = self._inner
+        if isinstance(inner, AbstractAsyncContextManager):
+            return await inner.__aenter__()
+        return inner.__enter__()
 
-    def __enter__(self) -> T:
-        return self._inner.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def _exit(self, error: BaseException | None) -> None:
+        kind, tb = (None, None) if error is None else (type(error), error.__traceback__)
+        inner = self._inner
         try:
-            self._inner.__exit__(kind, error, tb)
+            if isinstance(inner, AbstractAsyncContextManager):
+                await inner.__aexit__(kind, error, tb)
+            else:
+                inner.__exit__(kind, error, tb)
         except Exception as failure:
             if error is None or failure.__cause__ is error:  # the latter says on purpose what the error stands for
                 raise
             attach(error, failure, "while the block ended")
 
 
-class AsyncSafeContext(AbstractAsyncContextManager[T, None]):
+class SafeContext(_SafeSteps[T], AbstractContextManager[T, None]):
     """A context manager whose end never puts an error of its own in the place of the caller's."""
 
-    def __init__(self, inner: AbstractAsyncContextManager[T, Any]) -> None:
-        self._inner = inner
+    def __enter__(self) -> T:
+        return run_sync(self._enter)
 
-    def __call__(self, _: object) -> Never:
-        """Refuse to be a decorator."""
-        raise TypeError(_NO_DECORATOR)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        run_sync(self._exit, error)
+
+
+class AsyncSafeContext(_SafeSteps[T], AbstractAsyncContextManager[T, None]):
+    """As `SafeContext`, for tasks."""
 
     async def __aenter__(self) -> T:
-        return await self._inner.__aenter__()
+        return await self._enter()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        try:
-            await self._inner.__aexit__(kind, error, tb)
-        except Exception as failure:
-            if error is None or failure.__cause__ is error:  # the latter says on purpose what the error stands for
-                raise
-            attach(error, failure, "while the block ended")
+        await self._exit(error)
 
 
 def attach(error: BaseException, failure: BaseException, when: str) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine
 
-from pgfence._api.contexts import AsyncSafeContext, SafeContext
-from pgfence._api.inputs import is_session
+from pgfence._api.contexts import AsyncSafeContext, SafeContext, _SafeSteps
+from pgfence._api.inputs import is_async_session, is_session
 from pgfence._sql.errors import find_connect_error, is_commit_unanswered
 from pgfence.errors import CommitOutcomeUnknownError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from types import TracebackType
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+
+    from sqlalchemy.orm import Session
+
+W = TypeVar("W")
+W_co = TypeVar("W_co", covariant=True)
 
 NOT_COMMITTED = "Nothing was committed"
 
@@ -26,7 +32,7 @@ def commit_doubt(why: str, what: str) -> CommitOutcomeUnknownError:
     )
 
 
-def connected(session: Any, bind_arguments: dict[str, Any]) -> Connection:
+def connected(session: Session, bind_arguments: dict[str, Any]) -> Connection:
     """Return the connection of a Session, which opens one if it has none yet.
 
     Raises:
@@ -46,87 +52,65 @@ def raise_connecting(engine: Engine, error: Exception) -> None:
         raise told from error
 
 
-class Begun(SafeContext[Any]):
+class BeginFactory(Protocol[W_co]):
+    """An Engine or a sessionmaker, or an async one."""
+
+    def begin(self) -> AbstractContextManager[W_co, bool | None] | AbstractAsyncContextManager[W_co, bool | None]: ...
+
+
+class _BegunSteps(_SafeSteps[W]):
     """A separate transaction that begins with a lock or gate; a COMMIT without a response raises CommitOutcomeUnknownError."""
 
-    def __init__(self, factory: Any, enter: Callable[[Any], object], what: str) -> None:
+    def __init__(self, factory: BeginFactory[W], enter: Callable[[W], object], what: str) -> None:
         super().__init__(factory.begin())
-        self._factory = factory
-        self._enter = enter
+        self._engine = getattr(factory, "sync_engine", factory)
+        self._enter_first = enter
         self._what = what
-        self._work: Any = None
+        self._work: W
 
-    def __enter__(self) -> Any:
+    async def _enter(self) -> W:
         try:
-            self._work = super().__enter__()
+            work = self._work = await super()._enter()
         except Exception as error:
-            if isinstance(self._factory, Engine):
-                raise_connecting(self._factory, error)
+            if isinstance(self._engine, Engine):
+                raise_connecting(self._engine, error)
             raise
         try:
-            self._enter(self._work)
+            entering = self._enter_first(work)
+            if isawaitable(entering):
+                await entering
         except BaseException as error:
-            super().__exit__(type(error), error, error.__traceback__)
+            await super()._exit(error)
             raise
-        return self._work
+        return work
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def _exit(self, error: BaseException | None) -> None:
         if error is None:
             # Flushed first, so that what fails after this is the COMMIT itself.
             try:
-                _flush(self._work)
+                await _flush(self._work)
             except BaseException as failure:
-                super().__exit__(type(failure), failure, failure.__traceback__)
+                await super()._exit(failure)
                 raise
         try:
-            super().__exit__(kind, error, tb)
+            await super()._exit(error)
         except Exception as failure:
             if error is None and is_commit_unanswered(failure):
                 raise commit_doubt("the connection was lost during COMMIT", self._what) from failure
             raise
 
 
-class AsyncBegun(AsyncSafeContext[Any]):
-    """A separate transaction that begins with a lock or gate; see the sync twin."""
-
-    def __init__(self, factory: Any, enter: Callable[[Any], Awaitable[object]], what: str) -> None:
-        super().__init__(factory.begin())
-        self._factory = factory
-        self._enter = enter
-        self._what = what
-        self._work: Any = None
-
-    async def __aenter__(self) -> Any:
-        try:
-            self._work = await super().__aenter__()
-        except Exception as error:
-            if hasattr(self._factory, "sync_engine"):
-                raise_connecting(self._factory.sync_engine, error)
-            raise
-        try:
-            await self._enter(self._work)
-        except BaseException as error:
-            await super().__aexit__(type(error), error, error.__traceback__)
-            raise
-        return self._work
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        if error is None:
-            try:
-                await self._work.run_sync(_flush)
-            except BaseException as failure:
-                await super().__aexit__(type(failure), failure, failure.__traceback__)
-                raise
-        try:
-            await super().__aexit__(kind, error, tb)
-        except Exception as failure:
-            if error is None and is_commit_unanswered(failure):
-                raise commit_doubt("the connection was lost during COMMIT", self._what) from failure
-            raise
+class Begun(_BegunSteps[W], SafeContext[W]):
+    """A separate transaction that begins with a lock or gate."""
 
 
-def _flush(work: Any) -> None:
-    if is_session(work) and work.is_active:
+class AsyncBegun(_BegunSteps[W], AsyncSafeContext[W]):
+    """A separate transaction of a task that begins with a lock or gate."""
+
+
+async def _flush(work: object) -> None:
+    if is_async_session(work):
+        if work.is_active:
+            await work.flush()
+    elif is_session(work) and work.is_active:
         work.flush()

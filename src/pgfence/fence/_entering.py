@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
     from sqlalchemy.orm import Session
     from typing_extensions import TypeIs
 
@@ -308,9 +309,10 @@ def begin_fenced(
     if not isinstance(factory, Engine) and not is_sessionmaker(factory):
         raise _factory_error(factory, "a sessionmaker or an Engine")
 
-    return Begun(
-        factory, lambda work: _enter_new(work, tokens, issued), f"the transaction under {_quote_names(tokens)}"
-    )
+    def enter_gates(work: Session | Connection) -> None:
+        _enter_new(work, tokens, issued)
+
+    return Begun(factory, enter_gates, f"the transaction under {_quote_names(tokens)}")
 
 
 def begin_fenced_async(
@@ -320,9 +322,10 @@ def begin_fenced_async(
     if not is_async_sessionmaker(factory) and not is_async_engine(factory):
         raise _factory_error(factory, "an async_sessionmaker or an AsyncEngine")
 
-    return AsyncBegun(
-        factory, lambda work: work.run_sync(_enter_new, tokens, issued), f"the transaction under {_quote_names(tokens)}"
-    )
+    async def enter_gates(work: AsyncSession | AsyncConnection) -> None:
+        await work.run_sync(_enter_new, tokens, issued)
+
+    return AsyncBegun(factory, enter_gates, f"the transaction under {_quote_names(tokens)}")
 
 
 def _factory_error(factory: object, wanted: str) -> TypeError:
