@@ -50,6 +50,8 @@ from support.rows import every_row
 if TYPE_CHECKING:
     from fractions import Fraction
 
+    from sqlalchemy.orm import Session
+
 T = TypeVar("T")
 
 
@@ -226,6 +228,37 @@ def test_what_bases_name_is_reached_and_private_attributes_are_rejected() -> Non
     same(list[Kind], [Kind.A])
     with pytest.raises(TypeError, match="private attributes are not stored, and it has _seen"):
         Codec.of(Guarded)
+
+
+class Fee(Line, Enum):
+    """An enumeration whose members are dataclasses."""
+
+    LOW = 1
+
+
+@dataclass
+class Declined(Exception):
+    """An exception that is a dataclass."""
+
+    code: int
+
+
+@every_row(
+    ("rejected", "why"),
+    [
+        (Guarded, "private attributes are not stored, and it has _seen. Return a model without them"),
+        (Fee, "it is an enumeration and a dataclass. Return a class that is only one of these"),
+        (Declined, "it is a dataclass and an exception. Return a class that is only one of these"),
+    ],
+)
+def test_a_class_of_two_kinds_is_rejected_where_the_function_is_decorated(rejected: type[Any], why: str) -> None:
+    """C105: the error names the class and says what to return instead."""
+
+    def pay(session: Session) -> None: ...
+
+    pay.__annotations__["return"] = list[rejected]
+    with pytest.raises(TypeError, match=f"a {rejected.__name__} cannot be stored .*{why}"):
+        idempotent_call(key="k", scope="s")(pay)
 
 
 LATER = """

@@ -144,10 +144,6 @@ def idempotent(
         CapacityError: the server's lock table is full; PostgreSQL has aborted the transaction.
         TypeError, ValueError: an argument is unusable; before anything was sent.
     """
-    if not is_async_session(session) and not is_session(session):
-        raise TypeError(
-            f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}"
-        )
     call = KeyCall(
         scope=check_key(scope, "the scope"),
         key=check_key(key, "the key"),
@@ -157,7 +153,11 @@ def idempotent(
         keep=check_keep(keep),
         record=check_error_classes(record),
     )
-    return AsyncIdem(session, call) if is_async_session(session) else Idem(session, call)
+    if is_async_session(session):
+        return AsyncIdem(session, call)
+    if is_session(session):
+        return Idem(session, call)
+    raise TypeError(f"an idempotency key belongs to the transaction of a Session, not of a {type(session).__name__}")
 
 
 @overload
