@@ -136,6 +136,23 @@ async def test_an_autocommit_connection_is_always_outside(
 
 
 @pytest.mark.every_driver
+async def test_a_transaction_begun_in_plain_sql_is_refused(world: World, name: str) -> None:
+    """C015: SQLAlchemy knows nothing of a BEGIN in AUTOCOMMIT, but the driver does, also once it is aborted."""
+    async with world.enter(world.engine(isolation_level="AUTOCOMMIT").connect()) as connection:
+        one = lock(world, connection, name)
+        await run(world, connection, "BEGIN")
+        with pytest.raises(TransactionStateError):
+            await world.call(one.acquire)
+        with pytest.raises(DBAPIError):
+            await run(world, connection, "SELECT 1/0")
+        with pytest.raises(TransactionStateError):
+            await world.call(one.try_acquire)
+        await run(world, connection, "ROLLBACK")
+        async with world.enter(one.hold()):
+            pass
+
+
+@pytest.mark.every_driver
 async def test_release_inside_a_transaction_is_refused_and_the_lock_stays(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
