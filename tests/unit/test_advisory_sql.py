@@ -61,7 +61,7 @@ WORDS = {
 def texts() -> list[str]:
     """Every text that is sent for a lock, with sample keys."""
     found = [text for style in STYLES for text in astuple(advisory._TEXTS[style])]
-    return [*found, *(LockSql(keys, "format").quiet_wait(250) for keys in SETS.values()), QUIET_CHECK]
+    return [*found, *(LockSql(keys, "format").build_quiet_wait(250) for keys in SETS.values()), QUIET_CHECK]
 
 
 @every_row("text", [*texts(), server.READ_FACTS, *server.SET_UP.values()])
@@ -97,7 +97,7 @@ def test_values_are_bound_as_the_driver_marks_them(keys: Any, style: ParamStyle)
 @given(st.lists(st.one_of(whole, pairs), min_size=1, max_size=6), st.integers(1, 2**31 - 1))
 def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> None:
     """Rule 17: a DO block takes no parameters; what stands in it are int64 literals of ours, quoted, and nothing else."""
-    block = LockSql(resolve(keys, ""), "format").quiet_wait(limit)
+    block = LockSql(resolve(keys, ""), "format").build_quiet_wait(limit)
     rest = re.sub(r"'-?\d{1,19}'::bigint|'-?\d{1,10}'::integer|'\d+'(?=, true)", "?", block)
     assert not re.search(r"\d", rest)
     assert rest.count("$$") == 2
@@ -106,7 +106,7 @@ def test_only_integers_stand_in_the_block(keys: list[LockKey], limit: int) -> No
 @each_set
 def test_all_waits_come_before_all_holds(keys: Any) -> None:
     """Rule 2: taken key by key, a timeout would leave a prefix behind."""
-    order = re.findall(r"pg_advisory(_xact)?_lock", LockSql(keys, "format").quiet_wait(250))
+    order = re.findall(r"pg_advisory(_xact)?_lock", LockSql(keys, "format").build_quiet_wait(250))
     assert order == ["_xact"] * len(keys) + [""] * len(keys)
 
 
@@ -133,7 +133,7 @@ def test_each_answers_with_one_row(
     assert len(rows(session, sql.wait_text, sql.wait_args(250))) == 1
     assert len(advisory_rows()) == len(keys)
     assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
-    session.execute(sql.quiet_wait(250))
+    session.execute(sql.build_quiet_wait(250))
     assert rows(session, QUIET_CHECK) == [(1,)]
     assert len(advisory_rows()) == len(keys)
     assert [row[0] for row in rows(session, sql.unlock_text, sql.unlock_args)] == [True]
@@ -167,14 +167,14 @@ def test_a_wait_that_times_out_holds_nothing(
 ) -> None:
     """Rule 2: 55P03 from the first form, an empty answer from the quiet one, after a grant before it as well."""
     sql, last = LockSql(keys, "format"), LockSql(keys[-1:], "format")
-    session.execute(sql.quiet_wait(250))
+    session.execute(sql.build_quiet_wait(250))
     session.execute(sql.unlock_text, sql.unlock_args)
     with psycopg.connect(dsn, autocommit=True) as holder:
         holder.execute(last.try_text, (holder.info.backend_pid, *last.unlock_args))
         with pytest.raises(psycopg.errors.LockNotAvailable):
             session.execute(sql.wait_text, sql.wait_args(5))
         assert len(advisory_rows()) == 1
-        session.execute(sql.quiet_wait(5))
+        session.execute(sql.build_quiet_wait(5))
         assert rows(session, QUIET_CHECK) == []
         assert len(advisory_rows()) == 1
         holder.execute(last.unlock_text, last.unlock_args)

@@ -154,12 +154,12 @@ def _remove_our_tables(context: AutogenContext, ops: UpgradeOps, places: set[Tab
     ours = _list_tables(context, places)
     modelled = {_key_of(context, table.schema, table.name) for table in context.sorted_tables}
 
-    def stays(op: MigrateOperation) -> bool:
+    def is_kept(op: MigrateOperation) -> bool:
         key = _find_table_key(context, op)
         return key not in ours or (key in modelled and isinstance(op, ModifyTableOps) and key not in made)
 
     made = {_key_of(context, op.schema, op.table_name) for op in ops.ops if isinstance(op, CreateTableOp)}
-    ops.ops[:] = [op for op in ops.ops if stays(op)]
+    ops.ops[:] = [op for op in ops.ops if is_kept(op)]
 
 
 def _remove_changes(context: AutogenContext, ops: UpgradeOps, place: TableNames) -> None:

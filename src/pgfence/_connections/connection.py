@@ -292,7 +292,7 @@ class LockConnection(ABC):
             return True
         self.begin(limit)
         try:
-            return await self.run_script(engine, sql.quiet_wait(milliseconds))
+            return await self.run_script(engine, sql.build_quiet_wait(milliseconds))
         finally:
             self.statement_started = 0.0
 

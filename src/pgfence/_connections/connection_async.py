@@ -9,7 +9,7 @@ from pgfence._connections.caller_connection import CallerConnection
 from pgfence._connections.connect import at_once
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, LockConnection
 from pgfence._holds.carriers import TaskCarrier, keep_task, run_on_loop
-from pgfence._process.lifecycle import weak_method
+from pgfence._process.lifecycle import make_weak_method
 from pgfence._process.monitor import reason_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class AsyncLockConnection(LockConnection):
         """The watcher's question, while it is under way: these drivers take one statement at a time."""
         if hasattr(driver.raw, "add_termination_listener"):
             # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
-            self._listener = weak_method(self._terminated)
+            self._listener = make_weak_method(self._terminated)
             driver.raw.add_termination_listener(self._listener)
 
     def _terminated(self, _: Any) -> None:

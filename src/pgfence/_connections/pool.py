@@ -15,7 +15,7 @@ from pgfence._connections.opening import PendingConnection, close_at_exit, close
 from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
 from pgfence._process import threads
 from pgfence._process.callbacks import log
-from pgfence._process.lifecycle import MUTEX, PROCESS, when_disposed
+from pgfence._process.lifecycle import MUTEX, PROCESS, on_disposed
 from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
 from pgfence._sql.addresses import describe_server
@@ -77,7 +77,7 @@ class LockPool:
         self._warned = False
         self._close_with_loop = close_with_loop(self.sessions) if engine.dialect.is_async else None
         """To be entered with the first opening."""
-        when_disposed(engine, self._engine_disposed)
+        on_disposed(engine, self._engine_disposed)
         weakref.finalize(engine.dialect, close_at_exit, weakref.ref(engine.dialect), self.sessions)
         MONITOR.keep(self)
 

@@ -50,18 +50,18 @@ class WorkerContext:
         self._asked = 0.0
         self._reported = clock()
 
-    def amount(self) -> int:
+    def pick_amount(self) -> int:
         """Choose an amount, in cents."""
         return self.chance.randint(1, HIGHEST_AMOUNT)
 
-    def moved(self) -> None:
+    def count_move(self) -> None:
         """Count a transfer that is committed."""
         self._transfers += 1
         if clock() - self._reported >= _REPORT_EVERY:
             self.report()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def note_wait(self) -> Iterator[None]:
         """Measure a wait for a lock that is over too soon to tell of it."""
         start = clock()
         yield
@@ -72,13 +72,13 @@ class WorkerContext:
         say(asks=lock)
         self._asked = clock()
 
-    def granted(self, lock: str) -> None:
+    def note_grant(self, lock: str) -> None:
         """Tell that it has it."""
         now = clock()
         self._waits.append(now - self._asked)
         say(granted=lock, at=now)
 
-    def released(self, lock: str) -> None:
+    def note_release(self, lock: str) -> None:
         """Tell that it has given it back."""
         say(released=lock)
 

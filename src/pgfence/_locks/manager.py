@@ -21,7 +21,7 @@ from pgfence._locks.own_holds import on_these_keys, self_deadlock
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import MUTEX, PROCESS, weak_method
+from pgfence._process.lifecycle import MUTEX, PROCESS, make_weak_method
 from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
 from pgfence._sql.encoding import TextError
@@ -63,7 +63,7 @@ class LockManager:
         self.style: ParamStyle = style_of(engine.dialect)
         self.pid = PROCESS.pid
         self.queue = LocalQueue(engine.dialect)
-        self.pool = LockPool(engine, config, carrier, weak_method(self._session_died))
+        self.pool = LockPool(engine, config, carrier, make_weak_method(self._session_died))
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:

@@ -44,7 +44,7 @@ class PidMark:
         self._pid = os.getpid() if value else 0
 
 
-def kernel_mark() -> Mark:
+def read_kernel_mark() -> Mark:
     """Return a mark that the kernel clears in every child: 12 ns to look at, where getpid() is a system call."""
     if sys.platform == "linux":
         try:
@@ -87,7 +87,7 @@ class Process:
         """Grows with each fork that ran our hooks: a child may have a copy of a socket that was being opened at that moment."""
         self.ending = False
         """The interpreter ends; daemon threads are still about."""
-        self.mark = kernel_mark()
+        self.mark = read_kernel_mark()
         self.mark[0] = 1
         self.known_pid = os.getpid()
         """The process id, for code that runs after `notice_fork` or a use of `pid` in the same call."""
@@ -148,7 +148,7 @@ MUTEX = threading.Lock()
 PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def weak_method(method: Any) -> Any:
+def make_weak_method(method: Any) -> Any:
     """Return a call of a bound method that does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
@@ -159,7 +159,7 @@ def weak_method(method: Any) -> Any:
     return call
 
 
-def when_disposed(engine: Engine, method: Any) -> None:
+def on_disposed(engine: Engine, method: Any) -> None:
     """Have a bound method called after each `engine.dispose()`, without keeping its object alive.
 
     `event.listen` would mark the engine as one with events, and from then on each statement of each of its connections would
@@ -168,4 +168,4 @@ def when_disposed(engine: Engine, method: Any) -> None:
     dispatch = engine.dispatch
     collection: Any = dispatch.engine_disposed.for_modify(dispatch)
     # A copy made by execution_options() has its own beside those of the engine it was made from.
-    getattr(collection, "local", collection).listeners.append(weak_method(method))
+    getattr(collection, "local", collection).listeners.append(make_weak_method(method))

@@ -167,7 +167,7 @@ class ConnectionMonitor:
         with self._lock:
             reference = self._sessions.get(dup)
             session = reference() if reference is not None else None
-            if session is None or session.dup != dup or not hung_up(dup):
+            if session is None or session.dup != dup or not is_hung_up(dup):
                 self._renew()
                 return
             if self._epoll is not None:
@@ -230,7 +230,7 @@ def identify_socket(fd: int) -> SocketId:
     return status.st_dev, status.st_ino
 
 
-def hung_up(dup: int) -> bool:
+def is_hung_up(dup: int) -> bool:
     """Ask again: the event may be about a session that was closed since, and the number another one's by now."""
     now = select.poll()
     now.register(dup, select.POLLRDHUP)

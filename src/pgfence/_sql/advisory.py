@@ -155,7 +155,7 @@ class LockSql:
             return (str(milliseconds), *self._values, *self._values)
         return (str(milliseconds), *self._values)
 
-    def quiet_wait(self, milliseconds: int) -> str:
+    def build_quiet_wait(self, milliseconds: int) -> str:
         """As the wait, but logs nothing and never fails for a timeout: ask with QUIET_CHECK.
 
         A DO block takes no parameters: the keys stand in it as int64 literals, and nothing else does.

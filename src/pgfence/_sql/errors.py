@@ -146,7 +146,7 @@ def missing_tables_error(place: TableNames, needed: int, state: str | None, row:
         row: the result of `storage.WHERE`, as far as it is known.
     """
     return SchemaError(
-        f"pgfence's tables or functions are missing or too old {place.where(*row)}: run `{place.command}`, or"
+        f"pgfence's tables or functions are missing or too old {place.describe(*row)}: run `{place.command}`, or"
         " pgfence.schema.create_all(engine). If they are elsewhere, pgfence.configure(engine, schema=..., prefix=...)"
         " says where",
         needed=needed,

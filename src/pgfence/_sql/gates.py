@@ -32,7 +32,7 @@ class EnteredGates(TransactionRecord):
 
     __slots__ = ()
 
-    def token(self, place: TableNames, resource: str) -> int | None:
+    def token_of(self, place: TableNames, resource: str) -> int | None:
         """Return the token that entered the gate of a resource, as its name is stored in the tables; None: not entered."""
         token: int | None = self._keys.get((place, resource))
         return token
@@ -123,7 +123,7 @@ def _refuse(connection: Connection, *_: Any) -> None:
         raise StaleFencingTokenError(
             f"this transaction was refused before and cannot commit: {error}",
             resource=error.resource,
-            token=error.token,
+            token=error.token_of,
             newest=error.newest,
             sqlstate=error.sqlstate,
         )

@@ -71,7 +71,7 @@ class TableNames:
         """Where releases are told of (LISTEN, NOTIFY)."""
         return self.prefix + "released"
 
-    def where(self, database: str | None = None, search_path: str | None = None, schema: str | None = None) -> str:
+    def describe(self, database: str | None = None, search_path: str | None = None, schema: str | None = None) -> str:
         """Return where this is, in words, as far as it is known."""
         schema = self.schema or schema
         there = "" if schema is None else f"schema {schema!r}"

@@ -232,7 +232,7 @@ def _schema_of(place: TableNames) -> str:
 def judge(row: Sequence[Any], place: TableNames, version: int = 1) -> SchemaError | None:
     """Return what the row of `build_check` says against using this place; None if nothing does."""
     found, wrong, *there = row
-    where = place.where(*there)
+    where = place.describe(*there)
     if found is None or found < version:
         return SchemaError(
             f"pgfence's tables {where} have version {found or 0} and this release needs {version}: run `{place.command}`, or"

@@ -240,7 +240,7 @@ class Stay(NamedTuple):
         """Return the present transaction of a connection."""
         return cls(connection, connection.get_transaction())
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether it has ended, as far as SQLAlchemy and the driver know. No round trip."""
         connection, root = self
         if connection.closed or connection.invalidated or root is None or connection.get_transaction() is not root:

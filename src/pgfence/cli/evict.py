@@ -124,7 +124,7 @@ class _Eviction:
                     seen,
                 )
             if dry_run:
-                return _EvictionReport("seen", Code.OK, [*self._holders(seen), "Nothing was done."], seen)
+                return _EvictionReport("seen", Code.OK, [*self._list_holders(seen), "Nothing was done."], seen)
             if not yes and not self._confirm(seen):
                 return _EvictionReport("declined", Code.DECLINED, ["nothing was done"], seen)
             return self._evict(seen)
@@ -136,7 +136,7 @@ class _Eviction:
             return _EvictionReport("refused", Code.REFUSED, [str(error)])
 
     def _confirm(self, seen: Found) -> bool:
-        for line in self._holders(seen):
+        for line in self._list_holders(seen):
             typer.echo(line, err=True)
         try:
             return typer.confirm("Evict?", err=True)
@@ -154,9 +154,9 @@ class _Eviction:
             )
         raised = f" Token {found.token} is refused from now on; {found.newest} counts." if found.token else ""
         done = "Evicted, and written to the audit." if found.holders else "Written to the audit."
-        return _EvictionReport("evicted", Code.OK, [*self._holders(found), done + raised], found)
+        return _EvictionReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
 
-    def _holders(self, found: Found) -> list[str]:
+    def _list_holders(self, found: Found) -> list[str]:
         if not found.holders:
             return [f"No lease and no session holds {self._name!r} at this moment; its last token is {found.token}."]
         return [f"{self._name!r} is held by {_describe(holder)}." for holder in found.holders]

@@ -64,9 +64,9 @@ def keys(
     if context.invoked_subcommand is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
         if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
-            raise MisuseError(f"write {_option(given[0])} behind {context.invoked_subcommand}")
+            raise MisuseError(f"write {_build_option(given[0])} behind {context.invoked_subcommand}")
         return
-    with _target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+    with _find_target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         try:
             found = monitoring.stuck_keys(target, older_than=older_than, prefix=scope)
             space = config_of(target).namespace
@@ -112,7 +112,7 @@ def free(
 
     What that attempt has done outside of the database is not undone: look there first.
     """
-    with _target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+    with _find_target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)
     if as_json:
         print(report.as_json(scope, key))
@@ -123,12 +123,12 @@ def free(
     raise CommandExit(report.code)
 
 
-def _option(parameter: str) -> str:
+def _build_option(parameter: str) -> str:
     return "--json" if parameter == "as_json" else f"--{parameter.replace('_', '-')}"
 
 
 @contextmanager
-def _target(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
+def _find_target(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
     target = find_engine(dsn=dsn, path=path, environ=os.environ)
     try:
         settle(target, **given)

@@ -78,9 +78,9 @@ def lock_on(
     ttl = DEFAULT_TTL if terms.ttl is None else terms.ttl
     try:
         if terms.once_per is not None:
-            return _once(engine, name, namespace, terms, ttl)
+            return _create_once(engine, name, namespace, terms, ttl)
         if terms.lease:
-            return _lease(engine, name, namespace, terms, ttl)
+            return _create_lease(engine, name, namespace, terms, ttl)
         key = LockKey.of(name, namespace=config_of(engine).namespace if namespace is None else namespace)
     except ValueError as error:
         raise MisuseError(_name_options(str(error))) from None
@@ -88,7 +88,7 @@ def lock_on(
     return AdvisoryLock(engine, key)
 
 
-def _once(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Once:
+def _create_once(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Once:
     tz, step = terms.tz or "UTC", PERIODS.get(terms.once_per or "")
     if step is not None:
         return Once(engine, name, every=step, tz=tz, ttl=ttl, max_hold=terms.max_hold, namespace=namespace)
@@ -96,7 +96,7 @@ def _once(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: f
     return Once(engine, name, cron=terms.once_per, tz=tz, ttl=ttl, max_hold=terms.max_hold, namespace=namespace)
 
 
-def _lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Lease:
+def _create_lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Lease:
     least = terms.min_hold or 0.0
     return Lease(engine, name, ttl=ttl, max_hold=terms.max_hold, min_hold=least, namespace=namespace)
 
@@ -115,7 +115,7 @@ def _name_options(message: str) -> str:
 _TIMES = frozenset({"ttl", "min_hold", "max_hold"})
 
 
-def variables(held: Held | None) -> dict[str, str]:
+def build_variables(held: Held | None) -> dict[str, str]:
     """Return what the command is told of its hold."""
     told: dict[str, str] = {}
     if isinstance(held, FencedHeld):

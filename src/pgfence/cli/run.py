@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pgfence._api.decorators import unsafe_for
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
-from pgfence.cli.locks import Terms, give_back, lock_on, note, variables
+from pgfence.cli.locks import Terms, build_variables, give_back, lock_on, note
 from pgfence.cli.report import Report, as_data, describe
 from pgfence.cli.server import find_engine, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
@@ -105,7 +105,7 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
             if isinstance(error, SlotZoneError):
                 return report.end("zone", Code.TIME, str(error))
             return report.end("refused", Code.REFUSED, str(error))
-        environment = {**environ, NAME_VARIABLE: options.name, **variables(held)}
+        environment = {**environ, NAME_VARIABLE: options.name, **build_variables(held)}
         return _GuardedRun(options, speaker, report, held).run(supervisor, environment)
 
 

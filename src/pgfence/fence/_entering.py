@@ -133,7 +133,7 @@ def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
     Raises:
         TransactionStateError: it has.
     """
-    if stay.ended():
+    if stay.has_ended():
         raise TransactionStateError(
             f"the transaction that had entered the gate of {_quote_names(tokens)} ended inside the block of fenced(): what the block"
             " did after that was not fenced. Commit or roll back after the block, or use lease.begin(...), which commits at"
@@ -165,7 +165,7 @@ def _enter(
     if issued is not None:
         _check_same_tables(place, issued, tokens)
     record, first = _get_record(connection, tokens, fresh=fresh)
-    missing = {name: token for name, token in tokens.items() if record.token(place, name) != token}
+    missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return
     if not (first or unseen or record.first):
@@ -233,7 +233,7 @@ def entered_token(connection: Connection, resource: str) -> int | None:
         connection: of the transaction.
         resource: its name as it is stored in the tables.
     """
-    return gates.EnteredGates.of(connection).token(table_names_of(connection), resource)
+    return gates.EnteredGates.of(connection).token_of(table_names_of(connection), resource)
 
 
 def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:

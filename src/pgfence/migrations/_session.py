@@ -234,11 +234,11 @@ class SessionLock:
         def begin(_: Connection) -> None:
             self._wrote = False
 
-        def statement(_: Connection, clause: Any, *__: Any) -> None:
+        def on_statement(_: Connection, clause: Any, *__: Any) -> None:
             if _command.writes_version(clause):
                 before_a_revision()
 
-        def cursor(_: Connection, __: Any, ___: str, ____: Any, context: Any, _____: bool) -> None:
+        def on_cursor(_: Connection, __: Any, ___: str, ____: Any, context: Any, _____: bool) -> None:
             if not self._is_same():
                 raise self._lost_error()
             clause = getattr(context.compiled, "statement", None)
@@ -247,8 +247,8 @@ class SessionLock:
 
         listeners: dict[str, Callable[..., None]] = {
             "begin": begin,
-            "before_execute": statement,
-            "before_cursor_execute": cursor,
+            "before_execute": on_statement,
+            "before_cursor_execute": on_cursor,
         }
         for name, listener in listeners.items():
             event.listen(self._connection, name, listener)

@@ -140,7 +140,7 @@ class AsyncTransactionLock(TransactionLockBase):
         stay = await work.run_sync(self._acquire_for_block, timeout, contender_of_task())
 
         async def check() -> None:
-            if stay.ended():  # then there may be nothing left to run on
+            if stay.has_ended():  # then there may be nothing left to run on
                 raise self._ended_error()
             await work.run_sync(self._check_held, stay)
 

@@ -199,7 +199,7 @@ class TransactionLockBase(Guided):
         Raises:
             TransactionStateError: it does not.
         """
-        if stay.ended() or not self._holds(stay.connection):
+        if stay.has_ended() or not self._holds(stay.connection):
             raise self._ended_error()
 
     def _holds(self, connection: Connection) -> bool:

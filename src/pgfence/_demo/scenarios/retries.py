@@ -164,10 +164,10 @@ def main() -> None:
     with get_context("fork").Pool(PROCESSES, _open, (url,)) as pool:
         engine = create_engine_for(url)
         for what, ask in ASKS.items():
-            say(**{what: _played(pool, engine, ask, requests)})
+            say(**{what: _play_one(pool, engine, ask, requests)})
 
 
-def _played(pool: Pool, engine: Engine, ask: Callable[[int], ClientAnswer], requests: list[int]) -> dict[str, Any]:
+def _play_one(pool: Pool, engine: Engine, ask: Callable[[int], ClientAnswer], requests: list[int]) -> dict[str, Any]:
     working, ended = pool.map_async(ask, requests, chunksize=1), 0
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         while not working.ready():
@@ -189,7 +189,7 @@ class _Client:
 
 
 def _ask_plainly(number: int) -> ClientAnswer:
-    return _asked(number, lambda session: _pay(session, number, keyed=False))
+    return _ask_server(number, lambda session: _pay(session, number, keyed=False))
 
 
 def _ask_with_a_key(number: int) -> ClientAnswer:
@@ -197,10 +197,10 @@ def _ask_with_a_key(number: int) -> ClientAnswer:
         key = idempotent(session, f"payment-{number}", scope="retries", payload={"number": number}, result=Receipt)
         return key.run(lambda: _pay(session, number, keyed=True))
 
-    return _asked(number, pay)
+    return _ask_server(number, pay)
 
 
-def _asked(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
+def _ask_server(number: int, pay: Callable[[Session], Receipt]) -> ClientAnswer:
     """Ask until there is an answer, as a client does that has not lost its patience: the server may be gone for good."""
     for sent in count(1):
         try:

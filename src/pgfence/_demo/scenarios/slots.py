@@ -81,12 +81,12 @@ def _run_job(number: int, url: str) -> None:
     time.time = lambda: true_time() + skew
     engine = create_engine_for(url)
 
-    def job() -> None:
+    def run_job() -> None:
         time.sleep(_JOB)
         with engine.begin() as connection:
             connection.execute(_BOOK, {"slot": current(Slot).slot, "process": number})
 
-    guarded = Once(engine, "job", every=EVERY, ttl=5).wrap()(job)
+    guarded = Once(engine, "job", every=EVERY, ttl=5).wrap()(run_job)
     while True:
         guarded()
         with engine.connect() as connection:

@@ -25,13 +25,13 @@ def work(desk: WorkerContext) -> None:
     key = TILL(till.start)
     desk.ask(key.label)
     with AdvisoryLock(desk.engine, key).connect() as connection:
-        desk.granted(key.label)
+        desk.note_grant(key.label)
         for _ in range(TRANSFERS_OF_A_JOB):
             source, target = desk.accounts.pair_of(till, desk.chance)
             with Session(connection) as session, session.begin():
-                move(session, source, target, desk.amount())
-            desk.moved()
-    desk.released(key.label)
+                move(session, source, target, desk.pick_amount())
+            desk.count_move()
+    desk.note_release(key.label)
 
 
 ACT = Workload(name="advisory-lock", title="AdvisoryLock.connect()", work=work)

@@ -16,10 +16,10 @@ def work(desk: WorkerContext) -> None:
     """Make one transfer."""
     source, target = desk.accounts.pair(desk.chance)
     with desk.sessions.begin() as session:
-        with desk.waiting():
+        with desk.note_wait():
             TransactionLock(session, ACCOUNT(source), ACCOUNT(target)).acquire()
-        move(session, source, target, desk.amount())
-    desk.moved()
+        move(session, source, target, desk.pick_amount())
+    desk.count_move()
 
 
 ACT = Workload(name="transaction-lock", title="TransactionLock", work=work)

@@ -15,8 +15,8 @@ def work(desk: WorkerContext) -> None:
     """Make one transfer."""
     source, target = desk.accounts.pair(desk.chance)
     with desk.sessions.begin() as session:
-        move(session, source, target, desk.amount())
-    desk.moved()
+        move(session, source, target, desk.pick_amount())
+    desk.count_move()
 
 
 ACT = Workload(name="unguarded", title="no guard (control)", work=work, check=loses_money)

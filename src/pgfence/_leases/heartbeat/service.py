@@ -26,7 +26,7 @@ from pgfence._leases.heartbeat.tasks import LINGER, ListenTask
 from pgfence._process import threads
 from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
-from pgfence._process.lifecycle import PROCESS, when_disposed
+from pgfence._process.lifecycle import PROCESS, on_disposed
 from pgfence._sql import addresses
 from pgfence._sql.params import style_of
 
@@ -78,7 +78,7 @@ class HeartbeatService:
         self._disposed = False
         self._ending = False
         self._pauses = Pauses()
-        when_disposed(engine, self._engine_disposed)
+        on_disposed(engine, self._engine_disposed)
         threads.register(self)
 
     # ------------------------------------------------------------ what others ask for
