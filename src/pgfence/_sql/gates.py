@@ -123,7 +123,7 @@ def _refuse(connection: Connection, *_: Any) -> None:
         raise StaleFencingTokenError(
             f"this transaction was refused before and cannot commit: {error}",
             resource=error.resource,
-            token=error.token_of,
+            token=error.token,
             newest=error.newest,
             sqlstate=error.sqlstate,
         )
