@@ -22,7 +22,7 @@ from pgfence._locks.errors import NO_CONNECTION
 from pgfence._locks.outages import Patience, gone_error
 from pgfence._locks.own_holds import is_held_by
 from pgfence._process.callbacks import log
-from pgfence._process.clock import Deadline, clock, seconds
+from pgfence._process.clock import clock, seconds
 from pgfence._process.lifecycle import MUTEX
 from pgfence.errors import LockTimeoutError, SelfDeadlockError
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from pgfence.config import Config
     from pgfence.keys import LockKey
     from pgfence.types import Holder
-
-_NOW = Deadline(0.0, 0.0)
 
 
 class Wanted(Protocol):
@@ -70,11 +68,12 @@ class Acquisition(Generic[W]):
         "_lasts",
         "cancel",
         "config",
-        "deadline",
+        "ends_at",
         "entry",
         "names",
         "owner",
         "queue",
+        "timeout",
         "wanted",
     )
 
@@ -109,7 +108,9 @@ class Acquisition(Generic[W]):
         self.names = names
         self.wanted = wanted
         self.owner = owner
-        self.deadline = Deadline(clock() + timeout, timeout) if timeout else _NOW
+        self.timeout = timeout
+        self.ends_at = clock() + timeout if timeout else 0.0
+        """When its time is over, on the clock of this process."""
         self.cancel = cancel
         self.entry = QueueEntry(wanted.places, owner, queue, no_handoff=no_handoff)
         self._lasts = lasts and timeout > 0
@@ -124,16 +125,16 @@ class Acquisition(Generic[W]):
 
     @property
     def left(self) -> float:
-        return self.deadline.left(clock())
+        return max(0.0, self.ends_at - clock())
 
     @property
     def waits(self) -> bool:
-        return self.deadline.timeout > 0
+        return self.timeout > 0
 
     @property
     def budget(self) -> float:
         """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
-        left = self.deadline.at - clock()
+        left = self.ends_at - clock()
         if left >= STATEMENT_BUDGET - RELEASE_BUDGET:
             return STATEMENT_BUDGET
         return RELEASE_BUDGET + left if left > 0.0 else RELEASE_BUDGET
@@ -239,7 +240,7 @@ class Acquisition(Generic[W]):
 
     def ended(self, error: Away) -> Away:
         """Return the error that the call ends with because it finds no server."""
-        return self.patience.ended(self.names, error, self.deadline.timeout)
+        return self.patience.ended(self.names, error, self.timeout)
 
     def late(self, holders: Sequence[Holder]) -> Exception:
         """Return what a contender raises that was not first in time: it is held, or the first one found no server."""
@@ -260,10 +261,10 @@ class Acquisition(Generic[W]):
         else:
             nested = f". This {owner.kind} also holds {format_names(held_here)}" if held_here else ""
         return LockTimeoutError(
-            f"could not acquire {format_names(self.names)} within {self.deadline.timeout:g} s{why}{by}{nested}",
+            f"could not acquire {format_names(self.names)} within {self.timeout:g} s{why}{by}{nested}",
             names=self.names,
             keys=self.wanted.keys,
-            timeout=self.deadline.timeout,
+            timeout=self.timeout,
             holders=holders,
             held_here=held_here,
         )

@@ -20,7 +20,7 @@ from pgfence._locks.outages import gone_error
 from pgfence._locks.own_holds import on_these_keys, self_deadlock
 from pgfence._process import threads
 from pgfence._process.callbacks import log
-from pgfence._process.clock import clock
+from pgfence._process.clock import Deadline, clock
 from pgfence._process.lifecycle import MUTEX, PROCESS, make_weak_method
 from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
@@ -216,7 +216,7 @@ class LockManager:
             found = await look_on(self.pool, session, sql)
             if error := self_deadlock(call.owner, call.names, own, found, session.facts.started):
                 raise error
-        plan = WaitPlan(call.deadline, session.slice, len(sql.keys), clock())
+        plan = WaitPlan(Deadline(call.ends_at, call.timeout), session.slice, len(sql.keys), clock())
         while (step := plan.next(clock())) is not None:
             expect_uncancelled(call.cancel)
             if step.polls:
@@ -269,8 +269,18 @@ class LockManager:
             if not mine:
                 raise hold.not_held_error()
             if not handed_over:
-                kept = hold.reason is None and not blocked and await self._unlock(hold)
-                (self.pool.checkin if kept else self.pool.discard)(hold.session)
+                session, kept = hold.session, False
+                if hold.reason is None and not blocked:
+                    try:
+                        if session.in_user_hands:
+                            await session.reclaim(self.engine)
+                        kept = await session.unlock(self.engine, hold.sql)
+                        hold.reason = None if kept else "killed"
+                    except Exception as error:
+                        if not (session.dead or is_connection_lost(error)):
+                            raise
+                        hold.reason = session.dead or "killed"
+                (self.pool.checkin if kept and not session.in_user_hands else self.pool.discard)(session)
                 hold.entry.leave()
         except LockNotHeldError:
             raise
@@ -330,22 +340,6 @@ class LockManager:
             else:
                 self.pool.discard(session)
         hold.entry.discard_partial()
-
-    async def _unlock(self, hold: SessionHold) -> bool:
-        """Unlock on the server. Returns whether the session may be used again."""
-        session = hold.session
-        try:
-            if session.in_user_hands:
-                await session.reclaim(self.engine)
-            done = await session.unlock(self.engine, hold.sql)
-        except Exception as error:
-            if not (session.dead or is_connection_lost(error)):
-                raise
-            hold.reason = session.dead or "killed"
-            return False
-        if not done:
-            hold.reason = "killed"
-        return done and not session.in_user_hands
 
     async def _unlock_unused(self, session: LockConnection, sql: LockSql) -> None:
         """Unlock a session that was handed over to somebody who cannot use it."""

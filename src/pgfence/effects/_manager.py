@@ -35,7 +35,7 @@ class EffectManager(LeaseManager):
     def check_patience(self, call: LeaseAcquisition, busy: Busy) -> None:
         claim = call.wanted
         assert isinstance(claim, EffectRequest)
-        raise in_progress_error(claim.wanted, busy, call.deadline.timeout if call.waits else 0)
+        raise in_progress_error(claim.wanted, busy, call.timeout if call.waits else 0)
 
     def no_connection(self, call: LeaseAcquisition | None) -> Exception:
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
