@@ -25,6 +25,7 @@ ROWS = (
     ("_process", "_values", "embedded"),
     ("config",),
     ("_sql",),
+    ("_ddl",),
     ("_holds", "compat"),
     ("_connections",),
     ("_locks",),
@@ -81,7 +82,7 @@ SQL_STARTS = (
     "LISTEN ",
     "SHOW ",
 )
-SQL_ROOMS = ("_sql", "_demo")
+SQL_ROOMS = ("_sql", "_ddl", "_demo")
 # To ask whether somebody is there; it is also what asyncpg reports of a statement that gave one row.
 PING = "SELECT 1"
 

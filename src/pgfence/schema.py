@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 from sqlalchemy import Table, inspect
 
 from pgfence._admin.ddl import drop_unless_fenced, perform
-from pgfence._sql import columns, fences, versions
+from pgfence._ddl import fences, versions
+from pgfence._sql import columns
 from pgfence._sql import tables as texts
 from pgfence._sql.storage import TableNames, translate_schema
 from pgfence.config import config_of, expect_place

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pgfence._ddl.fences import COMMENT
 from pgfence._sql.errors import translate_error
-from pgfence._sql.fences import COMMENT
 from pgfence._sql.purge import _PURGE as PURGE
 from pgfence._sql.rights import build_grants
 from pgfence._sql.storage import LEASES, VERSION, TableNames, table_names_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgfence._sql.fences import parts_of
+from pgfence._ddl.fences import parts_of
 
 
 @pytest.mark.parametrize(

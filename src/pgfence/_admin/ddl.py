@@ -9,7 +9,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgfence._admin.connection import run_on_engine
 from pgfence._api.inputs import is_async_connection
-from pgfence._sql import fences
+from pgfence._ddl import fences
 from pgfence._sql import tables as texts
 from pgfence._sql.errors import ErrorContext, find_connect_error, raise_translated
 from pgfence._sql.params import style_of

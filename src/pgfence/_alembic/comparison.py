@@ -10,7 +10,8 @@ from sqlalchemy import MetaData
 
 from pgfence._alembic.models import fence_of, join_resource, place_of_own, version_of
 from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
-from pgfence._sql import columns, migration_scripts, tables
+from pgfence._ddl import migration_scripts
+from pgfence._sql import columns, tables
 from pgfence._sql.storage import VERSION, TableNames, table_names_of
 from pgfence.config import config_of
 from pgfence.keys import SEPARATOR

@@ -23,7 +23,7 @@ from pgfence._alembic.operations import (
     DropVersionTrigger,
     UpgradePgfence,
 )
-from pgfence._sql import fences, migration_scripts, versions
+from pgfence._ddl import fences, migration_scripts, versions
 from pgfence._sql import tables as texts
 from pgfence._sql.storage import VERSION, TableNames, translate_schema
 from pgfence.errors import SchemaError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.fences import Target
+    from pgfence._ddl.fences import Target
 
 _log = logging.getLogger("pgfence.migrations")
 

@@ -13,11 +13,11 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.schema import CreateIndex
 from sqlalchemy.types import NULLTYPE
 
-from pgfence._sql import migration_scripts
+from pgfence._ddl import migration_scripts
+from pgfence._ddl.fences import Target
 from pgfence._sql import tables as texts
 from pgfence._sql.columns import get_dialect
 from pgfence._sql.errors import message_of
-from pgfence._sql.fences import Target
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.storage import translate_schema
 from pgfence.errors import TransactionStateError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from pgfence._alembic.operations import CreateIndexSafely
-    from pgfence._sql.migration_scripts import Index
+    from pgfence._ddl.migration_scripts import Index
 
 _log = logging.getLogger("pgfence.migrations")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from alembic.operations import MigrateOperation
 from alembic.operations.ops import CreateIndexOp, DropIndexOp
 
-from pgfence._sql.fences import Target, parts_of
+from pgfence._ddl.fences import Target, parts_of
 from pgfence._sql.storage import VERSION, TableNames
 from pgfence.config import expect_place
 

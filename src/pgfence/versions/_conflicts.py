@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state
 
+from pgfence._ddl.fences import Target
+from pgfence._ddl.versions import backfill
 from pgfence._orm import identity_of, will_send_update
-from pgfence._sql.fences import Target
-from pgfence._sql.versions import backfill
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
 from pgfence.versions._mapping import is_versioned, version_column, version_of, version_table
 from pgfence.versions._own_writes import find_overtaken

@@ -6,9 +6,8 @@ import re
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pgfence._sql import versions
-from pgfence._sql.columns import list_column_types
-from pgfence._sql.fences import (
+from pgfence._ddl import versions
+from pgfence._ddl.fences import (
     COMMENT,
     Target,
     build_triggers,
@@ -17,6 +16,7 @@ from pgfence._sql.fences import (
     select_foreign,
     select_kind,
 )
+from pgfence._sql.columns import list_column_types
 from pgfence._sql.storage import TableNames, block, quote
 from pgfence._sql.tables import execute_plain, quote_literal
 

@@ -14,7 +14,7 @@ from pgfence.keys import LockKey
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from pgfence._sql.fences import Target
+    from pgfence._ddl.fences import Target
 
 COMMENT = "pgfence:version:v1"
 
