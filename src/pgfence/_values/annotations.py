@@ -130,7 +130,7 @@ class _TypeVisitor:
                 self.complete, name = False, getattr(error, "name", None)
                 hints = {} if name is None or name in scope else None
                 scope[name] = _Unknown
-        for name in fields_of(one):
+        for name in hints if _is_typed_dict(one) else fields_of(one):
             self.visit(hints.get(name))
         for base in one.__mro__:
             for generic in vars(base).get("__orig_bases__", ()):
@@ -183,12 +183,12 @@ def is_named_tuple(one: type[object]) -> TypeGuard[type[Any]]:
 
 
 def fields_of(one: type[object]) -> tuple[str, ...]:
-    """Return the names of the fields of a model, dataclass, named tuple or TypedDict."""
+    """Return the names of the fields of a model, dataclass or named tuple."""
     if is_model(one):
         return tuple(one.model_fields)
     if is_dataclass(one):
         return tuple(field.name for field in fields(one))
-    return one._fields if is_named_tuple(one) else tuple(getattr(one, "__annotations__", ()))
+    return one._fields if is_named_tuple(one) else ()
 
 
 def _is_typed_dict(one: type[object]) -> bool:
