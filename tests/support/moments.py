@@ -54,7 +54,7 @@ class Interrupt:
 def finalising(frame: Any) -> bool:
     """Say whether a finaliser runs: Python ignores an exception there, wherever it comes from."""
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_dropped"):
+        if frame.f_code.co_name in ("__del__", "_note_dropped"):
             return True
         frame = frame.f_back
     return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import string
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from typing_extensions import deprecated
 
@@ -24,6 +24,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 H_co = TypeVar("H_co", covariant=True)
 
+Coro: TypeAlias = Coroutine[Any, Any, R]
+AnyGenerator: TypeAlias = Generator[Any, Any, Any] | AsyncGenerator[Any, Any]
+
 Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
 Unreachable = Literal["raise", "skip", "run"]
 
@@ -33,10 +36,10 @@ class Wrap(Protocol):
 
     @overload
     @deprecated("a sync lock ends before an async function runs: use the Async twin")
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
+    def __call__(self, fn: Callable[P, Coro[R]], /) -> Never: ...
     @overload
     @deprecated("a lock cannot be held over a generator: hold() inside it")
-    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
+    def __call__(self, fn: Callable[P, AnyGenerator], /) -> Never: ...
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -46,10 +49,10 @@ class WrapSkip(Protocol):
 
     @overload
     @deprecated("a sync lock ends before an async function runs: use the Async twin")
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Never: ...
+    def __call__(self, fn: Callable[P, Coro[R]], /) -> Never: ...
     @overload
     @deprecated("a lock cannot be held over a generator: hold() inside it")
-    def __call__(self, fn: Callable[P, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], /) -> Never: ...
+    def __call__(self, fn: Callable[P, AnyGenerator], /) -> Never: ...
     @overload
     def __call__(self, fn: Callable[P, R], /) -> Callable[P, R | None]: ...
 
@@ -57,16 +60,16 @@ class WrapSkip(Protocol):
 class AsyncWrap(Protocol):
     """As `Wrap`, for coroutine functions."""
 
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __call__(self, fn: Callable[P, Coro[R]], /) -> Callable[P, Coro[R]]: ...
 
 
 class AsyncWrapSkip(Protocol):
     """As `WrapSkip`, for coroutine functions."""
 
-    def __call__(self, fn: Callable[P, Coroutine[Any, Any, R]], /) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+    def __call__(self, fn: Callable[P, Coro[R]], /) -> Callable[P, Coro[R | None]]: ...
 
 
-def unsafe_for(error: UnreachableError) -> float:
+def find_unsafe_time(error: UnreachableError) -> float:
     """Return the seconds left of the TTL of a holder that was known before the server went away; 0.0 if none was."""
     return max(0.0, error._held_until - clock()) if error._held_until is not None else 0.0
 
@@ -88,18 +91,18 @@ class Policy:
         self._busy = busy
         self._unreachable = unreachable
 
-    def refused(self, error: LockTimeoutError) -> None:
+    def handle_busy(self, error: LockTimeoutError) -> None:
         """Do what was asked for when the lock is busy: skip, or raise."""
         if callable(self._busy):
             raise self._busy(error) from error
         if self._busy == "raise":
             raise error
 
-    def further(self, error: UnreachableError) -> float:
+    def find_retry_time(self, error: UnreachableError) -> float:
         """Return for how many seconds to retry before the call runs unprotected; 0.0: it need not wait."""
-        return unsafe_for(error) if self._unreachable == "run" and error.retryable else 0.0
+        return find_unsafe_time(error) if self._unreachable == "run" and error.retryable else 0.0
 
-    def stop(self, error: UnreachableError) -> bool:
+    def skips(self, error: UnreachableError) -> bool:
         """Whether the call ends here; False: it runs without protection, as its author decided."""
         if self._unreachable == "raise" or not error.retryable:
             raise error
@@ -119,33 +122,33 @@ class _AsyncLock(Protocol[H_co]):
     async def acquire(self, *, timeout: Seconds | None = None) -> H_co: ...
 
 
-def wanted(lock: _Lock[H_co], policy: Policy) -> H_co | None:
+def acquire_for_call(lock: _Lock[H_co], policy: Policy) -> H_co | None:
     """Acquire what a decorated call needs; a call that may run without a server first outlasts the TTL of a known holder."""
     timeout, tries = policy.timeout, policy.tries
     while True:
         try:
             return lock.try_acquire() if tries else lock.acquire(timeout=timeout)
         except UnreachableError as error:
-            timeout, tries = policy.further(error), False
+            timeout, tries = policy.find_retry_time(error), False
             if not timeout:
                 raise
 
 
-async def wanted_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co | None:
+async def acquire_for_call_async(lock: _AsyncLock[H_co], policy: Policy) -> H_co | None:
     """Acquire what a decorated call needs; see the sync twin."""
     timeout, tries = policy.timeout, policy.tries
     while True:
         try:
             return await (lock.try_acquire() if tries else lock.acquire(timeout=timeout))
         except UnreachableError as error:
-            timeout, tries = policy.further(error), False
+            timeout, tries = policy.find_retry_time(error), False
             if not timeout:
                 raise
 
 
-def templates(
-    names: Sequence[Name], fn: Callable[..., Any], fill: Callable[..., str] = str.format
-) -> Callable[[Any, Any], list[Name]] | None:
+def compile_templates(
+    names: Sequence[Name], fn: Callable[..., object], fill: Callable[..., str] = str.format
+) -> Callable[[tuple[object, ...], Mapping[str, object]], list[Name]] | None:
     """Return a function from a call's arguments to its names; None when no name depends on them.
 
     Args:
@@ -157,7 +160,7 @@ def templates(
         ValueError: a field of a template is no argument of the function.
     """
     texts = {name for name in names if isinstance(name, str)}
-    fields = {field for text in texts for field in _fields(text)}
+    fields = {field for text in texts for field in _list_fields(text)}
     if not fields and not any("{" in text or "}" in text for text in texts):
         return None
     signature = inspect.signature(fn)
@@ -170,19 +173,19 @@ def templates(
                 " Double a brace that is meant literally"
             )
 
-    def names_for(args: Any, kwargs: Any) -> list[Name]:
+    def names_for(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        values: Mapping[str, Any] = {**kwargs, **bound.arguments}
+        values = {**kwargs, **bound.arguments}
         return [fill(name, **values) if isinstance(name, str) else name for name in names]
 
     return names_for
 
 
-def _fields(text: str) -> Iterator[str]:
+def _list_fields(text: str) -> Iterator[str]:
     """Yield the fields of a template, those inside a format specification too."""
     for _, field, specification, _ in string.Formatter().parse(text):
         if field is not None:
             yield field
         if specification:
-            yield from _fields(specification)
+            yield from _list_fields(specification)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 HoldT = TypeVar("HoldT", bound="BaseHold")
 HoldT_contra = TypeVar("HoldT_contra", bound="BaseHold", contravariant=True)
 
-_LENT: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = weakref.WeakKeyDictionary()
+_USER_CONNECTIONS: weakref.WeakKeyDictionary[Connection, Held | AsyncHeld] = weakref.WeakKeyDictionary()
 
 
 class HoldManager(Protocol[HoldT_contra]):
@@ -309,17 +309,17 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
         LockNotHeldError: it is no such connection, or its block has ended.
     """
     inner = connection if isinstance(connection, Connection) else connection.sync_connection
-    handle = None if inner is None else _LENT.get(inner)
+    handle = None if inner is None else _USER_CONNECTIONS.get(inner)
     if handle is None:
         raise LockNotHeldError("this connection holds no lock: it does not come from connect(), or its block has ended")
     return handle
 
 
-def lent(connection: Connection, handle: Held | AsyncHeld) -> None:
-    """Remember which lock a lent connection holds, for `held`."""
-    _LENT[connection] = handle
+def register_user_connection(connection: Connection, handle: Held | AsyncHeld) -> None:
+    """Remember which lock a connection from `connect()` holds, for `held`."""
+    _USER_CONNECTIONS[connection] = handle
 
 
-def given_back(connection: Connection) -> None:
-    """Forget a lent connection: its block has ended."""
-    _LENT.pop(connection, None)
+def forget_user_connection(connection: Connection) -> None:
+    """Forget a connection from `connect()`: its block has ended."""
+    _USER_CONNECTIONS.pop(connection, None)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, overload
 from typing_extensions import TypeVar
 
 from pgfence._api.cancel_on_loss import CancelOnLoss
-from pgfence._api.decorators import Policy, templates, wanted, wanted_async
+from pgfence._api.decorators import Policy, acquire_for_call, acquire_for_call_async, compile_templates
 from pgfence._api.handles import AsyncHeld, Held
 from pgfence._api.inputs import check_choice, describe_function, reject_coroutine, reject_generator
 from pgfence._api.misuse import HANDLE_NAMES, Guided
@@ -138,17 +138,17 @@ class LockBase(Guided, ABC, Generic[H]):
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             reject_coroutine(fn, "a sync lock would end before it runs. Use the Async twin")
             reject_generator(fn, _GENERATOR)
-            names_for = templates(self._names, fn)
+            names_for = compile_templates(self._names, fn)
 
             @functools.wraps(fn)
             def guarded(*args: Any, **kwargs: Any) -> Any:
                 lock = self._named(names_for(args, kwargs)) if names_for else self
                 try:
-                    handle = wanted(lock, policy)
+                    handle = acquire_for_call(lock, policy)
                 except LockTimeoutError as error:
-                    return policy.refused(error)
+                    return policy.handle_busy(error)
                 except UnreachableError as error:
-                    if policy.stop(error):
+                    if policy.skips(error):
                         return None
                     return fn(*args, **kwargs)
                 if handle is None:
@@ -274,17 +274,17 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
                 raise TypeError(
                     f"{describe_function(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
                 )
-            names_for = templates(self._names, fn)
+            names_for = compile_templates(self._names, fn)
 
             @functools.wraps(fn)
             async def guarded(*args: Any, **kwargs: Any) -> Any:
                 lock = self._named(names_for(args, kwargs)) if names_for else self
                 try:
-                    handle = await wanted_async(lock, policy)
+                    handle = await acquire_for_call_async(lock, policy)
                 except LockTimeoutError as error:
-                    return policy.refused(error)
+                    return policy.handle_busy(error)
                 except UnreachableError as error:
-                    if policy.stop(error):
+                    if policy.skips(error):
                         return None
                     return await fn(*args, **kwargs)
                 if handle is None:

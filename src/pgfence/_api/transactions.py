@@ -24,7 +24,7 @@ W_co = TypeVar("W_co", covariant=True)
 NOT_COMMITTED = "Nothing was committed"
 
 
-def commit_doubt(why: str, what: str) -> CommitOutcomeUnknownError:
+def commit_unknown_error(why: str, what: str) -> CommitOutcomeUnknownError:
     """Return what to raise where a transaction may be committed in spite of an error."""
     return CommitOutcomeUnknownError(
         f"{why}: {what} may have had its effect, or not, and is not tried again. Look for its effect before you do it"
@@ -32,7 +32,7 @@ def commit_doubt(why: str, what: str) -> CommitOutcomeUnknownError:
     )
 
 
-def connected(session: Session, bind_arguments: dict[str, Any]) -> Connection:
+def open_connection(session: Session, bind_arguments: dict[str, Any]) -> Connection:
     """Return the connection of a Session, which opens one if it has none yet.
 
     Raises:
@@ -96,7 +96,7 @@ class _BegunSteps(_SafeSteps[W]):
             await super()._exit(error)
         except Exception as failure:
             if error is None and is_commit_unanswered(failure):
-                raise commit_doubt("the connection was lost during COMMIT", self._what) from failure
+                raise commit_unknown_error("the connection was lost during COMMIT", self._what) from failure
             raise
 
 

@@ -11,7 +11,7 @@ from typing_extensions import deprecated
 
 from pgfence._api.cancel_on_loss import CancelOnLoss
 from pgfence._api.contexts import AsyncSafeContext
-from pgfence._api.handles import AsyncHeld, given_back, lent
+from pgfence._api.handles import AsyncHeld, forget_user_connection, register_user_connection
 from pgfence._api.inputs import resolve_async_engine
 from pgfence._api.locks import AH, AsyncLockBase
 from pgfence._locks.looks import look
@@ -162,11 +162,11 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         watching.start(handle)
         async with watching:
             inner = await hold.session.as_user_connection(manager.engine)
-            lent(inner, handle)
+            register_user_connection(inner, handle)
             try:
                 yield AsyncConnection(engine, inner)
             finally:
-                given_back(inner)
+                forget_user_connection(inner)
                 with suppress(Exception):  # a dead connection cannot roll back, and need not
                     await hold.session.close_lent(inner)
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Engine
 from typing_extensions import deprecated
 
 from pgfence._api.contexts import SafeContext
-from pgfence._api.handles import Held, given_back, lent
+from pgfence._api.handles import Held, forget_user_connection, register_user_connection
 from pgfence._api.inputs import resolve_engine
 from pgfence._api.locks import H, LockBase
 from pgfence._locks.looks import look
@@ -179,7 +179,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         hold: Any = handle._hold
         try:
             connection = run_sync(hold.session.as_user_connection, manager.engine)
-            lent(connection, handle)
+            register_user_connection(connection, handle)
             yield connection
         except BaseException as exc:
             _close(hold.session, locals().get("connection"))
@@ -217,7 +217,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
 
 def _close(session: Any, connection: Connection | None) -> None:
     if connection is not None:
-        given_back(connection)
+        forget_user_connection(connection)
         try:
             run_sync(session.close_lent, connection)
         except Exception:  # a dead connection cannot roll back, and need not

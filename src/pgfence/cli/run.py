@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pgfence._api.decorators import unsafe_for
+from pgfence._api.decorators import find_unsafe_time
 from pgfence._process.clock import clock
 from pgfence.cli.codes import Code
 from pgfence.cli.locks import Terms, build_variables, give_back, lock_on, note
@@ -148,7 +148,7 @@ def _take(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker:
         except UnreachableError as error:
             # A holder that was named may be running without the server: its TTL must be over before the command may.
             runs = options.on_unreachable is OnUnreachable.RUN and error.retryable
-            timeout = unsafe_for(error) if runs else 0.0
+            timeout = find_unsafe_time(error) if runs else 0.0
             if not timeout:
                 raise
 

@@ -17,7 +17,7 @@ from pgfence._api.inputs import (
     is_sessionmaker,
     unwrap_session,
 )
-from pgfence._api.transactions import AsyncBegun, Begun, connected
+from pgfence._api.transactions import AsyncBegun, Begun, open_connection
 from pgfence._sql import gates
 from pgfence._sql import transaction as sql
 from pgfence._sql.errors import FENCE, raise_translated
@@ -146,7 +146,7 @@ def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: Ta
     if isinstance(work, Connection):
         _enter(work, tokens, issued, fresh=False, unseen=True)
     else:
-        _enter(connected(work, {"clause": _WRITE}), tokens, issued, fresh=True, unseen=True)
+        _enter(open_connection(work, {"clause": _WRITE}), tokens, issued, fresh=True, unseen=True)
 
 
 def _enter(
@@ -258,7 +258,7 @@ def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     # Hooks may send settings at the begin; that is not yet a read.
     event.listen(session, "after_begin", begin)
     try:
-        connection = connected(session, {"clause": _WRITE})
+        connection = open_connection(session, {"clause": _WRITE})
     finally:
         event.remove(session, "after_begin", begin)
     return connection, bool(begun), known

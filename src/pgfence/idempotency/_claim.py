@@ -10,7 +10,7 @@ from sqlalchemy import table, update
 from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionError
 
 from pgfence._api.contexts import attach
-from pgfence._api.transactions import connected
+from pgfence._api.transactions import open_connection
 from pgfence._holds.events import emit_event
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._process.clock import clock
@@ -191,7 +191,7 @@ def connection_of(session: Session) -> Connection:
         TransactionStateError: there is no transaction that anything would be committed with.
     """
     try:
-        connection = connected(session, {"clause": _WRITE})
+        connection = open_connection(session, {"clause": _WRITE})
     except UnboundExecutionError as error:
         error.add_note("An idempotency key has no mapped class: its engine is the one that the Session has by bind=")
         raise

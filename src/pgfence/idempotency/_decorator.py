@@ -11,7 +11,7 @@ import warnings
 from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pgfence._api.decorators import templates
+from pgfence._api.decorators import compile_templates
 from pgfence._api.inputs import ASYNCIO, DAY, ORM, describe_function, loaded_classes, reject_generator
 from pgfence._values.codec import Codec
 from pgfence.idempotency._functions import idempotent
@@ -141,7 +141,7 @@ class _CallTemplate:
             )
         self._payload = payload
         self._plain = key, scope
-        self._naming = templates((key, scope), fn, _RequiredFields().format)
+        self._naming = compile_templates((key, scope), fn, _RequiredFields().format)
 
     def build_key(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Return the key of one call, in the transaction of its session."""

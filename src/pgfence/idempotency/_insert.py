@@ -8,7 +8,7 @@ from sqlalchemy import Table, UniqueConstraint, inspect, select
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.orm import InstanceState, QueryableAttribute
 
-from pgfence._api.transactions import connected
+from pgfence._api.transactions import open_connection
 from pgfence._sql.idempotency import find_duplicate_columns
 from pgfence._sql.sqlstate import SERIALIZATION_FAILURE, sqlstate_of
 from pgfence.errors import IdempotencyInProgressError
@@ -42,7 +42,7 @@ def insert(session: Session, instance: T, key: Sequence[str | QueryableAttribute
     wanted = _build_query(mapper, instance, key)
     if state.session is session:
         session.expunge(instance)
-    connected(session, {"mapper": mapper, "clause": wanted.query})
+    open_connection(session, {"mapper": mapper, "clause": wanted.query})
     refused: IntegrityError | None = None
     for _ in range(_TRIES):
         # Looked for first: a failed INSERT is an ERROR in the server's log.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import Connection, event
 from sqlalchemy.exc import SQLAlchemyError, UnboundExecutionError
 
-from pgfence._api.transactions import NOT_COMMITTED, commit_doubt
+from pgfence._api.transactions import NOT_COMMITTED, commit_unknown_error
 from pgfence._process.clock import clock
 from pgfence._sql.errors import find_connect_error, is_commit_unanswered, is_driver_error, translate_error
 from pgfence._sql.params import style_of
@@ -90,7 +90,7 @@ class AttemptRun:
             why = "the COMMIT of one database failed, and another one may be committed"
         else:
             return None
-        return commit_doubt(why, what)
+        return commit_unknown_error(why, what)
 
     def find_connect_failure(self, error: Exception) -> UnreachableError | None:
         """Return what an error means that comes from opening the session's connection; None: it comes from elsewhere."""

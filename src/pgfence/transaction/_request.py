@@ -11,7 +11,7 @@ from sqlalchemy import Connection, table, update
 from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._api.misuse import Guided
-from pgfence._api.transactions import connected
+from pgfence._api.transactions import open_connection
 from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, milliseconds
 from pgfence._locks.own_holds import on_another_connection
@@ -102,7 +102,7 @@ class TransactionLockBase(Guided):
             connection = work
         else:
             try:
-                connection = connected(work, {"clause": _WRITE, **(self._bind_arguments or {})})
+                connection = open_connection(work, {"clause": _WRITE, **(self._bind_arguments or {})})
             except UnboundExecutionError as error:
                 error.add_note("A lock has no mapped class: name one, as in bind_arguments={'mapper': Account}")
                 raise
