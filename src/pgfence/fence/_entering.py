@@ -46,7 +46,7 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
     """Return whether a transaction belongs to an AsyncSession or AsyncConnection.
 
     Raises:
-        TypeError: it is nothing that could have a transaction.
+        TypeError: it has no transaction.
     """
     if is_async_session(work) or is_async_connection(work):
         return True
@@ -58,11 +58,11 @@ def is_async(work: object) -> TypeIs[AsyncWork]:
 
 
 def tokens_of(resource: object, token: object) -> dict[str, int]:
-    """Return what was asked for: resources as the caller names them, each with its token.
+    """Return the token of each resource, by the names that the caller uses.
 
     Raises:
-        TypeError: a resource is no str, or a token is no int.
-        ValueError: there is none, or a token is below 1.
+        TypeError: a resource is not a str, or a token is not an int.
+        ValueError: there is no resource, or a token is below 1.
     """
     if isinstance(resource, Mapping):
         if token is not None:
@@ -98,12 +98,12 @@ def enter(
     named: bool = False,
     issued: TableNames | None = None,
 ) -> None:
-    """Enter the gates of resources, which stay locked until the transaction ends. What was entered before costs nothing.
+    """Enter the gates of resources, which stay locked until the transaction ends. Entering one again costs nothing.
 
     Args:
         work: the transaction; it begins here if it has not yet.
         tokens: by resource, as it stands in the tables.
-        after_reads: also where something was sent before.
+        after_reads: allow statements of this transaction before it.
         named: the resources are as callers name them; the configured namespace is added.
         issued: the tables that the tokens come from, if that is known.
 
@@ -131,7 +131,7 @@ def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
     """Raise if the transaction of a block has ended inside it.
 
     Raises:
-        TransactionStateError: it has.
+        TransactionStateError: the transaction has ended.
     """
     if stay.has_ended():
         raise TransactionStateError(
@@ -142,7 +142,7 @@ def check_still_open(stay: sql.Stay, tokens: Mapping[str, int]) -> None:
 
 
 def _enter_new(work: Session | Connection, tokens: Mapping[str, int], issued: TableNames | None) -> None:
-    """Enter gates in a transaction that was opened for that. If anything was sent in it, then by hooks at the begin."""
+    """Enter gates in a transaction that pgfence has just opened, in which only hooks at its begin may have sent anything."""
     if isinstance(work, Connection):
         _enter(work, tokens, issued, fresh=False, unseen=True)
     else:
@@ -159,7 +159,7 @@ def _enter(
         tokens: by resource, as it stands in the tables.
         issued: the tables that the tokens come from, if that is known.
         fresh: nothing was sent in this transaction, except by hooks at its begin.
-        unseen: it may also be entered late, since the caller says so, or since nobody knows what was sent.
+        unseen: it may also be entered late, because the caller allows it or because what was sent cannot be known.
     """
     place = table_names_of(connection)
     if issued is not None:
@@ -168,6 +168,7 @@ def _enter(
     missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return
+    # Before the first statement: a snapshot that is older than the lock on the gate would not see what the last holder wrote.
     if not (first or unseen or record.first):
         raise TransactionStateError(
             f"the gate of {_quote_names(missing)} must be entered by the first statement of the transaction: what was read before may"
@@ -198,7 +199,7 @@ def save_checkpoint(
     data: str | None,
     issued: TableNames | None = None,
 ) -> None:
-    """Write what the next holder can go on from, in the caller's transaction; it enters the gate if that was not done.
+    """Save what the next holder can resume from, in the caller's transaction, and enter the gate if that was not done.
 
     Args:
         work: the transaction; it begins here if it has not yet.
@@ -237,14 +238,14 @@ def entered_token(connection: Connection, resource: str) -> int | None:
 
 
 def block_commit(work: SyncWork, error: StaleFencingTokenError) -> None:
-    """Keep the present transaction from committing: it is refused until its outermost rollback."""
+    """Make the present transaction fail at COMMIT. Only its outermost rollback ends that."""
     session = unwrap_session(work)
     connection = session if isinstance(session, Connection) else session.connection(bind_arguments={"clause": _WRITE})
     gates.block_commit(connection, error)
 
 
 def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
-    """Return the connection, whether it begins just now, and whether it can be known what ran in it before."""
+    """Return the connection, whether its transaction begins only now, and whether what ran in it before is known."""
     session = unwrap_session(work)
     if isinstance(session, Connection):
         # The caller of a Connection in a savepoint may own nothing but this savepoint.
@@ -255,7 +256,7 @@ def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     def begin(*_: object) -> None:
         begun.append(True)
 
-    # Hooks may send settings at the begin; that is not yet a read.
+    # "after_begin" tells a new transaction from an open one, whatever hooks have sent at its begin: settings are no reads.
     event.listen(session, "after_begin", begin)
     try:
         connection = open_connection(session, {"clause": _WRITE})
@@ -283,6 +284,7 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
         fresh = True
     record = gates.EnteredGates.of(connection)
     if state.idle:
+        # The server is in no transaction: one that was entered here was ended in plain SQL.
         record.forget()
     return record, fresh or state.idle
 

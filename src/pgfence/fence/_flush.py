@@ -1,6 +1,6 @@
-"""The guard of a flush: the resource of each row that is written is checked, before and after the change.
+"""Check each row that a flush writes: its resource before and after the change.
 
-The hooks of a mapper see most rows. An UPDATE that a flush sends without a hook is checked in `_updates`.
+Mapper events cover most rows. An UPDATE that a flush sends without an event is checked in `_updates`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Flush:
         if context is None:
             return None
         if self._deleting is None:
-            # Objects that are deleted as orphans are registered after before_flush, and before the first hook.
+            # Not earlier: orphans are registered after before_flush and before the first mapper event.
             deleted = (state for state, (is_delete, _) in context.states.items() if is_delete)
             self._deleting = {state.mapper.base_mapper for state in deleted}
         if mapper.base_mapper not in self._deleting:
@@ -97,7 +97,7 @@ def before_update(mapper: Mapper[object], connection: Connection, target: Guarde
     token = flush.token_for(cls, resource_in_flush(cls, target), connection)
     check_old_row(flush, mapper, connection, target)
     set_attribute(target, ATTRIBUTE, token)
-    flag_modified(target, ATTRIBUTE)  # a column that goes out unchanged is asked for a value of its own
+    flag_modified(target, ATTRIBUTE)  # else SQLAlchemy would call the `onupdate` of a column that stays the same
 
 
 def before_delete(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
@@ -106,14 +106,14 @@ def before_delete(mapper: Mapper[object], connection: Connection, target: Guarde
 
 
 def forget_token(_mapper: Mapper[object], _connection: Connection, target: object) -> None:
-    """Have a later UPDATE of the row in the same flush ask for its token again: its resource may be another one by then."""
+    """Make a later UPDATE of the row in the same flush check its token again: the row may have moved to another resource."""
     written = instance_state(target).dict
     if ATTRIBUTE in written:
         set_committed_value(target, ATTRIBUTE, written[ATTRIBUTE])
 
 
 def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
-    """Raise unless this transaction may write the row as it stands in the table."""
+    """Raise unless this transaction may write the row as it is in the table."""
     cls = type(target)
     row = (
         None if has_single_resource(cls) else View(cls, lambda name: _read_old_value(mapper, connection, target, name))
@@ -121,6 +121,7 @@ def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection,
     resource = resource_of(cls, row)
     token = flush.token_for(cls, resource, connection)
     if cls.__fence__ == "row":
+        # Locked first, so that no newer holder can write the row between the comparison and the UPDATE.
         newest = _read_newest(flush, mapper, connection, target)
         if newest > token:
             reject_stale(connection, resource, token, newest)
@@ -144,7 +145,7 @@ def _read_old_value(mapper: Mapper[object], connection: Connection, target: obje
 
 
 def prelock_rows(session: Session, context: UOWTransaction, _instances: object) -> None:
-    """Lock the rows of a flush that are compared by their column, with few statements and in one order."""
+    """Lock the rows of a flush whose classes have the mode "row": few statements, in an order that all sessions share."""
     _FLUSHES[session] = flush = _Flush(context)
     rows: dict[Mapper[object], list[Guarded]] = {}
     for target in (*session.dirty, *session.deleted):
@@ -158,10 +159,10 @@ def prelock_rows(session: Session, context: UOWTransaction, _instances: object) 
 
 
 def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, target: object) -> int:
-    """Return the token in a row, which is locked from now on; most were locked by `prelock_rows`.
+    """Return the token in a row, and lock the row unless `prelock_rows` has.
 
     Raises:
-        StaleDataError: the row is gone. Whoever wrote it again since might have been the newer holder.
+        StaleDataError: the row is gone. If it was written again since, that may have been a newer holder.
     """
     key = column_of(mapper), identity_of(instance_state(target))
     found = flush.locked.get(key)

@@ -141,7 +141,7 @@ def _check_relationships(mapper: Mapper[object], _cls: type[object]) -> None:
 
 
 def _reject_fenced_secondary(prop: RelationshipProperty[object]) -> None:
-    """Raise for rows that a flush deletes by a DELETE of the table, which asks for no token."""
+    """Raise for rows that a flush writes as those of a secondary table, without checking a token."""
     for mapper in prop.parent.registry.mappers:
         if issubclass(mapper.class_, Guarded) and prop.secondary in mapper.tables:
             raise TypeError(
@@ -151,7 +151,7 @@ def _reject_fenced_secondary(prop: RelationshipProperty[object]) -> None:
 
 
 def _check_post_update(prop: RelationshipProperty[object]) -> None:
-    """Raise for an UPDATE of `post_update` that does not come to the table of the token."""
+    """Raise for a `post_update` that writes another table than the one with the token."""
     to_many = prop.direction is RelationshipDirection.ONETOMANY
     written = prop.mapper if to_many else prop.parent
     if not issubclass(written.class_, Guarded):

@@ -1,4 +1,4 @@
-"""Which resource a row of a fenced class belongs to, and which token this transaction has for it."""
+"""Find the resource that a row of a fenced class belongs to, and the token that this transaction has for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SCHEMAS = "schema_translate_map"
 
 
 class Guarded:
-    """What the mixin is made of, for the modules that it is built on. No annotation stands in it: pydantic reads those."""
+    """The base of the mixin, for the modules below it. Without annotations at run time, because pydantic reads them."""
 
     if TYPE_CHECKING:
         __fence__: ClassVar[Literal["gate", "row"]]
@@ -51,7 +51,7 @@ class Guarded:
 
 
 def check_settings(cls: type[Guarded]) -> None:
-    """Raise unless a class that is being mapped says how it is fenced."""
+    """Raise unless the settings of a class that is being mapped are usable."""
     if cls.__fence__ not in MODES:
         raise ValueError(f"{cls.__name__}.__fence__ must be 'gate' or 'row', not {cls.__fence__!r}")
     asked = getattr(cls, "__fence_resource__", None)
@@ -77,15 +77,15 @@ def column_of(mapper: Mapper[object]) -> Column[int]:
 
 
 class View:
-    """A row as it was or will be: its columns from elsewhere, its methods and properties those of the class."""
+    """A row as it was or will be: its column values come from a function, its methods and properties from the class."""
 
     def __init__(self, cls: type[Guarded], look: Callable[[str], object], *, exact: bool = True) -> None:
-        """Look at a row.
+        """Show a row.
 
         Args:
             cls: the class of the row.
             look: returns the value of an attribute.
-            exact: False: the row may also be one of a subclass, and what only subclasses know about it is an error.
+            exact: False: the row may belong to a subclass, and reading what subclasses define differently is an error.
         """
         self._cls = cls
         self._look = look
@@ -126,7 +126,7 @@ class View:
 
 
 def _explain_unusable(attribute: object) -> str | None:
-    """Return why a resource cannot depend on an attribute: its value is not that of the row before or after a write."""
+    """Return why a resource cannot depend on an attribute; None: it can."""
     if not isinstance(attribute, ColumnProperty) or not isinstance(attribute.columns[0], Column):
         return "is none"
     column = attribute.columns[0]
@@ -136,7 +136,7 @@ def _explain_unusable(attribute: object) -> str | None:
 
 
 _UNSTEADY: WeakKeyDictionary[type[Guarded], bool] = WeakKeyDictionary()
-"""Whether a class has attributes of columns that are unusable for a resource, beside the token."""
+"""Whether a class has columns, other than that of the token, on which a resource cannot depend."""
 
 
 def _is_unsteady(cls: type[Guarded]) -> bool:
@@ -147,7 +147,7 @@ def _is_unsteady(cls: type[Guarded]) -> bool:
 
 
 def view_of(cls: type[Guarded], values: Mapping[str, object]) -> View:
-    """Return a row of these values; to look at another column of it is an error."""
+    """Return a row with these values. Reading any other column of it raises FenceRequiredError."""
 
     def read(name: str) -> object:
         if name not in values:
@@ -217,14 +217,14 @@ def _find_held_token(name: str, place: TableNames) -> int | None:
 
 
 def undetermined_error(cls: type[Guarded], why: str) -> FenceRequiredError:
-    """Return the error for a statement whose rows cannot be told beforehand."""
+    """Return the error for a statement whose rows cannot be determined in advance."""
     return FenceRequiredError(
         f"{cls.__name__} is fenced, and {why}: write such rows through a flush, or by an update() or delete() of the class"
     )
 
 
 def schema_options(options: Mapping[str, object]) -> dict[str, object]:
-    """Return those of a statement's execution options that say which table it means."""
+    """Return the execution options of a statement that select the schema of its tables."""
     return {name: options[name] for name in (_SCHEMAS,) if name in options}
 
 
@@ -242,11 +242,11 @@ def reject_stale(connection: Connection, resource: str, token: int, newest: int)
     raise error
 
 
-# ------------------------------------------------------------ what the column does for statements that nobody else looks at
+# ------------------------------------------------------------ inserts past the flush: the default of the column
 
 
 def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
-    """Return the token for a row that is inserted past the flush, one row after the other."""
+    """Return the token for a row that is inserted past the flush: the default of the column, called for each row."""
     statement = context.compiled and context.compiled.statement
     if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
         raise undetermined_error(cls, "the rows that an upsert meets cannot be told before it runs")
@@ -258,7 +258,7 @@ def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
 
 
 def _collect_given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:
-    """Return what an INSERT gives to the columns of the row whose default is asked for."""
+    """Return the values that an INSERT gives to the row whose default is computed."""
     # Not by context.get_current_parameters(), which fails for several VALUES and columns of mapped classes.
     values, column, compiled = context.current_parameters, context.current_column, context.compiled
     assert values is not None

@@ -1,8 +1,7 @@
-"""The guard of insert(), update() and delete() of a fenced class, before they are sent.
+"""Check insert(), update() and delete() of a fenced class before they are sent.
 
-Where all rows belong to one resource and the gate protects them, to ask for its token is enough. Otherwise the rows that the
-statement will change are read and locked first, each is asked as in a flush, and the statement is bound to exactly these: a
-row that comes to match between the two is left for another statement, as if this one had run a moment earlier.
+If all rows belong to one resource in mode "gate", checking its token is enough. Otherwise the rows that the statement will
+change are read and locked first, and each is checked as in a flush.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _NEW = "pgfence_new_"
 
 
 class Work(NamedTuple):
-    """One statement, and whom it is for."""
+    """One statement of a fenced class."""
 
     state: ORMExecuteState
     mapper: Mapper[object]
@@ -66,7 +65,7 @@ class Work(NamedTuple):
 
 
 def guard(state: ORMExecuteState) -> AnyResult | None:
-    """Let a statement go out if this transaction brought a token for each row that it writes."""
+    """Execute a statement only if this transaction brought a token for each row that it writes."""
     mapper = state.bind_mapper
     if mapper is None or not (state.is_insert or state.is_update or state.is_delete):
         return None
@@ -93,7 +92,7 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
 
 
 def _guard_insert(work: Work) -> None:
-    """Reject what the column's default, which is asked for each row, does not see."""
+    """Reject the inserts that the default of the column, which is called for each row, cannot check."""
     statement, cls = work.state.statement, work.cls
     if not isinstance(statement, Insert):
         raise undetermined_error(cls, "an INSERT inside another statement cannot be given its token")
@@ -136,7 +135,7 @@ def values_of(statement: object) -> Iterator[tuple[str, object]]:
 
 
 def _bind_to_rows(work: Work) -> None:
-    """Read and lock the rows, ask for each, and bind the statement to these."""
+    """Read, lock and check the rows, and restrict the statement to them."""
     statement, parameters, token = work.state.statement, work.state.parameters or {}, column_of(work.mapper)
     assert isinstance(parameters, Mapping)
     if not isinstance(statement, (Update, Delete)):
@@ -148,6 +147,7 @@ def _bind_to_rows(work: Work) -> None:
     rows = _read(work, query, parameters)
     tokens = [_token_for(work, row) for row in rows]
     keys = key_columns(work.mapper, work.mapper.local_table)
+    # By key, not by its criteria: a row that matches only after the read was not checked, so it is left out.
     listed = _build_key_table(keys, [_key_of(work, row) for row in rows], tokens)
     bound = statement.where(*_match_keys(keys, listed))
     work.state.statement = bound.values({ATTRIBUTE: listed.c[_NEW]}) if isinstance(bound, Update) and inside else bound
@@ -162,7 +162,7 @@ def _read(work: Work, query: AnySelect, parameters: Mapping[str, object]) -> Seq
 
 
 def _build_query(work: Work, changes: dict[str, object]) -> AnySelect:
-    """Return the SELECT of the columns that matter, in one order and with a lock; `changes` are their values to be."""
+    """Return the locking SELECT of the columns that matter, with `changes` as their new values, in the order of the keys."""
     columns = {prop.key: prop.class_attribute for prop in work.mapper.column_attrs if _is_needed(work, prop)}
     asked = [attribute.label(key) for key, attribute in columns.items()]
     asked += [
@@ -190,7 +190,7 @@ def _collect_changes(work: Work) -> dict[str, object]:
 
 
 def _token_for(work: Work, row: AnyRow, given: Mapping[str, object] | None = None) -> int:
-    """Return the token for one row, under which the transaction may change it from what it is to what it will be."""
+    """Return the token for one row, checked for its resource before and after the change."""
     cls, old = work.cls, dict(row._mapping)
     resource = resource_of(cls, view_of(cls, old))
     token = token_for(cls, resource, work.connection)
@@ -204,7 +204,7 @@ def _token_for(work: Work, row: AnyRow, given: Mapping[str, object] | None = Non
 
 
 def _collect_given(work: Work) -> dict[str, object]:
-    """Return the new values that stand in the statement as they are."""
+    """Return the new values that the statement contains as parameters."""
     parameters = work.state.parameters or {}
     assert isinstance(parameters, Mapping)
     found: dict[str, object] = {key: value for key, value in parameters.items() if key in work.mapper.column_attrs}
@@ -241,7 +241,7 @@ def _match_keys(keys: Sequence[ColumnElement[object]], listed: TableValuedAlias)
 
 
 def _guard_batch(work: Work) -> AnyResult:
-    """Read and lock the rows of an UPDATE by primary key, ask for each, and give each its token."""
+    """Read, lock and check the rows of an UPDATE by primary key, and add the token to the parameters of each."""
     parameters = work.state.parameters
     assert isinstance(parameters, list)
     names = [work.mapper.get_property_by_column(column).key for column in work.mapper.primary_key]

@@ -1,6 +1,6 @@
-"""The guard of UPDATEs that no hook of a mapper sees, such as those of `post_update`: asked by the column, as its `onupdate`.
+"""Check UPDATEs without a mapper event, such as those of `post_update`, as the `onupdate` of the column.
 
-Where a statement names one row by its primary key, that row is read, locked and checked. All others are rejected.
+The row that a statement names by its primary key is read, locked and checked. All other statements are rejected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _RowGoneError(StaleDataError, DontWrapMixin):
 
 
 def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
-    """Return the token for a row that is updated past the hooks, under which it may become what the statement makes of it."""
+    """Return the token for a row that is updated without a mapper event, checked before and after the change."""
     connection = context.root_connection
     if has_single_resource(cls) and cls.__fence__ == "gate":
         return token_for(cls, resource_of(cls, None), connection)
@@ -66,7 +66,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
 
     Raises:
         FenceRequiredError: the statement does not name it by its primary key.
-        StaleDataError: there is none. A row that appears there until the UPDATE runs would be written unseen.
+        StaleDataError: there is no such row. One that appears before the UPDATE runs would be written unchecked.
     """
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)
@@ -83,7 +83,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
 
 
 def _find_named_row(context: DefaultExecutionContext) -> dict[object, object]:
-    """Return the values that columns of the row must have, from the criteria of a statement that all have to be met."""
+    """Return the column values that the WHERE of a statement demands: its equalities, joined by AND."""
     parameters, compiled = context.current_parameters, context.compiled
     assert parameters is not None
     assert isinstance(compiled, SQLCompiler)

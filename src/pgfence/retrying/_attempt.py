@@ -1,4 +1,4 @@
-"""One attempt: a fresh Session, its transaction, and what is known of its end. The async half comes here by `sync_session`."""
+"""One attempt: a fresh Session, its transaction, and what is known of its end. Async attempts pass their `sync_session`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AttemptRun:
     """One attempt at a transaction.
 
     Attributes:
-        joined: it is a savepoint in a transaction that somebody else began on the Session's Connection.
+        joined: it is a savepoint in a transaction that the caller began on the Session's Connection.
     """
 
     def __init__(self, session: Session, number: int) -> None:
@@ -61,20 +61,20 @@ class AttemptRun:
         return DEFAULT if bind is None else config_of(bind)
 
     def finish(self, session: Session) -> None:
-        """Bring everything to the server before the COMMIT, so that what fails after this is the COMMIT itself.
+        """Flush before the COMMIT, so that a later failure is one of the COMMIT itself.
 
         Raises:
-            Exception: what a flush raises; or an error that was swallowed, after which the server has only a ROLLBACK to
-                offer, and would give it for the COMMIT without a word.
+            Exception: what a flush raises; or an error that the function swallowed, after which the transaction is aborted.
         """
         session.flush()
+        # PostgreSQL answers the COMMIT of an aborted transaction with a ROLLBACK, and no driver raises for that.
         for connection, error in self._met.items():
             if not (session.is_active and _is_usable(connection)):
                 raise _swallowed_error(error)
         self._ending = True
 
     def detach(self) -> None:
-        """Let go of the session, and of its connections, which may be somebody else's."""
+        """Stop tracking the session and its connections, which may be the caller's."""
         for one in (self._session, *self._connections):
             vars(one).pop(_ATTRIBUTE, None)
         self._connections.clear()
@@ -93,16 +93,16 @@ class AttemptRun:
         return commit_unknown_error(why, what)
 
     def find_connect_failure(self, error: Exception) -> UnreachableError | None:
-        """Return what an error means that comes from opening the session's connection; None: it comes from elsewhere."""
+        """Return the UnreachableError for an error from opening the session's connection; None for any other error."""
         bind = bind_of(self._session)
         return None if bind is None else find_connect_error(bind.engine, error, NOT_COMMITTED)
 
     def use(self, connection: Connection) -> None:
-        """Note a connection that the session begins on.
+        """Track a connection on which the session begins.
 
         Raises:
-            UnsupportedServerError: it is no PostgreSQL.
-            TransactionStateError: each statement would be committed by itself.
+            UnsupportedServerError: it is not PostgreSQL.
+            TransactionStateError: it is in autocommit.
         """
         style_of(connection.dialect)
         if read_driver_state(connection).autocommit:
@@ -117,15 +117,16 @@ class AttemptRun:
             event.listen(connection.engine, "handle_error", _record_error)
 
     def record_error(self, connection: Connection, error: BaseException) -> None:
-        """Keep the last error that a connection met, for it may be swallowed; one that only tells of an earlier does not count."""
+        """Keep the last error of a connection, which the function may swallow. 25P02 only reports an earlier error."""
         if sqlstate_of(error) != _ABORTED:
             self._met[connection] = error
 
 
 def _listen_to_sessions() -> None:
-    """Hear of every connection that a Session begins on; by its class, for a listener of each Session's own is dear."""
+    """Track every connection on which a Session begins."""
     from sqlalchemy.orm import Session
 
+    # One listener of the class: adding one to each Session is expensive.
     if not event.contains(Session, "after_begin", _use_connection):
         event.listen(Session, "after_begin", _use_connection)
 
@@ -137,7 +138,7 @@ def _use_connection(session: Session, _transaction: SessionTransaction, connecti
 
 
 def _swallowed_error(error: BaseException) -> BaseException:
-    """Return what to raise for an error that the function caught: the fence's refusals as those of pgfence."""
+    """Return the error to raise for one that the function swallowed, translated if pgfence has an error for it."""
     found = translate_error(error, None) or error
     found.add_note("it was caught, but PostgreSQL has aborted the transaction: nothing of it can be committed")
     found.__cause__ = error.__cause__ if found is error else error
@@ -145,7 +146,7 @@ def _swallowed_error(error: BaseException) -> BaseException:
 
 
 def _is_usable(connection: Connection) -> bool:
-    """Ask whether the transaction goes on, for one after an error that may have been inside a savepoint."""
+    """Return whether the transaction is still usable after an error, which may have been rolled back to a savepoint."""
     try:
         connection.exec_driver_sql(_PING)
     except SQLAlchemyError:
@@ -162,7 +163,7 @@ def _record_error(context: ExceptionContext) -> None:
 
 
 def bind_of(session: Session) -> Engine | Connection | None:
-    """Return the Engine or Connection that a Session works on without being told of a class; None if there is none."""
+    """Return the Engine or Connection that a Session uses for no particular class; None if there is none."""
     try:
         return session.get_bind()
     except UnboundExecutionError:
@@ -170,10 +171,10 @@ def bind_of(session: Session) -> Engine | Connection | None:
 
 
 def _sets_savepoint(session: Session) -> bool:
-    """Say whether the Session will set a savepoint in a transaction that is open already.
+    """Return whether the Session will set a savepoint in a transaction that is open already.
 
     Raises:
-        TransactionStateError: its rollback would end that transaction, or its commit would.
+        TransactionStateError: its rollback or its commit would end that transaction.
     """
     bind = bind_of(session)
     if not (isinstance(bind, Connection) and bind.in_transaction()):

@@ -196,10 +196,10 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
 
 def _is_async(sessionmaker: object) -> bool:
-    """Say whether a session factory belongs to the async half.
+    """Return whether a session factory is an async_sessionmaker.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not a session factory.
         TransactionStateError: it is a session whose transaction is open.
     """
     if is_async_sessionmaker(sessionmaker):
@@ -212,10 +212,10 @@ def _is_async(sessionmaker: object) -> bool:
 
 
 def _check_function(fn: object, *, asynchronous: bool) -> None:
-    """Refuse what cannot be a transaction.
+    """Reject what cannot be a transaction.
 
     Raises:
-        TypeError: it is no function, a generator function, or a coroutine function for a sync session.
+        TypeError: it is not a function, or a generator function, or a coroutine function for a sync session.
     """
     if not callable(fn):
         raise TypeError(f"a function is needed, not {type(fn).__name__}")
@@ -225,7 +225,7 @@ def _check_function(fn: object, *, asynchronous: bool) -> None:
 
 
 def _reject_session(given: object, way: str) -> None:
-    """Refuse a session or a connection: inside its transaction nothing can be tried again.
+    """Reject a session or a connection: inside its transaction nothing can be retried.
 
     Raises:
         TransactionStateError: its transaction is open.
@@ -253,10 +253,10 @@ def _reject_session(given: object, way: str) -> None:
 
 
 def _check_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a function whose first argument can be the session; None: it is not known.
+    """Return the signature of a function whose first argument can be the session; None if the signature is unknown.
 
     Raises:
-        TypeError: it takes no argument by position.
+        TypeError: the function takes no positional argument.
     """
     try:
         signature = inspect.signature(fn)
@@ -269,10 +269,10 @@ def _check_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _check_session_alone(fn: Callable[..., object]) -> None:
-    """Refuse a function that asks for more than the session, such as the number of the attempt.
+    """Reject a function that requires more than the session, such as the number of the attempt.
 
     Raises:
-        TypeError: it does.
+        TypeError: the function has further parameters without defaults.
     """
     signature = _check_session_argument(fn)
     further = [] if signature is None else list(signature.parameters.values())[1:]

@@ -1,4 +1,4 @@
-"""The loop over the attempts, in both worlds: they differ in how a function is called and how a pause is spent."""
+"""The loop over the attempts, sync and async: they differ in how they call the function and how they pause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgfence.retrying")
 
 _RUNNING: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("pgfence_transactions", default=())
-"""Who runs a transaction where: a task that was started inside one is somebody else."""
+"""The thread or task of each running transaction, and its database. A task that is started inside one is another owner."""
 
 
 class Plan(NamedTuple):
@@ -59,16 +59,16 @@ class Retries:
         self._number = 0
 
     def start(self, session: Session) -> AttemptRun:
-        """Begin to count an attempt on a Session that is not yet in a transaction."""
+        """Start an attempt on a Session that is not in a transaction yet."""
         self._number += 1
         return AttemptRun(session, self._number)
 
     def report_commit(self, attempt: AttemptRun) -> None:
-        """Tell of the attempt that was committed."""
+        """Emit the event of an attempt that was committed."""
         self._emit_event(attempt, "committed", None, 0.0)
 
     def handle_failure(self, attempt: AttemptRun, error: Exception) -> float:
-        """Return the seconds until the next attempt; there is none if this raises.
+        """Return the seconds until the next attempt, or raise if there is none.
 
         Raises:
             CommitOutcomeUnknownError: the transaction may be committed.
@@ -175,7 +175,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
 
 @contextmanager
 def _reject_nested(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
-    """Refuse a transaction inside another one that this thread or task runs on the same database."""
+    """Reject a transaction inside another one of this thread or task on the same database."""
     bind = bind_of(session)
     here = (me, factory if bind is None else bind.dialect)
     if here in _RUNNING.get():

@@ -44,14 +44,14 @@ class TransactionAttempt(Event):
 
 
 def pick_pause(attempt: int) -> float:
-    """Return the seconds to wait after an attempt that failed: anything up to a bound that doubles, "full jitter"."""
+    """Return the seconds to wait after a failed attempt: random ("full jitter"), up to a bound that doubles each time."""
     return between(0, min(CAP, BASE * 2 ** min(attempt - 1, 10)))
 
 
 def is_curable(error: Exception) -> bool:
-    """Say whether another attempt can succeed where this error ended one; of what it was raised from nothing counts."""
+    """Return whether another attempt can succeed after this error. The error that caused it does not count."""
     if isinstance(error, PgfenceError):
-        # In progress by a snapshot that is older than the winner's commit: a new transaction sees the result.
+        # With 40001 the key was in progress only by this snapshot, older than the winner's commit. A new one sees the result.
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
@@ -59,12 +59,12 @@ def is_curable(error: Exception) -> bool:
 
 
 def is_snapshot_error(error: Exception) -> bool:
-    """Say whether the error comes from what the whole transaction has read or locked, so that no savepoint cures it."""
+    """Return whether the error comes from the snapshot or the locks of the whole transaction: a savepoint keeps both."""
     return isinstance(error, DeadlockError) or find_sqlstate(error) in _AGAIN
 
 
 def find_sqlstate(error: Exception) -> str | None:
-    """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of ours; None for those of anybody else."""
+    """Return the SQLSTATE of an error of SQLAlchemy, of a driver or of pgfence; None for all others."""
     if isinstance(error, DBAPIError):
         return sqlstate_of(error.orig)
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)

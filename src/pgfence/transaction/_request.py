@@ -1,4 +1,4 @@
-"""One request for a transaction lock, on a sync Session or Connection; the async twin comes here through `run_sync`."""
+"""One request for a transaction lock, on a sync Session or Connection. The async class calls it through `run_sync`."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _WRITE = update(table("pgfence_lock"))
 
 
 class PreparedCall(NamedTuple):
-    """One request, once it is known where it goes and what is still missing."""
+    """One request with its connection and the keys that the transaction does not hold yet."""
 
     connection: Connection
     config: Config
     record: TransactionRecord
     keys: tuple[LockKey, ...]
     first: bool
-    """The next statement of ours is certain to be the first of the server's transaction."""
+    """Our next statement is certainly the first one of the transaction on the server."""
 
 
 class TransactionLockBase(Guided):
@@ -117,13 +117,13 @@ class TransactionLockBase(Guided):
         return self._resolved[1]
 
     def _prepare(self, work: Session | Connection) -> PreparedCall:
-        """Find out what is missing, and refuse what could not keep the promise. No round trip of ours."""
+        """Find the keys that are missing, and reject states in which the lock could not hold. No round trip of our own."""
         connection = self._connect(work)
         config = config_of(connection)
         state = sql.read_driver_state(connection)
         self._check_mode(state)
         if not connection.in_transaction():
-            # Begun here and not by our statement, so that what the user's own hooks send at a begin comes before it.
+            # Not left to our statement: what the user's own hooks send at the begin has to come before it.
             connection.begin()
             state = sql.read_driver_state(connection)
         record = TransactionRecord.of(connection)
@@ -194,10 +194,10 @@ class TransactionLockBase(Guided):
         return sql.Stay.of(self._connect(work))
 
     def _check_held(self, _work: Session | Connection, stay: sql.Stay) -> None:
-        """Raise unless the transaction of a block still holds the lock. No round trip unless a savepoint may have taken it.
+        """Raise unless the transaction of a block still holds the lock; a round trip only if a savepoint may have released it.
 
         Raises:
-            TransactionStateError: it does not.
+            TransactionStateError: the transaction does not hold it.
         """
         if stay.has_ended() or not self._holds(stay.connection):
             raise self._ended_error()
@@ -210,7 +210,7 @@ class TransactionLockBase(Guided):
                 for key in self._resolve_keys(config_of(connection))
             )
         except DBAPIError as error:
-            # An aborted transaction keeps its locks until it is rolled back. One that is lost has none.
+            # An aborted transaction keeps its locks until it is rolled back. A lost connection has none.
             return sqlstate_of(error) == IN_FAILED_TRANSACTION
 
     def _take(
@@ -233,14 +233,15 @@ class TransactionLockBase(Guided):
         return True
 
     def _ask(self, call: PreparedCall, deadline: Deadline, owner: Contender | None) -> bool:
-        """Ask, and wait if there is time. What was refused leaves nothing behind."""
+        """Request the locks, and wait if there is time. A rejected request leaves nothing locked."""
         connection, keys = call.connection, call.keys
+        # Several keys may be granted in part, and only a savepoint can give some of them back.
         guarded = len(keys) > 1 and not call.first
         if guarded:
             sql.set_savepoint(connection)
         answer = sql.ask(connection, keys, shared=self._shared, stale_snapshot_ok=self._stale_snapshot_ok)
         if sql.read_driver_state(connection).idle:
-            # The driver believed in a transaction that the server knows nothing of, after a COMMIT in plain text for one.
+            # The driver reported a transaction that the server does not have, for example after a COMMIT in plain SQL.
             raise self._autocommit_error()
         if answer.taken == len(keys):
             if guarded:
