@@ -5,7 +5,7 @@ A flush sends the UPDATEs of a mapper with a version column one by one (`_emit_u
 UPDATE in `before_flush` would run ahead of `before_update` listeners, of the foreign keys that relationships copy, and of
 the INSERTs that it depends on. So a batch flush hides the version column while it writes, and `_batch` compares the versions.
 
-Private and overridden, as read in SQLAlchemy 2.0.40 to 2.0.58 and 2.1.7 to 2.1.9 (`nox -s sqlalchemy_next` runs the tests on
+Private and overridden, as read in SQLAlchemy 2.0.40, 2.0.58 and 2.1.9 (`nox -s sqlalchemy_next` runs the tests on
 newer ones):
 
 - `_version_id_prop`, `_version_id_has_server_side_value`: follow the hidden column
