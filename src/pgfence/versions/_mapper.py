@@ -9,10 +9,10 @@ Private and overridden, as read in SQLAlchemy 2.0.40, 2.0.58 and 2.1.9 (`nox -s 
 newer ones):
 
 - `_version_id_prop`, `_version_id_has_server_side_value`: follow the hidden column
-- `_memo`: keeps the UPDATE, post-UPDATE and DELETE of each table, which are exchanged for those of `_sent`
+- `_memo`: keeps the UPDATE, post-UPDATE and DELETE of each table, which are exchanged for the classes below
 - `_validate_polymorphic_identity`: called for each row after all `before_insert` and `before_update` listeners
 - `_should_undefer_in_wildcard`: columns that are loaded in spite of `load_only()` and `defer()`
-- `Update._execute_on_connection`, `Delete._execute_on_connection`: in `_sent`
+- `Update._execute_on_connection`, `Delete._execute_on_connection`: count each row, and record it for the flush
 """
 
 from __future__ import annotations
