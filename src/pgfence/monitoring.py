@@ -46,7 +46,7 @@ def evict(
     advisory lock of that name are ended: their holders are notified at once, the reason is "killed". A name whose lease was
     released already still gets a higher token, so that a late writer is rejected.
 
-    Not promised: that the holder has stopped. What does not go through the name's gate is not fenced.
+    Limitations: the holder may still be running. Only transactions that enter the gate of this name are fenced.
 
     Args:
         engine: an Engine, or an AsyncEngine: then await it.

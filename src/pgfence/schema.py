@@ -1,7 +1,7 @@
-"""Tables and server functions: made and dropped here, or printed as a script for whoever runs scripts.
+"""Create and drop pgfence's tables and server functions, or print them as a script.
 
-Schema and prefix are those of `configure()`, with the engine's `schema_translate_map` on top. Without a schema the first
-one of the search path is taken, or the one where the search path finds an installation.
+Schema and prefix are those of `configure()`, with the engine's `schema_translate_map` on top. Without a schema, pgfence uses
+the one where the search path finds an installation, or else the first one of the search path.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ __all__ = [
 def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfence_") -> Sequence[Table]:
     """Add pgfence's tables to a MetaData and return them, for migrations that compare it with the database.
 
-    Called twice it adds nothing. `metadata.create_all()` makes these tables without functions and version: with it alone
-    nothing works. `create_all` of this module makes the rest.
+    A second call adds nothing. `metadata.create_all()` creates these tables without the functions and the version, so it is
+    not enough. `create_all` of this module creates the rest.
 
     Args:
-        metadata: where they shall be.
+        metadata: the MetaData to which they are added.
         schema: of the tables; None takes the one of the MetaData.
         prefix: of their names.
 
@@ -56,13 +56,13 @@ def tables(metadata: MetaData, *, schema: str | None = None, prefix: str = "pgfe
 
 
 def sql(*, schema: str | None = None, prefix: str = "pgfence_") -> str:
-    """Return the script that makes tables and functions, in one transaction; run twice it changes nothing.
+    """Return the script that creates tables and functions in one transaction; running it again changes nothing.
 
-    Without a schema both land in the first schema of the search path, and the functions find the tables by the search path
-    of whoever calls them: every writer needs the same one.
+    Without a schema both are created in the first schema of the search path, and the functions find the tables by the
+    caller's search path: every writer needs the same one.
 
     Args:
-        schema: made if it is missing.
+        schema: created if it is missing.
         prefix: of the names.
 
     Raises:
@@ -77,20 +77,20 @@ def create_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, Non
 @overload
 def create_all(engine: Engine | Connection) -> None: ...
 def create_all(engine: AnyEngine) -> object:
-    """Make tables and functions, where they are not there yet.
+    """Create tables and functions that do not exist yet.
 
-    A second call changes nothing and needs no right to make anything; several processes may call it at the same time. On a
-    Connection it is part of the caller's transaction. Tables that are there and differ are not altered.
+    A second call changes nothing and needs no CREATE privilege; several processes may call it at the same time. On a
+    Connection it is part of the caller's transaction. Existing tables that differ are not altered.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.
 
     Raises:
-        SchemaError: this role may not make them, or what is there is not as pgfence made it.
+        SchemaError: this role may not create them, or an existing table is not as pgfence creates it.
         TransactionStateError: the Connection is in autocommit.
-        StandbyError: the server takes no writes.
-        UnreachableError: the server gave no answer.
-        UnsupportedServerError: no PostgreSQL, one before 14, or an unknown driver.
+        StandbyError: the server accepts no writes.
+        UnreachableError: the server did not respond.
+        UnsupportedServerError: it is not PostgreSQL, older than 14, or the driver is unknown.
     """
     return perform(engine, texts.create)
 
@@ -100,10 +100,10 @@ def drop_all(engine: AsyncEngine | AsyncConnection) -> Coroutine[Any, Any, None]
 @overload
 def drop_all(engine: Engine | Connection) -> None: ...
 def drop_all(engine: AnyEngine) -> object:
-    """Drop tables and functions with all that is in them; what is not there is no error.
+    """Drop tables and functions with all their data. It is not an error if they do not exist.
 
-    Tokens start again at 1 after that, so writers who still hold older ones must have ended. Idempotency keys and finished
-    slots are forgotten, so their work may run again. The schema stays.
+    Tokens start at 1 again after that, so all writers that hold older ones must have ended. Idempotency keys and finished
+    slots are lost, so their work may run again. The schema itself is not dropped.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.
@@ -122,28 +122,28 @@ def add_fence(
 @overload
 def add_fence(engine: Engine | Connection, table: str | Table | type[Any], *, resource: str) -> None: ...
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
-    """Let a table refuse every write of a transaction that has not entered the gate of its resource, whoever writes it.
+    """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
 
-    The same call again changes nothing, one with another resource replaces the fence. Not covered: a superuser who switches
-    triggers off, the apply process of a logical replication, and tables that inherit from this one by INHERITS, each of
-    which wants a fence of its own. Partitions are covered; a new one is open to TRUNCATE until this is called again.
+    The same call again changes nothing; a call with another resource replaces the fence. Not covered: a superuser who disables
+    triggers, the apply process of a logical replication, and tables that inherit from this one by INHERITS, each of which
+    needs a separate fence. Partitions are covered; a new one is open to TRUNCATE until this is called again.
 
-    The table and its partitions, called again only those that lack something, are locked in SHARE ROW EXCLUSIVE mode: this
-    waits for the transactions that have written there, and who writes waits behind it, as long as the session's
-    `lock_timeout` lets it; by default there is no limit. In ACCESS EXCLUSIVE mode, which readers feel too, only where a
-    resource for the whole table takes the place of one for each row.
+    The table and its partitions (in a repeated call only those that lack something) are locked in SHARE ROW EXCLUSIVE mode:
+    this waits for transactions that have written there, and new writers wait for it, up to the session's `lock_timeout`; by
+    default there is no limit. The mode is ACCESS EXCLUSIVE, which also blocks readers, only when a resource for the whole
+    table replaces one for each row.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it. Only the owner of the table may do it.
         table: a name (or schema.name), a Table, or a mapped class: of one with joined inheritance, the table of its own.
         resource: the name that is fenced; in the configured namespace, as the name of a lease. With columns in braces
-            ("close:{book}") each row has its own, and TRUNCATE is refused to everybody. They may be text, integer, uuid,
-            date or enum columns; a row with NULL in one of them is refused.
+            ("close:{book}") each row has its own, and TRUNCATE is always rejected. They may be text, integer, uuid, date
+            or enum columns; a row with NULL in one of them is rejected.
 
     Raises:
         ValueError: there is no such table or column, or the resource cannot be used.
         TypeError: the table or the resource has the wrong type.
-        SchemaError: pgfence's functions are missing, or this role may not make a trigger.
+        SchemaError: pgfence's functions are missing, or this role may not create a trigger.
         TransactionStateError: the Connection is in autocommit.
     """
     parts = fences.parts_of(resource, config_of(engine).namespace)
@@ -156,11 +156,10 @@ def drop_fence(engine: AsyncEngine | AsyncConnection, table: str | Table | type[
 @overload
 def drop_fence(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
 def drop_fence(engine: AnyEngine, table: object) -> object:
-    """Take the fence off a table: from the end of this transaction on everybody writes. None there is no error.
+    """Remove the fence from a table: after this transaction every writer may write. It is not an error if there is none.
 
-    The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for the transactions that have read or written
-    there, and who reads or writes waits behind it, as long as the session's `lock_timeout` lets it; by default there is no
-    limit.
+    The table and its partitions are locked in ACCESS EXCLUSIVE mode: this waits for transactions that have read or written
+    there, and new readers and writers wait for it, up to the session's `lock_timeout`; by default there is no limit.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.
@@ -183,20 +182,19 @@ def add_version_trigger(
 @overload
 def add_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
 def add_version_trigger(engine: AnyEngine, table: object) -> object:
-    """Let the server count the version of each row of a table, whoever updates it: for `__version_mode__ = "server"`.
+    """Add the trigger that counts the version of each row of a table: for `__version_mode__ = "server"`.
 
-    Every UPDATE of a row adds 1, also those of upserts, of plain SQL and of other programs; what a statement assigns to the
-    column does not count. The same call again changes nothing. It needs none of pgfence's tables, only a function that it
-    makes beside them. Not covered: a superuser who switches triggers off, the apply process of a logical replication, and
-    tables that inherit from this one by INHERITS, each of which wants a trigger of its own. Partitions are covered.
+    Every UPDATE of a row adds 1, including upserts, plain SQL and other programs; what a statement assigns to the column is
+    ignored. The same call again changes nothing. It needs none of pgfence's tables, only a function that it creates in the
+    same schema. Not covered: a superuser who disables triggers, the apply process of a logical replication, and tables that
+    inherit from this one by INHERITS, each of which needs a separate trigger. Partitions are covered.
 
-    Unless the trigger is there, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for the
-    transactions that have written there, and who writes waits behind it, as long as the session's `lock_timeout` lets it; by
-    default there is no limit. In ACCESS EXCLUSIVE mode, which readers feel too, where it takes the place of one of another
-    column or of one switched off.
+    Unless the trigger exists, the table and its partitions are locked in SHARE ROW EXCLUSIVE mode: this waits for transactions
+    that have written there, and new writers wait for it, up to the session's `lock_timeout`; by default there is no limit.
+    The mode is ACCESS EXCLUSIVE, which also blocks readers, when it replaces a trigger for another column or a disabled one.
 
     Args:
-        engine: an Engine or Connection, or an async one: then await it. Making the trigger needs TRIGGER on the table, and
+        engine: an Engine or Connection, or an async one: then await it. Creating the trigger needs TRIGGER on the table, and
             CREATE on the schema of pgfence's tables, or on the first one of the search path.
         table: a name (or schema.name), a Table, or a mapped class. With joined inheritance the class at the base, whose table
             has the version: an UPDATE of another table alone does not count. By its name or as a Table without the mixin, it
@@ -206,7 +204,7 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
         ValueError: there is no such table or column; the column holds no integers; or a trigger there has the same name and
             is not pgfence's.
         TypeError: the table has the wrong type.
-        SchemaError: the column takes NULL, and `command` says how to fill it; or this role may not make function or trigger.
+        SchemaError: the column is nullable, and `command` fills it; or this role may not create the function or trigger.
         TransactionStateError: the Connection is in autocommit.
     """
     target, column = _target(engine, table), _version_column(table)
@@ -220,11 +218,11 @@ def drop_version_trigger(
 @overload
 def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
 def drop_version_trigger(engine: AnyEngine, table: object) -> object:
-    """Take the trigger off a table: nobody counts from the end of this transaction on. None there is no error.
+    """Drop the trigger of a table: after this transaction versions are not counted. It is not an error if there is none.
 
-    The function stays, since other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode: this
-    waits for the transactions that have read or written there, and who reads or writes waits behind it, as long as the
-    session's `lock_timeout` lets it; by default there is no limit.
+    The function stays, because other tables may use it. The table and its partitions are locked in ACCESS EXCLUSIVE mode:
+    this waits for transactions that have read or written there, and new readers and writers wait for it, up to the session's
+    `lock_timeout`; by default there is no limit.
 
     Args:
         engine: an Engine or Connection, or an async one: then await it.

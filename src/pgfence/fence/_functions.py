@@ -37,12 +37,12 @@ def fence(
             fence(session, "close:2026-04", token)
             session.getunwrap_session(Period, "2026-04").closed = True
 
-    Promised: a transaction with another token than the newest cannot commit, and those with the same token run side by side.
-    A newer holder's first transaction waits until the older ones that are inside have ended, and sees what they wrote.
-    A refusal keeps the transaction from committing, also when the error is swallowed: roll back.
+    Guarantees: a transaction with another token than the newest cannot commit; transactions with the same token run
+    concurrently. A newer holder's first transaction waits until the older ones that are inside have ended, and sees what they
+    wrote. A rejected transaction cannot commit, even if the error is swallowed: roll back.
 
-    Not promised: anything about writers that enter no gate, unless the tables are guarded by `pgfence.schema.add_fence`; or
-    about effects outside this transaction.
+    Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables,
+    or about effects outside this transaction.
 
     Args:
         session: a Session, scoped_session or Connection, or an async one; then the result is awaited.
@@ -50,17 +50,17 @@ def fence(
         token: of the lease, or of an advisory lock with `token=True`.
         tokens: several resources at once, in place of `resource` and `token`. They are entered in one order everywhere.
         after_reads: allow statements of this transaction before it. What they read may be older than the last holder's
-            commit, and a write that rests on it would undo that one.
+            commit, and a write based on it would undo that commit.
 
     Raises:
-        StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was set back.
+        StaleFencingTokenError: the token is not the newest, was never issued for this resource, or the lease was reset.
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or the
             session's own `lock_timeout`. PostgreSQL has aborted this transaction: roll back.
         TransactionStateError: something was sent in this transaction already; or the connection is in autocommit.
         SchemaError: pgfence's tables are missing, or this role may not use them.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
-        TypeError: `session` has no transaction of its own (an engine, a factory); a name is no str or a token no int.
-        ValueError: a name is unusable, or a token below 1.
+        TypeError: `session` has no transaction (an engine, a factory); a name is not a str, or a token not an int.
+        ValueError: a name is unusable, or a token is below 1.
     """
     if is_async(session):
         return unwrap_session(session).run_sync(enter_named, tokens_of(resource, token), after_reads=after_reads)
@@ -89,7 +89,7 @@ def fenced(
 ) -> object:
     """Enter the gate of a resource for the rest of the transaction, as a block. Leaving it releases nothing before COMMIT.
 
-    The block shows which statements are meant; the gate is entered as by `fence`, and promised is the same.
+    The block shows which statements belong to it. The gate is entered as by `fence`, with the same guarantees.
 
     Args:
         session: a Session, scoped_session or Connection, or an async one; then it is an async block.

@@ -103,8 +103,8 @@ class _Leased(_HasToken):
 class FencedHeld(_HasToken, Held):
     """Something held whose grant brought a fencing token: a number that only grows for its name.
 
-    Not promised: that the token stops anybody by itself. Only a transaction that entered a gate with it is refused once it is
-    stale: `begin`, or `fence` as its first statement.
+    Limitations: the token alone stops no writer. Only a transaction that entered a gate with it is rejected once it is stale:
+    use `begin`, or `fence` as the first statement.
     """
 
     __slots__ = ()
@@ -134,8 +134,8 @@ class FencedHeld(_HasToken, Held):
     def begin(self, factory: object, *resources: str) -> AbstractContextManager[object, None]:
         """Open a transaction that enters the gate first, yield it, and commit it at the end of the block.
 
-        Promised: once a newer token has entered the gate, or was granted, this transaction cannot commit. Not promised:
-        anything about what was read before the block.
+        Guarantees: once a newer token was granted, or has entered the gate, this transaction cannot commit. Limitations:
+        nothing is guaranteed about what was read before the block.
 
         Args:
             factory: a sessionmaker, which yields a Session; or an Engine, which yields a Connection.

@@ -1,24 +1,24 @@
-"""Whole transactions that are done again when PostgreSQL, or a version, says that somebody else was first.
+"""Retry whole transactions after conflicts: serialization failures, deadlocks and version conflicts.
 
-Promised: each attempt has a Session and a transaction of its own and reads everything anew, so nothing stale survives from
-the one before. What is returned was committed. An attempt is followed by another one only if nothing of it can have been
-committed, and only for the errors that another attempt can cure:
+Guarantees: each attempt has a separate Session and transaction and reads everything again, so no stale data survives from the
+previous one. What is returned was committed. Another attempt follows only if nothing of the previous one can have been
+committed, and only after an error that another attempt can cure:
 
 - `VersionConflictError` from a flush, and SQLAlchemy's own StaleDataError;
 - SQLSTATE 40001, serialization failure, and 40P01, deadlock, wherever they arise, at COMMIT too; `DeadlockError` as well.
 
-Attempts and total time are bounded, and the last error is the one that is raised. Between two attempts lies a random pause
-between 0 and 5 ms, doubled with each attempt up to 500 ms, so that those who met do not meet again.
+Attempts and total time are bounded, and the last error is raised. Attempts are separated by a random backoff of at most 5 ms,
+doubled each time up to 500 ms, so that conflicting transactions do not collide again.
 
-Not promised: anything about effects outside the transaction. A mail sent by the function is sent again with each attempt:
-return what has to be done and do it after the commit. Nothing interrupts an attempt that is running.
+Limitations: nothing is guaranteed about effects outside the transaction. A mail sent by the function is sent again with each
+attempt: return what has to be done and do it after the commit. A running attempt is never interrupted.
 
-Never tried again: a connection that was lost, at any moment (during COMMIT that is `CommitOutcomeUnknownError`, because the
-server may have committed); the version that a client sent (`VersionConflictError` with `retryable` False), which no attempt
-makes right; and any error of the caller's own.
+Never retried: a lost connection (during COMMIT it raises `CommitOutcomeUnknownError`, because the server may have committed);
+a conflict with the version that a client sent (`VersionConflictError` with `retryable` False), which no attempt can cure; and
+all errors of the caller.
 
-Never inside a transaction that is open already. Under REPEATABLE READ and SERIALIZABLE a savepoint keeps the snapshot of the
-transaction around it, so an attempt in a savepoint meets the same 40001 again, however often.
+A transaction that is already open is never retried. Under REPEATABLE READ and SERIALIZABLE a savepoint keeps the snapshot of
+the surrounding transaction, so every attempt in a savepoint would end with the same 40001.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def run_transaction(
     sessionmaker: sync_sessionmaker[S], fn: Callable[[S], R], *, attempts: int = 5, timeout: Seconds | None = None
 ) -> R: ...
 def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: Seconds | None = None) -> object:
-    """Call `fn(session)` in a transaction of its own, commit, and do all of it again when somebody else was first.
+    """Call `fn(session)` in a separate transaction, commit, and retry all of it after a conflict.
 
     ::
 
@@ -92,16 +92,16 @@ def run_transaction(sessionmaker: Any, fn: Any, *, attempts: int = 5, timeout: S
 
         balance = run_transaction(SessionLocal, pay_interest)
 
-    Promised: what is returned was committed, once. Each attempt has a fresh session and reads everything anew. Tried again
-    are a version conflict of a flush (`VersionConflictError`, StaleDataError), a serialization failure (SQLSTATE 40001) and
-    a deadlock (40P01, `DeadlockError`), at COMMIT too; after a random pause of at most 5 ms, doubled each time up to 500 ms.
+    Guarantees: what is returned was committed, once. Each attempt has a fresh session and reads everything again. It retries
+    version conflicts of a flush (`VersionConflictError`, StaleDataError), serialization failures (SQLSTATE 40001) and
+    deadlocks (40P01, `DeadlockError`), at COMMIT too, after a random backoff of at most 5 ms, doubled each time up to 500 ms.
 
-    Not promised: anything about effects outside the transaction; `fn` may be called `attempts` times, and its session's
-    `info["pgfence_attempt"]` says which time it is. Use `attempts=1` for what must not be done twice. No attempt is
-    interrupted. A lost connection is never tried again, nor is the version that a client sent. A task that is cancelled
-    during COMMIT does not know what became of it.
+    Limitations: nothing is guaranteed about effects outside the transaction. `fn` may be called `attempts` times; its session's
+    `info["pgfence_attempt"]` has the number of the attempt. Use `attempts=1` for what must not be done twice. A running attempt
+    is not interrupted. A lost connection is never retried, nor is a conflict with the version that a client sent. After a
+    cancellation during COMMIT the outcome is unknown.
 
-    Instances that `fn` returns belong to a session that is closed: return values.
+    Instances that `fn` returns belong to a closed session: return values instead.
 
     Args:
         sessionmaker: makes the session of each attempt. With an async_sessionmaker the result is awaited, and so is `fn`.
@@ -151,8 +151,8 @@ def in_transaction(sessionmaker: Any, *, attempts: int = 5, timeout: Seconds | N
 
         left = withdraw(1, amount=5)
 
-    Promised, and not promised, is the same. Callers leave the session out; the function itself, for a transaction that is
-    open already, is `withdraw.__wrapped__(session, 1, amount=5)`.
+    Guarantees and limitations are the same. Callers omit the session. In a transaction that is already open, call the original
+    function: `withdraw.__wrapped__(session, 1, amount=5)`.
 
     Args:
         sessionmaker: makes the session of each attempt; an async_sessionmaker for a coroutine function.

@@ -38,9 +38,9 @@ class TransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Load after the lock: what was read before it may be old. A free lock costs one round trip, the same lock again in one
-    transaction none. It waits in the server, within reach of its deadlock detector; a timeout leaves the transaction usable,
-    its earlier writes and its settings as they were.
+    Load rows after acquiring the lock: what was read before may be old. A free lock costs one round trip, the same lock again in
+    one transaction none. It waits in the server, where PostgreSQL detects deadlocks. A timeout leaves the transaction usable,
+    with its earlier writes and settings.
 
     Not promised: anything after COMMIT or ROLLBACK, or after a ROLLBACK TO a savepoint that is older than the lock (the next
     `acquire` asks the server again); freshness of rows read before it; REPEATABLE READ and SERIALIZABLE, which are refused,

@@ -47,30 +47,30 @@ def load_for_version(session: Any, model: type, pk: object, expected: object, *,
         page.title = request.form["title"]
         session.commit()
 
-    Promised: the row is read anew, also where the session has it already, and its version is compared before anything else is
-    sent; no UPDATE is. The version that was read is the one that the flush asks for, so whoever writes the row in between
-    makes that flush fail, and no change is lost.
+    Guarantees: the row is read again even if the session has it already, and its version is compared before anything else is
+    sent. The flush compares the version that was read here, so if another process writes the row in between, the flush fails
+    and no change is lost.
 
-    Not promised: that the flush succeeds, unless `lock=True`; in a plain Session its failure is SQLAlchemy's StaleDataError,
-    in a `VersionedSession` a VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as the
-    transaction's snapshot, and the UPDATE of a row that has changed since ends in 40001. A row that was deleted and made again
-    starts at the same number; `VersionedUUID` tells the two apart.
+    Limitations: the flush is not guaranteed to succeed unless `lock=True`; in a plain Session its failure is SQLAlchemy's
+    StaleDataError, in a `VersionedSession` a VersionConflictError. In REPEATABLE READ and SERIALIZABLE the row is as old as
+    the transaction's snapshot, and the UPDATE of a row that has changed since then fails with 40001. A row that was deleted and
+    created again starts at the same number; `VersionedUUID` tells the two apart.
 
     Args:
         session: a Session or scoped_session, or an async one; then the result is awaited.
         model: a class with `Versioned` or `VersionedUUID`.
         pk: the primary key, as for `Session.get`: a value, a tuple, or a dict by attribute.
         expected: the version as the client has sent it: a number from a form, a UUID, or what `if_match` has read.
-        lock: lock the row (FOR UPDATE), so that nobody else writes it before this transaction has ended. It waits for whoever
-            has the row, as long as the session's `lock_timeout` permits, and costs one round trip more. The lock stays
-            until the transaction ends, also after a conflict.
+        lock: lock the row (FOR UPDATE), so that no other transaction writes it before this one has ended. It waits for the
+            holder of the row up to the session's `lock_timeout`, and costs one more round trip. The lock is held until the
+            transaction ends, even after a conflict.
 
     Raises:
-        VersionConflictError: the row is at another version, `found` in its item; or it is gone, and `found` is None. 412, and
-            not `retryable`: the client has to look at the row again. The session may be used on.
-        TransactionStateError: the session has changes that are not flushed; to read the row anew could lose them.
-        TypeError: `expected` is no version of that class (None and "1" are none); the class is not versioned; the session is
-            none. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
+        VersionConflictError: the row is at another version, `found` in its item; or it is gone, and `found` is None. Respond
+            with 412. It is not `retryable`, because the client must see the row first. The session stays usable.
+        TransactionStateError: the session has changes that are not flushed; reading the row again could lose them.
+        TypeError: `expected` is not a version of that class (such as None or "1"); the class is not versioned; or `session` is
+            not a session. With `__version_mode__ = "xmin"` also an IfMatch other than `*`: see `etag`.
     """
     if is_async_session(session):
         return unwrap_session(session).run_sync(_load, _check_model(model, expected), pk, expected, lock)

@@ -55,20 +55,20 @@ class Versioned(_Guarded):
     For plain declarative classes, MappedAsDataclass (it adds no argument of `__init__`), SQLModel and Flask-SQLAlchemy. With
     joined or single-table inheritance it belongs on the class at the base. A new row has version 1, each UPDATE adds 1.
 
-    Promised: a flush changes or deletes a row at the version at which its instance was read, and raises otherwise. update() of
-    the class raises the version of every row that it writes, or is refused; see `bulk` of `VersionedSession`.
+    Guarantees: a flush changes or deletes a row at the version at which its instance was read, and raises otherwise. update()
+    of the class raises the version of every row that it writes, or is rejected; see `bulk` of `VersionedSession`.
 
     The version is read together with whatever columns are loaded. If columns were loaded without it, by SQL text that leaves
     it out, a write of the row is rejected.
 
-    Not promised: anything about instances whose row is read again before the flush, since that takes the newer version; what
-    a commit has expired is read again. About statements beside the ORM: with `__version_mode__ = "server"` a trigger counts
-    those, too. About rows that belong to this one, unless `__version_relationships__` names their relationship and a flush
-    writes them.
+    Limitations: nothing is guaranteed about instances whose row is read again before the flush, because they then have the newer
+    version; what a commit has expired is read again. Nor about statements outside the ORM, unless `__version_mode__ =
+    "server"`, whose trigger counts them. Nor about rows that belong to this one, unless `__version_relationships__` names their
+    relationship and a flush writes them.
 
-    `__version_mode__ = "xmin"` takes PostgreSQL's own mark of the last transaction that wrote the row, needs no column, and
-    sees every writer. It is for one session's work: it is another one after a dump or a rewrite of the table, several writes
-    of one transaction have the same, and so `etag` and `merge()` refuse it.
+    `__version_mode__ = "xmin"` uses PostgreSQL's mark of the last transaction that wrote the row, needs no column, and detects
+    every writer. It is only for the work of one session: it changes with a dump or a rewrite of the table, and is the same for
+    several writes of one transaction, so `etag` and `merge()` reject it.
 
     Attributes:
         __version_mode__: who counts: "client", this program; "server", the trigger of `schema.add_version_trigger`; "xmin".

@@ -59,10 +59,10 @@ def etag(instance: object, /) -> str:
         session.commit()
         return jsonify(title=page.title), {"ETag": etag(page)}
 
-    Promised: every process gives the same tag to the same version of a row, a subclass the one of its base class; and another
-    version of the row has another tag, unless the row was deleted and made again: `VersionedUUID` tells those apart as well.
+    Guarantees: all processes return the same tag for the same version of a row, and a subclass the same as its base class.
+    Another version of the row has another tag, unless the row was deleted and created again: `VersionedUUID` tells those apart.
 
-    Not promised: anything about what else a response shows. Rows beside this one, and the reader's rights, have no part in it.
+    Limitations: the tag covers this row only, not other rows or the reader's permissions that a response may depend on.
 
     Args:
         instance: of a versioned class, with its changes flushed. An expired one is loaded again, which an AsyncSession cannot
