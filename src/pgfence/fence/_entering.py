@@ -165,6 +165,7 @@ def _enter(
     if issued is not None:
         _check_same_tables(place, issued, tokens)
     record, first = _get_record(connection, tokens, fresh=fresh)
+    # A gate that was entered under another token is entered again: the server decides which of the two counts.
     missing = {name: token for name, token in tokens.items() if record.token_of(place, name) != token}
     if not missing:
         return
@@ -250,6 +251,7 @@ def _open_transaction(work: SyncWork) -> tuple[Connection, bool, bool]:
     if isinstance(session, Connection):
         # The caller of a Connection in a savepoint may own nothing but this savepoint.
         return session, False, not session.in_nested_transaction()
+    # On a Connection of the caller's, others may have sent statements before the Session began on it.
     known = not isinstance(session.get_bind(clause=_WRITE), Connection)
     begun: list[object] = []
 
@@ -280,6 +282,7 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
             " pipeline before entering a gate"
         )
     if not connection.in_transaction():
+        # Not left to our statement: what hooks send at the begin must come before the gate.
         connection.begin()
         fresh = True
     record = gates.EnteredGates.of(connection)

@@ -191,6 +191,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
     """
     name = qualified_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
     token = entered_token(connection, name)
+    # In mode "row" the token in the row is compared under its lock, so that a token that is only held here is enough.
     if token is None and cls.__fence__ == "row":
         if read_driver_state(connection).autocommit:
             raise TransactionStateError(
@@ -211,6 +212,7 @@ def _find_held_token(name: str, place: TableNames) -> int | None:
     owner = find_contender_of_task() or THREADS.contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
+            # A lease that has expired on this process's clock must not write, even if the server would still accept it.
             hold.check()
             return hold.token
     return None
@@ -238,6 +240,7 @@ def reject_stale(connection: Connection, resource: str, token: int, newest: int)
         newest=newest,
         sqlstate=None,
     )
+    # The caller may swallow the error, and the server has seen nothing that would make it reject the COMMIT.
     block_commit(connection, error)
     raise error
 

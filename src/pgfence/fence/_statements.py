@@ -147,10 +147,11 @@ def _bind_to_rows(work: Work) -> None:
     rows = _read(work, query, parameters)
     tokens = [_token_for(work, row) for row in rows]
     keys = key_columns(work.mapper, work.mapper.local_table)
-    # By key, not by its criteria: a row that matches only after the read was not checked, so it is left out.
+    # Also by key: a row that matches the criteria only after the read was not checked, so it is left out.
     listed = _build_key_table(keys, [_key_of(work, row) for row in rows], tokens)
     bound = statement.where(*_match_keys(keys, listed))
     work.state.statement = bound.values({ATTRIBUTE: listed.c[_NEW]}) if isinstance(bound, Update) and inside else bound
+    # "evaluate" cannot compare with the table of keys in Python.
     if work.state.execution_options.get("synchronize_session") == "evaluate":
         work.state.update_execution_options(synchronize_session="fetch")
 
@@ -251,6 +252,7 @@ def _guard_batch(work: Work) -> AnyResult:
     found = {
         _key_of(work, row): row for row in _read(work, _build_query(work, {}).where(*_match_keys(keys, listed)), {})
     }
+    # A row that appears between this read and the UPDATE would be written without a check.
     if missing := [key for key in wanted if key not in found]:
         raise StaleDataError(f"rows of {work.cls.__name__} that were to be written are not there: {missing[:5]}")
     tokens = [_token_for(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]

@@ -71,6 +71,7 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)
     columns = key_columns(mapped(cls), table)
+    # Without the whole key the statement may write several rows, of several resources.
     if not named.keys() >= set(columns):
         raise undetermined_error(cls, "the rows of this UPDATE cannot be told before it runs")
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()

@@ -82,6 +82,7 @@ class AttemptRun:
 
     def find_doubt(self, error: Exception, what: str) -> CommitOutcomeUnknownError | None:
         """Return what to raise if the transaction may be committed in spite of the error; None: it is not."""
+        # A savepoint commits nothing, and an error before the COMMIT leaves no doubt.
         if not self._ending or self.joined or not (isinstance(error, OSError) or is_driver_error(error)):
             return None
         if is_commit_unanswered(error):
@@ -111,6 +112,7 @@ class AttemptRun:
                 " Use an engine without AUTOCOMMIT"
             )
         self._connections.add(connection)
+        # The listener is one for the whole dialect, and finds the attempt by its connection.
         vars(connection)[_ATTRIBUTE] = self
         if connection.dialect not in _LISTENING:
             _LISTENING.add(connection.dialect)

@@ -149,6 +149,7 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
                 return result
             finally:
                 attempt.detach()
+        # Outside the session: the connection is back in the pool, and no lock is held.
         time.sleep(pause)
 
 
@@ -170,6 +171,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
                 return result
             finally:
                 attempt.detach()
+        # Outside the session: the connection is back in the pool, and no lock is held.
         await asyncio.sleep(pause)
 
 
@@ -177,6 +179,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
 def _reject_nested(me: object, session: Session, factory: object, plan: Plan) -> Iterator[None]:
     """Reject a transaction inside another one of this thread or task on the same database."""
     bind = bind_of(session)
+    # The dialect stands for the database: an engine and its copies with execution options share one.
     here = (me, factory if bind is None else bind.dialect)
     if here in _RUNNING.get():
         raise TransactionStateError(
@@ -194,7 +197,7 @@ def _reject_nested(me: object, session: Session, factory: object, plan: Plan) ->
 def _call(work: Callable[[S], object], session: S) -> object:
     result = work(session)
     if inspect.iscoroutine(result):
-        result.close()
+        result.close()  # else Python would warn that it was never awaited
         raise TypeError("a sync session cannot be awaited: pass an async_sessionmaker for a function that is awaited")
     return result
 

@@ -226,6 +226,7 @@ class TransactionLockBase(Guided):
         if not granted:
             return False
         call.record.add(call.keys, shared=self._shared)
+        # What was loaded while another transaction held the lock may be older than its COMMIT.
         if self._expire and not isinstance(work, Connection):
             work.expire_all()
         if call.config.on_event is not None:
@@ -254,6 +255,7 @@ class TransactionLockBase(Guided):
         if guarded and (answer.taken < 0 or own is not None or not left):
             sql.give_back(connection)
         elif not guarded and answer.taken > 0:
+            # Nothing of the caller's is in this transaction yet, so a new one releases the part that was granted.
             sql.begin_anew(connection)
         if answer.taken < 0:
             raise self._refusal_error(answer)
@@ -272,6 +274,7 @@ class TransactionLockBase(Guided):
         except DBAPIError as error:
             if sqlstate_of(error) != LOCK_NOT_AVAILABLE:
                 raise
+            # Back to the savepoint: the timeout must not leave the caller's transaction aborted.
             sql.give_back(call.connection)
             return False
         sql.keep(call.connection)
