@@ -26,7 +26,7 @@ _NO_SESSION = ("08", "28", "3D", "533", "57P")
 def purge(engine: AsyncEngine, batch: int) -> Coroutine[Any, Any, int]: ...
 @overload
 def purge(engine: Engine, batch: int) -> int: ...
-def purge(engine: Any, batch: int) -> Any:
+def purge(engine: Engine | AsyncEngine, batch: int) -> object:
     """Delete all expired keys, and return how many they were; of an AsyncEngine return a coroutine."""
     place = table_names_of(engine)
 

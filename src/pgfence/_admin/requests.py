@@ -77,7 +77,7 @@ def build_audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
 def perform(engine: AsyncEngine, work: Callable[[Connection, O], R], request: O) -> Coroutine[Any, Any, R]: ...
 @overload
 def perform(engine: Engine, work: Callable[[Connection, O], R], request: O) -> R: ...
-def perform(engine: Any, work: Callable[[Connection, O], R], request: O) -> Any:
+def perform(engine: Engine | AsyncEngine, work: Callable[[Connection, O], R], request: O) -> object:
     """Do what is requested on a connection of the engine; of an AsyncEngine return a coroutine."""
 
     def translate(engine: Engine, error: Exception) -> PgfenceError | None:

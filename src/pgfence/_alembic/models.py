@@ -111,13 +111,13 @@ class _Symbol:
             raise TypeError(f"it formats a column ({spec!r})")
         return self._text
 
-    def __add__(self, other: Any) -> str:
+    def __add__(self, other: object) -> str:
         return self._text + str(other)
 
-    def __radd__(self, other: Any) -> str:
+    def __radd__(self, other: object) -> str:
         return str(other) + self._text
 
-    def _refuse(self, *_: Any) -> Never:
+    def _refuse(self, *_: object) -> Never:
         raise TypeError("it does more with a column than put it into a text")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = __getitem__ = _refuse

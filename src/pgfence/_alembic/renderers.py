@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from alembic.autogenerate.render import renderers
 from alembic.operations.ops import CreateIndexOp, DropIndexOp
@@ -108,7 +108,7 @@ def _render_place(place: TableNames) -> list[str]:
     ]
 
 
-def _render_options(**arguments: Any) -> list[str]:
+def _render_options(**arguments: object) -> list[str]:
     """Return the arguments that say something."""
     return [f"{name}={value!r}" for name, value in arguments.items() if value or name in {"resource", "prefix"}]
 

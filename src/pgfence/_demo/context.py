@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import sessionmaker
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _REPORT_EVERY = 0.1
 
 
-def say(**words: Any) -> None:
+def say(**words: object) -> None:
     """Send one line to whoever gives the orders."""
     sys.stdout.write(f"{json.dumps(words)}\n")
     sys.stdout.flush()

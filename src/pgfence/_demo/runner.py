@@ -7,7 +7,7 @@ one. Every figure is measured: transfers and losses are read from the ledger, wa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import text
 
@@ -62,7 +62,7 @@ class Outcome:
         verdicts -= {Verdict.OK}
         return min(verdicts, default=Verdict.OK)
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, object]:
         """Return it for JSON."""
         return {
             "server": self.server,

@@ -45,7 +45,7 @@ class ScenarioResult:
     lines: tuple[str, ...]
     figures: dict[str, int]
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, object]:
         """Return it for JSON."""
         return {"scene": self.scene, "title": self.title, "verdict": self.verdict.name.lower(), **self.figures}
 
@@ -75,7 +75,7 @@ def create_engine_for(url: str | URL) -> Engine:
 class ScenarioProcess:
     """A process that plays a part: told its part on standard input, it tells what it does in lines of JSON."""
 
-    def __init__(self, module: str, url: URL, errors: Any, **part: Any) -> None:
+    def __init__(self, module: str, url: URL, errors: Any, **part: object) -> None:
         self._errors = errors
         self.popen = subprocess.Popen(
             (sys.executable, "-P", "-m", module),
@@ -90,7 +90,7 @@ class ScenarioProcess:
         self._stdin, self._stdout = self.popen.stdin, self.popen.stdout
         self.tell(url=url.render_as_string(hide_password=False), **part)
 
-    def tell(self, **words: Any) -> None:
+    def tell(self, **words: object) -> None:
         """Give it a line; one that has ended does not hear it, and is found out when it is listened to."""
         with suppress(OSError):
             self._stdin.write(f"{json.dumps(words)}\n")
@@ -132,7 +132,7 @@ def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
     started: list[ScenarioProcess] = []
     with tempfile.TemporaryFile() as errors:
 
-        def start(module: str, url: URL, **part: Any) -> ScenarioProcess:
+        def start(module: str, url: URL, **part: object) -> ScenarioProcess:
             started.append(ScenarioProcess(module, url, errors, **part))
             return started[-1]
 
@@ -143,7 +143,7 @@ def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
                 player.close()
 
 
-def say(**words: Any) -> None:
+def say(**words: object) -> None:
     """Send one line to whoever plays the scene."""
     sys.stdout.write(f"{json.dumps(words)}\n")
     sys.stdout.flush()

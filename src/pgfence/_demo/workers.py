@@ -44,7 +44,7 @@ class Worker:
         assert self.popen.stdout is not None
         self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
 
-    def tell(self, order: dict[str, Any]) -> None:
+    def tell(self, order: dict[str, object]) -> None:
         """Give it an order; one that has just died does not hear it, and is found dead when it is listened to."""
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
@@ -107,7 +107,7 @@ class WorkerPool:
             if clock() > deadline:
                 raise DemoError(f"the processes of the demo were not ready after {_START:.0f} s")
 
-    def tell(self, order: dict[str, Any]) -> None:
+    def tell(self, order: dict[str, object]) -> None:
         """Give everybody an order."""
         for member in self._members:
             member.tell(order)

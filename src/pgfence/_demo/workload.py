@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class Figures:
         """Return the wait that this percentage of the waits did not exceed (nearest rank); None if there was no wait."""
         return self.waits[max(0, math.ceil(len(self.waits) * percent / 100) - 1)] if self.waits else None
 
-    def as_data(self, verdict: Verdict) -> dict[str, Any]:
+    def as_data(self, verdict: Verdict) -> dict[str, object]:
         """Return it for JSON."""
         return {
             "act": self.act,

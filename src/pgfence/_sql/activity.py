@@ -11,7 +11,7 @@ The texts stand apart from the functions that send them, so that a caller with a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._sql.params import from_microseconds, microseconds_sql, style_of
 from pgfence.types import Holder
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.params import ParamStyle, Row
     from pgfence.keys import LockKey
 
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
@@ -78,13 +78,13 @@ def build_arguments(keys: Iterable[LockKey]) -> tuple[list[int], list[int]]:
     return whole, pairs
 
 
-def decode(rows: Iterable[Sequence[Any]], keys: Iterable[LockKey]) -> list[Holder]:
+def decode(rows: Iterable[Row], keys: Iterable[LockKey]) -> list[Holder]:
     """Return the holders that the rows of `HolderTexts.holders` tell of; `keys` are those that were asked for."""
     known = {(key.value, 1 if key.space == "bigint" else 2): key for key in keys}
     return [_build_holder(row, known[row[0], row[1]]) for row in rows]
 
 
-def _build_holder(row: Sequence[Any], key: LockKey) -> Holder:
+def _build_holder(row: Row, key: LockKey) -> Holder:
     _, _, mode, backend_pid, application_name, host, since, gid = row
     return Holder(
         name=key.name,
@@ -99,7 +99,7 @@ def _build_holder(row: Sequence[Any], key: LockKey) -> Holder:
     )
 
 
-def build_lease_holder(name: str, row: Sequence[Any]) -> Holder:
+def build_lease_holder(name: str, row: Row) -> Holder:
     """Return the holder that a row of `lease_sql(...).look` tells of; `name` as people know it."""
     kind, owner, host, pid, backend_pid, application_name, purpose, token, since, expires_at = row
     return Holder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._process.callbacks import log
 
@@ -60,22 +60,22 @@ def warn_of_slow_hosts(engine: Engine) -> None:
     )
 
 
-def _read_parameters(engine: Engine) -> Mapping[str, Any]:
+def _read_parameters(engine: Engine) -> Mapping[str, object]:
     """Return what the driver is called with: of the URL and of `connect_args`, which only the pool's creator knows."""
     creator = getattr(engine.pool, "_creator", None)
     known = inspect.getclosurevars(creator).nonlocals.get("cparams") if inspect.isfunction(creator) else None
     if isinstance(known, dict):
         return known
     # A creator of the application's own: the URL may be all that it uses, or say nothing.
-    parameters: Mapping[str, Any] = {"host": CREATOR, **engine.dialect.create_connect_args(engine.url)[1]}
+    parameters: Mapping[str, object] = {"host": CREATOR, **engine.dialect.create_connect_args(engine.url)[1]}
     return parameters
 
 
-def _read_parameter(given: Mapping[str, Any], name: str) -> Any:
+def _read_parameter(given: Mapping[str, object], name: str) -> object:
     return given.get(name) or os.environ.get(_VARIABLES[name])
 
 
-def _list_hosts(given: Mapping[str, Any]) -> list[str]:
+def _list_hosts(given: Mapping[str, object]) -> list[str]:
     hosts = _split_list(given.get("host") or given.get("hostaddr"))
     if not hosts and (service := _read_parameter(given, "service")):
         return [f"service {service}"]
@@ -87,7 +87,7 @@ def _list_hosts(given: Mapping[str, Any]) -> list[str]:
     return [f"{host}:{ports[n]}" if n < len(ports) and ports[n] else host for n, host in enumerate(places)]
 
 
-def _split_list(value: Any) -> list[str]:
+def _split_list(value: object) -> list[str]:
     if value is None:
         return []
     return [str(each) for each in value] if isinstance(value, (list, tuple)) else str(value).split(",")

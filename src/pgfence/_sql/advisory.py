@@ -17,7 +17,7 @@ on a backend that is not ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._sql import activity
 from pgfence._sql.errors import ErrorContext
@@ -124,7 +124,7 @@ class LockSql:
         """The keys again, as plain values: cheap to look up."""
         self._texts = _TEXTS[style]
         self._one = len(keys) == 1 and keys[0].space == "bigint"
-        self._values: tuple[Any, ...]
+        self._values: tuple[object, ...]
         if self._one:
             self._values = (keys[0].value,)
             self.unlock_text = self._texts.unlock_one
@@ -134,7 +134,7 @@ class LockSql:
         self.try_text = self._texts.try_one if self._one else self._texts.try_many
         """Takes the backend's pid and the keys; answers true (all held), false (none held) or null (another server process
         answered, none held)."""
-        self.unlock_args: tuple[Any, ...] = self._values
+        self.unlock_args: tuple[object, ...] = self._values
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
@@ -150,7 +150,7 @@ class LockSql:
         """Returns when all are held, or fails with 55P03 and none is."""
         return self._texts.wait_one if self._one else self._texts.wait_many
 
-    def wait_args(self, milliseconds: int) -> tuple[Any, ...]:
+    def wait_args(self, milliseconds: int) -> tuple[object, ...]:
         if self._one:
             return (str(milliseconds), *self._values, *self._values)
         return (str(milliseconds), *self._values)

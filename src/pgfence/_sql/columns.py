@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     JSON,
@@ -26,6 +26,10 @@ from sqlalchemy.schema import CreateColumn
 
 from pgfence._sql.storage import KEYS, LEASES, VERSION, TableNames
 
+if TYPE_CHECKING:
+    from sqlalchemy.engine.interfaces import Dialect
+    from sqlalchemy.schema import SchemaItem
+
 OWN = "pgfence"
 """In the `info` of our tables: the prefix of their names, for migrations that compare a MetaData with the database."""
 
@@ -34,7 +38,7 @@ def define(metadata: MetaData, place: TableNames, version: int = VERSION) -> tup
     """Add our tables of a version to a MetaData and return them; those that it has already are taken as they are."""
     schema = metadata.schema if place.schema is None else place.schema
 
-    def add_table(name: str, *parts: Any) -> Table:
+    def add_table(name: str, *parts: SchemaItem) -> Table:
         called = place.prefix + name
         known = metadata.tables.get(called if schema is None else f"{schema}.{called}")
         if known is not None:
@@ -67,11 +71,11 @@ def _define_json(name: str) -> Column[Any]:
     return Column(name, JSON().with_variant(JSONB(), "postgresql"))
 
 
-def _define_token(constraint: str) -> tuple[Any, ...]:
+def _define_token(constraint: str) -> tuple[SchemaItem, ...]:
     return Column("token", BigInteger, nullable=False), CheckConstraint("token > 0", name=f"{constraint}_token_check")
 
 
-def _define_lease(place: TableNames) -> tuple[Any, ...]:
+def _define_lease(place: TableNames) -> tuple[SchemaItem, ...]:
     return (
         Column("name", Text, primary_key=True),
         *_define_token(place.prefix + "lease"),
@@ -95,7 +99,7 @@ def _define_lease(place: TableNames) -> tuple[Any, ...]:
     )
 
 
-def _define_lease_since_3(version: int) -> tuple[Any, ...]:
+def _define_lease_since_3(version: int) -> tuple[SchemaItem, ...]:
     if version < LEASES:
         return ()
     return (
@@ -105,7 +109,7 @@ def _define_lease_since_3(version: int) -> tuple[Any, ...]:
     )
 
 
-def _define_gate(place: TableNames) -> tuple[Any, ...]:
+def _define_gate(place: TableNames) -> tuple[SchemaItem, ...]:
     return (
         Column("resource", Text, primary_key=True),
         *_define_token(place.prefix + "gate"),
@@ -113,7 +117,7 @@ def _define_gate(place: TableNames) -> tuple[Any, ...]:
     )
 
 
-def _define_checkpoint() -> tuple[Any, ...]:
+def _define_checkpoint() -> tuple[SchemaItem, ...]:
     return (
         Column("name", Text, primary_key=True),
         Column("token", BigInteger, nullable=False),
@@ -122,7 +126,7 @@ def _define_checkpoint() -> tuple[Any, ...]:
     )
 
 
-def _define_slot() -> tuple[Any, ...]:
+def _define_slot() -> tuple[SchemaItem, ...]:
     return (
         Column("name", Text, primary_key=True),
         _define_time("done"),
@@ -134,11 +138,11 @@ def _define_slot() -> tuple[Any, ...]:
     )
 
 
-def _define_slot_since_3(version: int) -> tuple[Any, ...]:
+def _define_slot_since_3(version: int) -> tuple[SchemaItem, ...]:
     return () if version < LEASES else (Column("done_offset", Integer), Column("tried_offset", Integer))
 
 
-def _define_audit() -> tuple[Any, ...]:
+def _define_audit() -> tuple[SchemaItem, ...]:
     return (
         Column("id", BigInteger, Identity(always=True), primary_key=True),
         Column("action", Text, nullable=False),
@@ -150,14 +154,14 @@ def _define_audit() -> tuple[Any, ...]:
     )
 
 
-def _define_schema_version() -> tuple[Any, ...]:
+def _define_schema_version() -> tuple[SchemaItem, ...]:
     return (
         Column("version", Integer, primary_key=True, autoincrement=False),
         _define_time("installed_at", nullable=False, server_default=text("CURRENT_TIMESTAMP")),
     )
 
 
-def _define_idempotency_key(place: TableNames) -> tuple[Any, ...]:
+def _define_idempotency_key(place: TableNames) -> tuple[SchemaItem, ...]:
     return (
         Column("scope", Text, primary_key=True),
         Column("key", Text, primary_key=True),
@@ -180,15 +184,16 @@ def _define_idempotency_key(place: TableNames) -> tuple[Any, ...]:
     )
 
 
-def _define_idempotency_key_since_3(version: int) -> tuple[Any, ...]:
+def _define_idempotency_key_since_3(version: int) -> tuple[SchemaItem, ...]:
     return () if version < LEASES else (_define_time("locked_at"),)
 
 
-def get_dialect() -> Any:
+def get_dialect() -> Dialect:
     from sqlalchemy.dialects import postgresql
 
     # Of another style than the default, in which a per cent sign in a name would be written twice.
-    return postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
+    dialect: Dialect = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
+    return dialect
 
 
 @cache

@@ -15,7 +15,6 @@ from pgfence._sql.transaction import send_quick
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     from sqlalchemy import Connection
 
@@ -133,7 +132,7 @@ def _build_end(keys: str, style: ParamStyle) -> str:
     )
 
 
-def finish_inside(connection: Connection, place: TableNames, values: tuple[Any, ...]) -> int | None:
+def finish_inside(connection: Connection, place: TableNames, values: tuple[object, ...]) -> int | None:
     """Store what came of an attempt in the caller's own transaction; answers as `finish`.
 
     Another answer than the attempt has aborted the transaction.

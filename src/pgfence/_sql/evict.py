@@ -29,10 +29,11 @@ from pgfence.keys import display_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from sqlalchemy import Connection
 
+    from pgfence._sql.params import Row
     from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
 
@@ -107,7 +108,7 @@ class Found:
         """Say whether the same grants are meant. What is known of a session's activity changes all the time."""
         return self.token == other.token and self._identify() == other._identify()
 
-    def _identify(self) -> set[tuple[Any, ...]]:
+    def _identify(self) -> set[tuple[str, int | None, int | None]]:
         return {(holder.kind, holder.token, holder.backend_pid) for holder in self.holders}
 
 
@@ -121,7 +122,7 @@ def look(connection: Connection, order: EvictionRequest) -> Found:
     return Found((*leases, *activity.with_token(sessions, held)), None if row is None else row.token)
 
 
-def _build_lease_holder(order: EvictionRequest, row: Sequence[Any]) -> Holder:
+def _build_lease_holder(order: EvictionRequest, row: Row) -> Holder:
     _, *known, since, expires_at = row
     times = (None if at is None else from_microseconds(at) for at in (since, expires_at))
     return activity.build_lease_holder(display_name(order.name), (*known, *times))
@@ -228,13 +229,13 @@ def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeo
     )
 
 
-def _to_data(holder: Holder) -> dict[str, Any]:
+def _to_data(holder: Holder) -> Mapping[str, object]:
     known = ("kind", "owner", "host", "pid", "backend_pid", "application_name", "purpose", "token")
     times = {name: at and at.isoformat() for name, at in (("since", holder.since), ("expires_at", holder.expires_at))}
     return {name: getattr(holder, name) for name in known} | times
 
 
-def _run(connection: Connection, place: TableNames, text: str, *args: Any) -> Any:
+def _run(connection: Connection, place: TableNames, text: str, *args: object) -> Any:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v2")}

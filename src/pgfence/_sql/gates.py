@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import event
 
@@ -38,7 +38,12 @@ class EnteredGates(TransactionRecord):
         return token
 
     def send(
-        self, connection: Connection, place: TableNames, text: str, values: tuple[Any, ...], tokens: Mapping[str, int]
+        self,
+        connection: Connection,
+        place: TableNames,
+        text: str,
+        values: tuple[object, ...],
+        tokens: Mapping[str, int],
     ) -> None:
         """Send a statement of ours that enters gates, and note them."""
         first = self.first
@@ -114,7 +119,7 @@ def block_commit(connection: Connection, error: StaleFencingTokenError) -> None:
     setattr(connection, _STALE, (weakref.ref(root), error))
 
 
-def _refuse(connection: Connection, *_: Any) -> None:
+def _refuse(connection: Connection, *_: object) -> None:
     root, error = getattr(connection, _STALE)
     if connection.get_transaction() is root():
         # SQLAlchemy drops its transaction when a commit is refused here, and its rollback() would then send nothing: the

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.tables import quote_literal
@@ -158,7 +158,7 @@ def decode_losses(text: str) -> list[LossReason | None]:
     return [None if found == "held" else found for found in json.loads(text)]
 
 
-def _decode_renewal(item: list[Any]) -> LeaseResult:
+def _decode_renewal(item: list[object]) -> LeaseResult:
     match item:
         case ["ok", float() | int() as epoch, float() | int() as left]:
             return LeaseResult("ok", float(left), datetime.fromtimestamp(epoch, UTC))

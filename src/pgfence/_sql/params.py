@@ -7,7 +7,7 @@ because how a session writes times and how a driver reads them is for the applic
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pgfence.errors import UnsupportedServerError
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from pgfence._sql.storage import TableNames
 
+
+Row: TypeAlias = "Sequence[Any]"
+"""A row as the driver returns it."""
 
 ParamStyle: TypeAlias = Literal["format", "numeric"]
 """How a driver marks parameters: %s, or $1, $2, ..."""

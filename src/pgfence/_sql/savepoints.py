@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
     from sqlalchemy.engine import RootTransaction
+    from sqlalchemy.engine.interfaces import ExecutionContext
 
     from pgfence.keys import LockKey
 
@@ -128,7 +129,7 @@ def _read_along(connection: Connection) -> None:
         dialect[_READING] = True
 
 
-def _read(_cursor: Any, statement: str, _parameters: Any, context: Any) -> None:
+def _read(_cursor: object, statement: str, _parameters: object, context: ExecutionContext) -> None:
     records = getattr(context.root_connection, _RECORDS, None)
     if records is None:
         return
@@ -139,5 +140,5 @@ def _read(_cursor: Any, statement: str, _parameters: Any, context: Any) -> None:
             record.read(statement)
 
 
-def _read_bare(cursor: Any, statement: str, context: Any) -> None:
+def _read_bare(cursor: object, statement: str, context: ExecutionContext) -> None:
     _read(cursor, statement, None, context)

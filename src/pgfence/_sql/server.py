@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pgfence._sql.errors import standby_error
 from pgfence._sql.params import style_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import Dialect
 
-    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.params import ParamStyle, Row
     from pgfence.config import PoolerSetting
 
 OLDEST = 14
@@ -113,7 +113,7 @@ class ServerInfo:
         return 0.0 if self.set_up else int(self.settings.get("statement_timeout", "0")) / 1000
 
     @classmethod
-    def of(cls, row: Sequence[Any], *, set_up: bool) -> ServerInfo:
+    def of(cls, row: Row, *, set_up: bool) -> ServerInfo:
         pid, standby, version, number, deadlock_ms, limit, used, seen, started, settings = row
         deadlock, found = deadlock_ms / 1000, json.loads(settings)
         return cls(pid, standby, version, number, deadlock, limit, used, seen, started, found, set_up)

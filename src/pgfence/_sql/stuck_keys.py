@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, CursorResult
 
+    from pgfence._sql.params import Row
     from pgfence._sql.storage import TableNames
 
 _TIMES = ", ".join(map(microseconds_sql, ("k.created_at", "k.locked_until", "k.expires_at")))
@@ -170,7 +171,7 @@ def _lock_row(connection: Connection, order: FreeKeyRequest) -> StuckKeyRow | No
     return None if row is None else _read(row)
 
 
-def _read(row: Sequence[Any]) -> StuckKeyRow:
+def _read(row: Row) -> StuckKeyRow:
     *known, since, locked_until, expires_at, running = row
     return StuckKeyRow._make(
         (*known, from_microseconds(since), from_microseconds(locked_until), from_microseconds(expires_at), running)
@@ -183,7 +184,7 @@ def _build_detail(found: StuckKeyRow) -> str:
     return json.dumps({name: getattr(found, name) for name in known} | times)
 
 
-def _run(connection: Connection, place: TableNames, text: str, *args: Any) -> Any:
+def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[Any]:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: name_of(place, what, style) for what in ("idempotency_key", "audit")}

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, CursorResult
 
+    from pgfence._sql.params import Row
+
 _LOCK = LockKey.of("schema", namespace="pgfence")
 
-_PLAIN: Mapping[str, Any] = {"no_parameters": True, "stream_results": False, "yield_per": None}
+_PLAIN: Mapping[str, bool | None] = {"no_parameters": True, "stream_results": False, "yield_per": None}
 
 LOSES = "fencing tokens would start again at 1, and idempotency keys and finished slots would be forgotten"
 """What dropping the tables does."""
@@ -229,7 +231,7 @@ def _schema_of(place: TableNames) -> str:
     )
 
 
-def judge(row: Sequence[Any], place: TableNames, version: int = 1) -> SchemaError | None:
+def judge(row: Row, place: TableNames, version: int = 1) -> SchemaError | None:
     """Return what the row of `build_check` says against using this place; None if nothing does."""
     found, wrong, *there = row
     where = place.describe(*there)
@@ -314,7 +316,7 @@ def resolve_schema(connection: Connection, place: TableNames) -> TableNames:
         connection, f"SELECT COALESCE({_schema_of(place)}, pg_catalog.current_schema()::text)"
     ).scalar_one()
     if schema is None:
-        row: tuple[Any, ...] = tuple(execute_plain(connection, WHERE).one())
+        row: tuple[str | None, ...] = tuple(execute_plain(connection, WHERE).one())
         raise SchemaError(
             f"search path {row[1]!r} names no schema that exists in database {row[0]!r}: name one with"
             " pgfence.configure(engine, schema=...)",

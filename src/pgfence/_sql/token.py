@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy.exc import DBAPIError
 
@@ -65,7 +65,7 @@ class TokenSql(LockSql):
         """The row of the lease table that they use."""
         return self.place, self.name
 
-    def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[Any, ...]:
+    def lock_args(self, backend_pid: int, milliseconds: int) -> tuple[object, ...]:
         """Return the parameters of `lock_text`; 0 milliseconds do not wait."""
         return backend_pid, self.keys[0].value, self.name, milliseconds, socket.gethostname(), os.getpid()
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle
     from pgfence.keys import LockKey
 
-_PLAIN: immutabledict[str, Any] = immutabledict({"stream_results": False, "yield_per": None})
+_PLAIN: immutabledict[str, bool | None] = immutabledict({"stream_results": False, "yield_per": None})
 
 # Longer texts are made anew: they would fill a cache, and take longer in the server than to make.
 _KEPT = 16
@@ -104,14 +104,14 @@ def _flatten_keys(keys: Sequence[LockKey]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def send(connection: Connection, text: str, values: tuple[Any, ...] = ()) -> CursorResult[Any]:
+def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> CursorResult[Any]:
     """Send a statement of ours in the caller's transaction."""
     # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
     with translate_text_errors(connection, values):
         return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
 
 
-def send_quick(connection: Connection, text: str, values: tuple[Any, ...]) -> Any:
+def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
     """Send a statement of ours that answers one value in the caller's transaction: at half of the client's cost.
 
     It goes past SQLAlchemy where nobody would see it there, and its errors come as SQLAlchemy's all the same.

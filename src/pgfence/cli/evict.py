@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -169,6 +169,6 @@ def _describe(holder: Holder) -> str:
     return f"{kind}{holder}{until}{purpose}"
 
 
-def _as_data(holder: Holder) -> dict[str, Any]:
+def _as_data(holder: Holder) -> dict[str, object]:
     until = holder.expires_at.isoformat() if holder.expires_at else None
     return {"kind": holder.kind, **as_data(holder), "token": holder.token, "expires_at": until}

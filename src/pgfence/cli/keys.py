@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -224,7 +224,7 @@ def _format_table(found: Sequence[StuckKey]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _as_data(key: StuckKey) -> dict[str, Any]:
+def _as_data(key: StuckKey) -> dict[str, object]:
     known = ("scope", "key", "state", "attempt", "steps", "owner", "host", "pid")
     times = {name: getattr(key, name).isoformat() for name in ("since", "locked_until", "expires_at")}
     return {name: getattr(key, name) for name in known} | times

@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Report:
     resumed: bool = False
     loss_reason: str | None = None
     message: str | None = None
-    holders: list[dict[str, Any]] = field(default_factory=list)
+    holders: list[dict[str, str | int | None]] = field(default_factory=list)
 
     def end(self, outcome: Outcome, exit_code: int, message: str | None = None) -> Report:
         """Note what became of it, and return it."""
@@ -69,7 +69,7 @@ def describe(holders: Sequence[Holder]) -> str:
     return "; ".join(map(str, holders)) or "a process that has released it by now, or whose grant is not committed yet"
 
 
-def as_data(holder: Holder) -> dict[str, Any]:
+def as_data(holder: Holder) -> dict[str, str | int | None]:
     """Return what is known of a holder, for JSON."""
     fields = ("owner", "host", "pid", "backend_pid", "application_name", "purpose", "since")
     known = {name: getattr(holder, name) for name in fields}

@@ -80,7 +80,7 @@ def _create_unnamed() -> Engine:
     engine = _create(URL.create("postgresql"), "the environment")
 
     @event.listens_for(engine, "do_connect")
-    def connect(dialect: Any, _record: object, words: Any, options: Any) -> Any:
+    def connect(dialect: Any, _record: object, words: list[object], options: Any) -> Any:
         failure = dialect.loaded_dbapi.OperationalError
         try:
             return dialect.connect(*words, **options)

@@ -234,11 +234,11 @@ class SessionLock:
         def begin(_: Connection) -> None:
             self._wrote = False
 
-        def on_statement(_: Connection, clause: Any, *__: Any) -> None:
+        def on_statement(_: Connection, clause: object, *__: object) -> None:
             if _command.writes_version(clause):
                 before_a_revision()
 
-        def on_cursor(_: Connection, __: Any, ___: str, ____: Any, context: Any, _____: bool) -> None:
+        def on_cursor(_: Connection, __: object, ___: str, ____: object, context: Any, _____: bool) -> None:
             if not self._is_same():
                 raise self._lost_error()
             clause = getattr(context.compiled, "statement", None)
