@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class AsyncIdempotentEffect(EffectOptions[AsyncEngineSource, T]):
-    """Do something outside of the database once, however often it is asked for; see `IdempotentEffect`.
+    """Do something outside of the database once, however often it is requested; see `IdempotentEffect`.
 
-    Promises, arguments and errors are those of the sync twin, with an AsyncEngine and a coroutine function. The heartbeat is a
-    thread of its own, so a blocked loop cannot lose the claim. A cancel is an end of which nobody knows what was done; one that
-    arrives while the result is being stored does not keep it from being stored.
+    Guarantees, arguments and errors are those of `IdempotentEffect`, with an AsyncEngine and a coroutine function. The heartbeat
+    runs on a dedicated thread, so that a blocked loop does not lose the claim. After a cancel it is not known what was done; a
+    cancel that arrives while the result is being stored does not prevent that.
     """
 
     _engines = ASYNC_ENGINES
 
     async def run(self, fn: Callable[[AsyncAttempt], Awaitable[T]], /) -> T:
-        """Run a coroutine function in an attempt of its own, or return what came of the one that was first; see the sync twin.
+        """Run a coroutine function in a new attempt, or return the stored result; see `IdempotentEffect.run`.
 
         Args:
             fn: gets the attempt.
 
         Raises:
-            PgfenceError: as from the sync twin.
+            PgfenceError: as `IdempotentEffect.run`.
         """
         reject_generator(fn)
         self._check_function(fn)

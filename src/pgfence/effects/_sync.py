@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class IdempotentEffect(EffectOptions[EngineSource, T]):
-    """Do something outside of the database once, however often it is asked for, and give everybody the same answer.
+    """Do something outside of the database once, however often it is requested, and return the same result each time.
 
     ::
 
@@ -26,38 +26,38 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
 
         receipt = IdempotentEffect(engine, order.key, scope="orders", result=str).run(work)
 
-    The key is claimed first, by a commit of its own; then the function runs, in no transaction of ours; then its result is
-    stored. While it runs a thread renews the claim.
+    The key is claimed first, in a separate commit; then the function runs, outside of any transaction of ours; then its result
+    is stored. While it runs, a thread renews the claim.
 
-    Promised: of all who ask for the same key and scope, one runs at a time, and at most one result is stored; who comes after
-    that gets it, equal and of the same type. If an attempt dies, another one follows when its claim has run out, with the steps
-    that were saved; a late one that comes back is refused. No connection is held while the function runs.
+    Guarantees: of all callers with the same key and scope, one runs at a time, and at most one result is stored; later callers
+    get it, equal and of the same type. If an attempt dies, another one follows when its claim has expired, with the steps that
+    were saved; if the first one comes back late, it is rejected. No connection is held while the function runs.
 
-    Not promised: that nothing is done twice. An attempt may die between what it did and our hearing of it, so a provider that
-    does not honour the derived key of a step may do it twice; see `Attempt.step`. `takeover=False` is for such a one.
+    Limitations: something may be done twice. An attempt may die after it did something and before that is saved, so a provider
+    that does not honour the derived key of a step may do it twice; see `Attempt.step`. Use `takeover=False` for such a provider.
 
-    How an attempt ends: by a result or an error of `record`, the key is done; by an error of `free`, anybody may run at once.
-    By any other error, a cancel or a death nobody knows what it did, and the claim stays until its time is over. So it does,
-    whatever `record` and `free` say, when something was done that is not known to be saved, when a step is still at work in
-    another thread or task, or when the attempt was lost; and errors of pgfence count only where one of its classes is named,
-    not by `Exception`.
+    How an attempt ends: with a result or an error of `record`, the key is done; with an error of `free`, the next caller runs at
+    once. After any other error, a cancel or a crash it is not known what was done, and the claim stays until it expires. It also
+    stays, whatever `record` and `free` say, if something was done that is not known to be saved, if a step is still running in
+    another thread or task, or if the attempt was lost; and errors of pgfence count only if one of its classes is named, not by
+    `Exception`.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
         key: what the client repeats with the request: 1 to 255 characters, without control characters.
         scope: whose key it is and for what: the same rules. Never the same for two clients that must not see each other's
             answers, and never one that `idempotent` is used with.
-        payload: what makes a request with the same key the same request; compared by its fingerprint. None: nothing.
+        payload: what must be equal in all requests with the same key; compared by its fingerprint. None compares nothing.
         result: the type of the result, and of what steps return; see `idempotent`.
         ttl: seconds that a claim outlives a dead attempt, 0.3 to a day. Not how long the work takes.
         keep: seconds from the end of the work on for which the result is kept, at least the ttl; of an attempt that was lost,
             from the end of its claim on for which its steps are. After that the key is new again, with its steps: it has to
             outlast the client's retries.
-        timeout: seconds to wait for an attempt that is at work; 0 does not wait.
-        record: classes of errors that are an answer too: stored, and raised again each time. They come before `free`.
+        timeout: seconds to wait for an attempt that is running; 0 does not wait.
+        record: classes of errors that count as results: stored, and raised again each time. They come before `free`.
         free: classes of errors after which it is known that nothing was done, or that doing it again does no harm.
         takeover: whether an attempt that was lost is followed by another one. False: until an operator has freed the key, or
-            its time (`keep`) is over, everybody is told that nobody knows what it did.
+            its time (`keep`) is over, calls raise AttemptLostError, because it is not known what it did.
 
     Raises:
         TypeError, ValueError: an argument is unusable; before anything was sent.
@@ -66,7 +66,7 @@ class IdempotentEffect(EffectOptions[EngineSource, T]):
     _engines = SYNC_ENGINES
 
     def run(self, fn: Callable[[Attempt], T], /) -> T:
-        """Run a function in an attempt of its own, or return what came of the one that was first. May be called again.
+        """Run a function in a new attempt, or return the result that an earlier one has stored. May be called again.
 
         Args:
             fn: gets the attempt.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[AsyncHeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token; see `Lease`.
 
-    Promises, arguments and errors are those of the sync twin, with an AsyncEngine. The heartbeat is a thread of its own, so
-    a blocked loop cannot lose the lease; a loss cancels the block of `hold()`.
+    Guarantees, arguments and errors are those of `Lease`, with an AsyncEngine. The heartbeat runs on a dedicated thread, so
+    that a blocked loop does not lose the lease; a loss cancels the block of `hold()`.
     """
 
     _engines = ASYNC_ENGINES
@@ -28,7 +28,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     async def try_acquire(self) -> AsyncHeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
 
-        Returns None if it is held, also by this very task: a try cannot deadlock.
+        Returns None if it is held, also by this same task: a try cannot deadlock.
 
         Raises:
             PgfenceError: as `acquire`.
@@ -56,7 +56,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
     async def adopt(engine: AsyncEngineSource, ref: LeaseRef) -> AsyncHeldLease:
         """Take over a lease that another process handed over; from now on it is renewed here.
 
-        A reference works once: whoever comes second is refused.
+        A reference works once: a second `adopt` raises LockLostError.
 
         Args:
             engine: an AsyncEngine, or a function that returns one.
@@ -64,7 +64,7 @@ class AsyncLease(LeaseOptions[AsyncEngineSource, AsyncHeldLease], AsyncLockBase[
 
         Raises:
             LockLostError: it has expired, was adopted already, or was evicted.
-            TypeError, ValueError: it is no reference.
+            TypeError, ValueError: it is not a reference.
             PgfenceError: as `acquire`.
         """
         return await adopt(ASYNC_ENGINES, engine, ref, AsyncHeldLease, "AsyncLease.adopt")

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     """A lock that expires: it lives in a row of the database, not in a connection, and brings a fencing token.
 
-    While it is held a thread of its own renews it, every third of the TTL. Works through any pooler.
+    While it is held, a dedicated thread renews it every third of the TTL. Works through any pooler.
 
-    Promised: one holder per name until `expires_at`, by the server's clock; whoever dies is out after one TTL at the latest;
-    tokens only grow; a holder that cannot renew believes in it until shortly before the server gives it away, and not longer.
-    Not promised: that a former holder has stopped. Write inside `begin()`, and PostgreSQL refuses what is stale.
+    Guarantees: one holder per name until `expires_at`, by the server's clock; a holder that dies loses it after one TTL at the
+    latest; tokens only grow; a holder that cannot renew regards it as lost shortly before the server grants it to another.
+
+    Limitations: a former holder may not have stopped. Write inside `begin()`, and PostgreSQL rejects what is stale.
 
     Args:
         engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
         name: text, at most 255 characters with its namespace.
         ttl: seconds that it outlives a dead holder, 0.3 to a day (longer ones as a timedelta). Not how long the work takes.
-        max_hold: seconds after which it ends however alive the holder is; None: never.
-        min_hold: seconds for which nobody else gets it, also if it is released earlier; at most the TTL.
-        lock_delay: seconds for which nobody gets it after it expired without a release.
+        max_hold: seconds after which it ends even if the holder is alive; None: never.
+        min_hold: seconds for which no other holder gets it, also if it is released earlier; at most the TTL.
+        lock_delay: seconds for which no holder gets it after it expired without a release.
         heartbeat: "auto" renews it while the process lives; "progress" only while `progress()` is called; "manual" never.
         owner: what operators read of the holder; None: host and process id.
         purpose: what operators read of its purpose.
@@ -49,7 +50,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     def try_acquire(self) -> HeldLease | None:
         """Try once, without waiting. One round trip on a warm connection.
 
-        Returns None if it is held, also by this very thread: a try cannot deadlock.
+        Returns None if it is held, also by this same thread: a try cannot deadlock.
 
         Raises:
             PgfenceError: as `acquire`.
@@ -78,7 +79,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
     def adopt(engine: EngineSource, ref: LeaseRef) -> HeldLease:
         """Take over a lease that another process handed over; from now on it is renewed here.
 
-        A reference works once: whoever comes second is refused.
+        A reference works once: a second `adopt` raises LockLostError.
 
         Args:
             engine: an Engine, or a function that returns one.
@@ -86,7 +87,7 @@ class Lease(LeaseOptions[EngineSource, HeldLease], LockBase[HeldLease]):
 
         Raises:
             LockLostError: it has expired, was adopted already, or was evicted.
-            TypeError, ValueError: it is no reference.
+            TypeError, ValueError: it is not a reference.
             PgfenceError: as `acquire`.
         """
         return run_sync(adopt, SYNC_ENGINES, engine, ref, HeldLease, "Lease.adopt")
