@@ -141,7 +141,7 @@ class _Handle:
 class Held(_Handle):
     """A lock that is held. Release it, or use it as a context manager: leaving the block releases it.
 
-    Not promised: that work done under it is safe after a loss. `check()` before each step narrows the gap, it cannot close it.
+    Limitations: work done under it is not safe after a loss. `check()` before each step narrows the gap but cannot close it.
     Any thread may release it, once.
     """
 
@@ -150,14 +150,14 @@ class Held(_Handle):
     def on_lost(self, cb: Callable[[], object], /) -> None:
         """Have `cb` called once when the lock is lost, at once if it is already.
 
-        It runs on a thread of pgfence's own that does nothing else, with none of our locks held; callbacks run one after
-        the other. Its exceptions are logged.
+        It runs on a dedicated thread of pgfence, with none of our locks held; callbacks run one after the other. Its
+        exceptions are logged.
         """
         MONITOR.expect_callbacks()
         self._hold.subscribe(lambda: MONITOR.call(cb))
 
     def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
+        """Wait until the lock is lost or released; None waits indefinitely. Returns whether it was lost."""
         over = threading.Event()
         self._hold.add_end_callback(over.set)
         try:
@@ -167,7 +167,7 @@ class Held(_Handle):
         return self.lost
 
     def release(self) -> None:
-        """Give the lock back, and prove it: the server's word, or the end of the connection.
+        """Release the lock. Returns once the server has confirmed the release or the connection is closed.
 
         Raises:
             LockLostError: it had been lost; nothing is held in either case.
@@ -191,8 +191,8 @@ class Held(_Handle):
 class AsyncHeld(_Handle):
     """A lock that is held. Release it, or use it as an async context manager: leaving the block releases it.
 
-    Not promised: that work done under it is safe after a loss; see `Held`. Any task of its loop may release it, once. A
-    release that is cancelled closes the connection, so the lock is free all the same.
+    Limitations: work done under it is not safe after a loss; see `Held`. Any task of its loop may release it, once. A release
+    that is cancelled closes the connection, so the lock is free all the same.
     """
 
     __slots__ = ()
@@ -207,7 +207,7 @@ class AsyncHeld(_Handle):
         self._hold.subscribe(lambda: run_on_loop(loop, lambda: _run(cb)))
 
     async def wait_lost(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the lock is lost, or released; None waits for ever. Returns whether it was lost."""
+        """Wait until the lock is lost or released; None waits indefinitely. Returns whether it was lost."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -224,7 +224,7 @@ class AsyncHeld(_Handle):
         return self.lost
 
     async def release(self) -> None:
-        """Give the lock back, and prove it: the server's word, or the end of the connection.
+        """Release the lock. Returns once the server has confirmed the release or the connection is closed.
 
         Raises:
             LockLostError: it had been lost; nothing is held in either case.
@@ -306,7 +306,7 @@ def held(connection: Connection | AsyncConnection, /) -> Held | AsyncHeld:
     """Return the handle of the lock that a connection from `connect()` holds.
 
     Raises:
-        LockNotHeldError: it is no such connection, or its block has ended.
+        LockNotHeldError: it is not such a connection, or its block has ended.
     """
     inner = connection if isinstance(connection, Connection) else connection.sync_connection
     handle = None if inner is None else _USER_CONNECTIONS.get(inner)

@@ -39,7 +39,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     async def try_acquire(self) -> AsyncSlot | None:
         """Ask for the slot that counts, without waiting. Two round trips.
 
-        Returns None if the slot is done, or if it is running, also in this very task.
+        Returns None if the slot is done, or if it is running, also in this same task.
 
         Raises:
             PgfenceError: as `acquire`.
@@ -47,7 +47,7 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
         return await self._try()
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AsyncSlot:
-        """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
+        """Ask for the slot that counts, and wait while another process runs it: that attempt may fail.
 
         Args:
             timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts

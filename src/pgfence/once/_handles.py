@@ -45,7 +45,7 @@ class Slot(_Slotted, HeldLease):
     """A slot that is being run, by this process alone.
 
     Left without an exception, or released, it is done and never runs again. Left by an exception it is free for another
-    attempt at once; abandoned or lost, when its TTL is over. Not promised: that a run which died left nothing behind.
+    attempt at once; abandoned or lost, when its TTL is over. Limitations: a run that died may have left something behind.
     """
 
     __slots__ = ()
@@ -60,7 +60,7 @@ class Slot(_Slotted, HeldLease):
         super().release()
 
     def hand_over(self) -> NoReturn:
-        """Refuse: whoever adopted the lease could not say that the slot is done, and it would run again.
+        """Raise: a process that adopted the lease could not mark the slot as done, and it would run again.
 
         Raises:
             TypeError: always.
@@ -78,7 +78,7 @@ class AsyncSlot(_Slotted, AsyncHeldLease):
         await super().release()
 
     async def hand_over(self) -> NoReturn:
-        """Refuse: whoever adopted the lease could not say that the slot is done, and it would run again.
+        """Raise: a process that adopted the lease could not mark the slot as done, and it would run again.
 
         Raises:
             TypeError: always.

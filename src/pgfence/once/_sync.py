@@ -48,16 +48,16 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         engine: an Engine, or a function that returns one. The tables must be there: `pgfence install`.
         name: text, at most 255 characters with its namespace.
         every: the length of a slot. Whole days go from midnight to midnight in `tz`, weeks from Monday; anything else has
-            the same length of real time always.
+            always the same length of real time.
         cron: a crontab line of five fields, or `@hourly`, `@daily`, `@weekly`, `@monthly`, `@yearly`; in `tz`, with cron's
-            own rules for summer time.
+            own rules for daylight saving time.
         at: the slot itself, as a datetime with a time zone or text in ISO 8601 (without a zone it is UTC), for callers that
             have one already. Such slots run in any order and beside each other, each once; their rows have the name
             `name@slot`, and stay.
         tz: the name of a time zone. The server's time zone database decides: a host whose rules differ runs nothing.
-        catch_up: what becomes of slots that nobody ran. "last": the newest one runs late; "all": each of them in its order,
-            since the first that anybody ran; "none": a slot may be begun within its first minute.
-        ttl: seconds after which a host that died half way is given up.
+        catch_up: what becomes of slots that were not run. "last": the newest one runs late; "all": each of them in its order,
+            since the first that was ever run; "none": a slot may be begun within its first minute.
+        ttl: seconds after which a host that died partway is given up.
         max_hold: seconds after which a run that hangs is given up; None: never.
         namespace: instead of the configured one.
 
@@ -72,7 +72,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     def try_acquire(self) -> Slot | None:
         """Ask for the slot that counts, without waiting. Two round trips.
 
-        Returns None if the slot is done, or if it is running, also in this very thread.
+        Returns None if the slot is done, or if it is running, also in this same thread.
 
         Raises:
             PgfenceError: as `acquire`.
@@ -80,7 +80,7 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
         return run_sync(self._try)
 
     def acquire(self, *, timeout: Seconds | None = None) -> Slot:
-        """Ask for the slot that counts, and wait while somebody runs it: that attempt may fail.
+        """Ask for the slot that counts, and wait while another process runs it: that attempt may fail.
 
         Args:
             timeout: seconds; None is the configured default, `math.inf` waits without a limit, 0 does not wait. A wait lasts

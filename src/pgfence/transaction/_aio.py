@@ -50,7 +50,7 @@ class AsyncTransactionLock(TransactionLockBase):
             one.balance -= 10
             two.balance += 10
 
-    Promised, and not promised, is the same. Load after the lock: instances loaded before it are expired, and to touch one
+    Guarantees and limitations are the same. Load after the lock: instances loaded before it are expired, and to touch one
     without `await session.refresh(...)` raises SQLAlchemy's MissingGreenlet. A task that is cancelled while a statement runs
     loses its connection and so its transaction, as with every statement of an AsyncSession.
 
@@ -92,7 +92,7 @@ class AsyncTransactionLock(TransactionLockBase):
         )
 
     async def try_acquire(self) -> bool:
-        """Try once, without waiting: True, it is held until the transaction ends; False, it is not, go no further.
+        """Try once, without waiting. True: it is held until the transaction ends. False: it is not held, so do not go on.
 
         Raises:
             as `acquire`, but for LockTimeoutError and DeadlockError.
@@ -105,23 +105,23 @@ class AsyncTransactionLock(TransactionLockBase):
 
         Args:
             timeout: seconds, for all names together; None is the configured default (cut to 60 while this task holds a
-                session lock), `math.inf` for ever, 0 does not wait.
+                session lock), `math.inf` waits without a limit, 0 does not wait.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
             SelfDeadlockError: this task holds one of the names as an AdvisoryLock on another connection.
-            DeadlockError: PostgreSQL found a circle of waits, and has aborted the transaction.
+            DeadlockError: PostgreSQL found a deadlock, and has aborted the transaction.
             TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
                 is held shared. Nothing was asked for or taken, and the transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: it is no PostgreSQL, too old, or its driver is unknown.
+            UnsupportedServerError: it is not PostgreSQL, too old, or its driver is unknown.
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
         await self._unwrap().run_sync(self._acquire, timeout, contender_of_task())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
-        """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
+        """Acquire on entering the block; does NOT release at its end: the lock is held until the transaction ends.
 
         The block shows what the lock is for. A block that ends together with its transaction is `begin`.
 
@@ -149,13 +149,13 @@ class AsyncTransactionLock(TransactionLockBase):
     async def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
 
-        Transaction and session locks on the same key are told alike, for the server does not tell them apart.
+        Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
         """
         found: list[Holder] = await self._unwrap().run_sync(self._holders)
         return found
 
     async def is_held(self) -> bool:
-        """Return whether anybody, this transaction included, holds any of the names at this moment."""
+        """Return whether any session, this transaction included, holds any of the names at this moment."""
         found: bool = await self._unwrap().run_sync(self._is_held)
         return found
 
@@ -190,8 +190,8 @@ class AsyncTransactionLock(TransactionLockBase):
     ) -> AbstractAsyncContextManager[object, None]:
         """Open a transaction, take the lock first, yield the AsyncSession or AsyncConnection, and commit at the end.
 
-        Left by an exception, the transaction is rolled back, and that exception goes on whatever else fails. Lock first
-        and load afterwards is the order in which nothing stale is read.
+        If an exception leaves the block, the transaction is rolled back, and that exception is raised whatever else fails.
+        Because the lock is acquired before anything is loaded, nothing stale is read.
 
         Args:
             factory: an async_sessionmaker, or an AsyncEngine for an AsyncConnection.

@@ -42,9 +42,9 @@ class TransactionLock(TransactionLockBase):
     one transaction none. It waits in the server, where PostgreSQL detects deadlocks. A timeout leaves the transaction usable,
     with its earlier writes and settings.
 
-    Not promised: anything after COMMIT or ROLLBACK, or after a ROLLBACK TO a savepoint that is older than the lock (the next
-    `acquire` asks the server again); freshness of rows read before it; REPEATABLE READ and SERIALIZABLE, which are refused,
-    for their snapshot is always older than the lock. There is no release and no `wrap()`: it belongs to one transaction.
+    Limitations: it does not last beyond COMMIT, ROLLBACK, or a ROLLBACK TO a savepoint older than the lock (the next `acquire`
+    asks the server again); rows read before it may be stale; REPEATABLE READ and SERIALIZABLE are rejected, because their
+    snapshot is always older than the lock. There is no release and no `wrap()`: it belongs to one transaction.
 
     Args:
         session: the Session, scoped_session or Connection whose transaction the lock shall belong to. A Session is asked for the connection on
@@ -84,7 +84,7 @@ class TransactionLock(TransactionLockBase):
         )
 
     def try_acquire(self) -> bool:
-        """Try once, without waiting: True, it is held until the transaction ends; False, it is not, go no further.
+        """Try once, without waiting. True: it is held until the transaction ends. False: it is not held, so do not go on.
 
         Raises:
             as `acquire`, but for LockTimeoutError and DeadlockError.
@@ -96,23 +96,23 @@ class TransactionLock(TransactionLockBase):
 
         Args:
             timeout: seconds, for all names together; None is the configured default (cut to 60 while this thread holds a
-                session lock), `math.inf` for ever, 0 does not wait.
+                session lock), `math.inf` waits without a limit, 0 does not wait.
 
         Raises:
             LockTimeoutError: it was not free in time; names the holders. The transaction is as it was before.
             SelfDeadlockError: this thread holds one of the names as an AdvisoryLock on another connection.
-            DeadlockError: PostgreSQL found a circle of waits, and has aborted the transaction.
+            DeadlockError: PostgreSQL found a deadlock, and has aborted the transaction.
             TransactionStateError: autocommit, an old snapshot, unflushed changes, a pipeline, or an exclusive lock on what
                 is held shared. Nothing was asked for or taken, and the transaction is as it was before.
             StandbyError: the server is a standby.
-            UnsupportedServerError: it is no PostgreSQL, too old, or its driver is unknown.
+            UnsupportedServerError: it is not PostgreSQL, too old, or its driver is unknown.
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
         self._acquire(self._unwrap(), timeout, THREADS.contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
-        """Acquire on entering the block; does NOT release at its end: the lock goes on until the transaction ends.
+        """Acquire on entering the block; does NOT release at its end: the lock is held until the transaction ends.
 
         The block shows what the lock is for. A block that ends together with its transaction is `begin`.
 
@@ -134,12 +134,12 @@ class TransactionLock(TransactionLockBase):
     def holders(self) -> list[Holder]:
         """Return who holds any of the names at this moment, this transaction included. Looking never takes a lock.
 
-        Transaction and session locks on the same key are told alike, for the server does not tell them apart.
+        Transaction and session locks on the same key are reported alike, because the server does not distinguish them.
         """
         return self._holders(self._unwrap())
 
     def is_held(self) -> bool:
-        """Return whether anybody, this transaction included, holds any of the names at this moment."""
+        """Return whether any session, this transaction included, holds any of the names at this moment."""
         return self._is_held(self._unwrap())
 
     @overload
@@ -173,8 +173,8 @@ class TransactionLock(TransactionLockBase):
     ) -> AbstractContextManager[object, None]:
         """Open a transaction, take the lock first, yield the Session or Connection, and commit at the end.
 
-        Left by an exception, the transaction is rolled back, and that exception goes on whatever else fails. Lock first
-        and load afterwards is the order in which nothing stale is read.
+        If an exception leaves the block, the transaction is rolled back, and that exception is raised whatever else fails.
+        Because the lock is acquired before anything is loaded, nothing stale is read.
 
         Args:
             factory: a sessionmaker, or an Engine for a Connection.
