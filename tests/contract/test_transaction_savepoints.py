@@ -122,6 +122,17 @@ async def test_savepoints_in_plain_text_are_noticed(
         assert await world.call(lock(other, name).try_acquire) is False
 
 
+@pytest.mark.twins
+async def test_a_savepoint_in_a_statement_without_parameters_is_noticed(world: World, engine: Any, name: str) -> None:
+    """C017: the option `no_parameters` takes another way through SQLAlchemy's events."""
+    async with connection(world, engine) as work, connection(world, engine) as other:
+        await run(world, work, "SAVEPOINT a")
+        await world.call(lock(work, name).acquire)
+        await world.call(work.exec_driver_sql, "ROLLBACK TO a", execution_options={"no_parameters": True})
+        assert await world.call(lock(other, name).try_acquire) is True
+        assert await world.call(lock(work, name).try_acquire) is False
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("end", ["ROLLBACK", "COMMIT", "end", "/* why */ abort"])
 async def test_an_end_in_plain_text_is_noticed(world: World, engine: Any, name: str, end: str) -> None:
