@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inspect import isawaitable
+from inspect import iscoroutine
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -77,7 +77,7 @@ class _BegunSteps(_SafeSteps[W]):
             raise
         try:
             entering = self._enter_first(work)
-            if isawaitable(entering):
+            if iscoroutine(entering):
                 await entering
         except BaseException as error:
             await super()._exit(error)
@@ -109,8 +109,8 @@ class AsyncBegun(_BegunSteps[W], AsyncSafeContext[W]):
 
 
 async def _flush(work: object) -> None:
-    if is_async_session(work):
+    if is_session(work):
         if work.is_active:
-            await work.flush()
-    elif is_session(work) and work.is_active:
-        work.flush()
+            work.flush()
+    elif is_async_session(work) and work.is_active:
+        await work.flush()
