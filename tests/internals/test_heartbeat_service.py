@@ -267,7 +267,7 @@ async def test_the_clock_alone_ends_trust(bench: Any, name: str) -> None:
     grant = here.take(name, 60)
     grant.deadline = clock()
     assert grant.state == "lost"
-    assert grant.remaining() == 0.0
+    assert grant.get_remaining() == 0.0
     assert grant.loss_reason == "expired"
     with pytest.raises(LockLostError):
         grant.check()
@@ -336,7 +336,7 @@ async def test_renewing_by_hand_sets_another_ttl(bench: Any, name: str, eventual
     await eventually(lambda: answers)
     assert answers == [None]
     assert grant.ttl == 60.0
-    assert 50 < grant.remaining() <= 55
+    assert 50 < grant.get_remaining() <= 55
 
 
 @pytest.mark.twins
@@ -531,6 +531,6 @@ async def test_the_heartbeat_connection_opens_with_the_first_renewal_and_closes_
     grant = here.take(f"{name}:2", 0.6)
     await eventually(lambda: here.beat._connection is not None)
     here.beat.drop(grant)
-    here.beat._engine_disposed(here.beat.engine)
+    here.beat._on_engine_disposed(here.beat.engine)
     await eventually(lambda: here.beat._connection is None)
     await eventually(lambda: here.beat._timer is None)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._holds.wait_plan import NESTED_LIMIT, first_slice, milliseconds, pause, slice_for
+from pgfence._holds.wait_plan import NESTED_LIMIT, choose_first_slice, to_milliseconds, pause, slice_for
 from pgfence._leases.terms import retry_after
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence.retrying._rules import pick_pause
@@ -109,7 +109,7 @@ def test_a_waiter_is_never_there_when_deadlocks_are_looked_for(deadlock_timeout:
 @given(st.floats(0.1, 0.5), spans)
 def test_the_first_wait_leaves_time_to_name_the_holder(length: float, left: float) -> None:
     """The first wait never exceeds a slice or what is left, and from 200 ms on it leaves at least half."""
-    first = first_slice(length, left)
+    first = choose_first_slice(length, left)
     assert 0 <= first <= min(length, left)
     if left >= 0.2:
         assert first <= left / 2
@@ -119,7 +119,7 @@ def test_the_first_wait_leaves_time_to_name_the_holder(length: float, left: floa
 @given(spans, st.integers(1, 100_000))
 def test_lock_timeout_is_never_0_nor_more_than_the_server_takes(length: float, keys: int) -> None:
     """0 would wait for ever and 2**31 be refused; all keys together wait no longer than asked, down to 1 ms each."""
-    limit = milliseconds(length, keys)
+    limit = to_milliseconds(length, keys)
     assert 1 <= limit <= 2**31 - 1
     assert type(limit) is int
     assert limit == 1 or limit * keys <= length * 1000
@@ -128,12 +128,12 @@ def test_lock_timeout_is_never_0_nor_more_than_the_server_takes(length: float, k
 @every_row(("length", "keys", "limit"), [(0.5, 1, 500), (0.5, 2, 250), (0.5, 1000, 1), (0, 1, 1), (0.0004, 1, 1)])
 def test_lock_timeout_counts_per_key(length: float, keys: int, limit: int) -> None:
     """The server counts lock_timeout for each lock, so several keys share the slice."""
-    assert milliseconds(length, keys) == limit
+    assert to_milliseconds(length, keys) == limit
 
 
 def test_a_wait_for_ever_is_cut_to_what_the_server_takes() -> None:
     """math.inf becomes 24.8 days, the largest lock_timeout there is."""
-    assert milliseconds(math.inf) == 2_147_483_647
+    assert to_milliseconds(math.inf) == 2_147_483_647
 
 
 def test_a_nested_wait_lasts_a_minute_by_default() -> None:

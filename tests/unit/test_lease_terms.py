@@ -24,17 +24,17 @@ def test_trust_ends_before_the_server_grants_the_lease_again(
 ) -> None:
     """C086: however long question and answer travel, the holder's deadline is a margin before the server's expiry."""
     expires = sent + there + ttl  # the server counts from when it decides
-    assert terms.deadline(sent, ttl, ttl) <= expires - terms.margin(ttl) + 1e-6
+    assert terms.compute_deadline(sent, ttl, ttl) <= expires - terms.compute_margin(ttl) + 1e-6
     arrived = sent + there + back
     if arrived >= expires:
-        assert terms.deadline(sent, ttl, ttl) < arrived
+        assert terms.compute_deadline(sent, ttl, ttl) < arrived
 
 
 @given(TTLS)
 def test_two_renewals_may_fail_before_the_third_decides(ttl: float) -> None:
     """C082: three beats, each with time left, fit before the deadline of the grant before them."""
-    assert 2 * terms.interval(ttl) < terms.deadline(0, ttl, ttl)
-    assert 0 < terms.margin(ttl) <= min(5, ttl / 10)
+    assert 2 * terms.compute_interval(ttl) < terms.compute_deadline(0, ttl, ttl)
+    assert 0 < terms.compute_margin(ttl) <= min(5, ttl / 10)
 
 
 @given(st.integers(min_value=1, max_value=100), TTLS)
@@ -48,7 +48,7 @@ def test_a_retry_comes_soon_and_never_at_once(failures: int, ttl: float) -> None
 @given(st.floats(min_value=0, max_value=1e6))
 def test_a_renewal_that_hangs_leaves_time_for_another(left: float) -> None:
     """C082: a statement gets half of what is left where that is a second or more; never more than is left."""
-    patience = terms.patience(left)
+    patience = terms.compute_statement_budget(left)
     assert 0 <= patience <= left
     assert patience <= terms.LONGEST_STATEMENT
     if left >= 1:
@@ -59,7 +59,9 @@ def test_a_renewal_that_hangs_leaves_time_for_another(left: float) -> None:
 def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, delay: float) -> None:
     """What is in range comes out in seconds; the first grant is never longer than max_hold."""
     most = ttl / 2 + 1
-    asked = terms.terms(ttl, max_hold=timedelta(seconds=most), min_hold=min(share * ttl, ttl / 2), lock_delay=delay)
+    asked = terms.build_terms(
+        ttl, max_hold=timedelta(seconds=most), min_hold=min(share * ttl, ttl / 2), lock_delay=delay
+    )
     assert asked.ttl == ttl
     assert asked.max_hold == pytest.approx(most, abs=1e-6)
     assert asked.first == min(asked.ttl, asked.max_hold or math.inf)
@@ -89,7 +91,7 @@ def test_terms_that_go_together_are_taken_as_they_are(ttl: float, share: float, 
 def test_terms_out_of_range_are_refused_with_the_way_out(values: dict[str, Any], told: str) -> None:
     """Each of them is a ValueError that says what is allowed."""
     with pytest.raises(ValueError, match=told):
-        terms.terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
+        terms.build_terms(**{"ttl": 60, "max_hold": None, "min_hold": 0, "lock_delay": 0} | values)
 
 
 @every_row("value", ["60", None, True, 1j])
@@ -107,4 +109,4 @@ def test_a_ttl_above_a_day_is_taken_as_a_timedelta() -> None:
 
 def test_a_max_hold_without_end_is_none() -> None:
     """`math.inf` and None say the same."""
-    assert terms.terms(60, max_hold=math.inf, min_hold=0, lock_delay=0).max_hold is None
+    assert terms.build_terms(60, max_hold=math.inf, min_hold=0, lock_delay=0).max_hold is None

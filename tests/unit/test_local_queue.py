@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pgfence._holds.queue import Contender, LocalQueue, QueueEntry, closes_circle
+from pgfence._holds.queue import Contender, LocalQueue, QueueEntry, is_deadlock
 from pgfence.keys import LockKey
 
 KEYS = tuple(sorted([*(LockKey.raw(n) for n in range(3)), LockKey.pair(0, 1)]))
@@ -57,7 +57,7 @@ class Queue(RuleBasedStateMachine):
     def heir(self, data: Any) -> None:
         ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
         behind = [t for t in self.order if t is not ticket and set(t.places) & set(ticket.places)]
-        heir = self.queue.next_for_same_keys(ticket)
+        heir = self.queue.find_successor(ticket)
         if heir is None:
             return
         assert heir.places == ticket.places
@@ -70,14 +70,14 @@ class Queue(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from([t for t in self.order if not self.blocked(t)]))
         heirs = [t for t in self.order if t.places == ticket.places and t is not ticket]
         if heirs and all(self.before(heirs[0], key) == [ticket] for key in ticket.places):
-            assert self.queue.next_for_same_keys(ticket) is heirs[0]
+            assert self.queue.find_successor(ticket) is heirs[0]
 
     @invariant()
     def counts_agree(self) -> None:
         assert [self.queue.is_first(ticket) for ticket in self.order] == [
             not self.blocked(ticket) for ticket in self.order
         ]
-        assert all(ticket in self.queue.line(place) for ticket in self.order for place in ticket.places)
+        assert all(ticket in self.queue.get_line(place) for ticket in self.order for place in ticket.places)
         assert len(self.queue) == len({key for ticket in self.order for key in ticket.places})
 
     @invariant()
@@ -88,7 +88,7 @@ class Queue(RuleBasedStateMachine):
     def owners_at_the_front_are_known(self) -> None:
         for ticket in self.order:
             for key in ticket.places:
-                assert self.queue.held_by(ticket.owner, [key]) == (not self.before(ticket, key))
+                assert self.queue.is_held_by(ticket.owner, [key]) == (not self.before(ticket, key))
 
 
 class Circles(RuleBasedStateMachine):
@@ -129,7 +129,7 @@ class Circles(RuleBasedStateMachine):
     @rule(who=st.integers(0, 3), where=st.integers(0, 1), keys=key_sets)
     def take(self, who: int, where: int, keys: tuple[LockKey, ...]) -> None:
         owner, queue = self.owners[who], self.engines[where]
-        if owner.waits is not None or queue.held_by(owner, keys):
+        if owner.waits is not None or queue.is_held_by(owner, keys):
             return
         ticket = QueueEntry(keys, owner, queue)
         first = queue.enqueue(ticket)
@@ -137,7 +137,7 @@ class Circles(RuleBasedStateMachine):
         if first:
             self.granted(ticket)
             return
-        circle = closes_circle(ticket)
+        circle = is_deadlock(ticket)
         assert circle == self.reaches(ticket, owner)
         if circle:
             self.tickets.remove(ticket)
@@ -198,10 +198,10 @@ def test_the_successor_wants_exactly_the_same_keys() -> None:
     """A lock goes on without the server only to somebody who wants all of its keys and no other."""
     queue = LocalQueue()
     holder = stand(queue, A, B)
-    assert queue.next_for_same_keys(holder) is None
+    assert queue.find_successor(holder) is None
     stand(queue, A)
     stand(queue, A, B)
-    assert queue.next_for_same_keys(holder) is None
+    assert queue.find_successor(holder) is None
 
 
 def test_a_waiter_that_gives_up_leaves_the_others_waiting() -> None:
@@ -211,7 +211,7 @@ def test_a_waiter_that_gives_up_leaves_the_others_waiting() -> None:
     last.wake = lambda: told.append("last")
     queue.dequeue(quitter)
     assert told == []
-    assert quitter not in queue.line(A)
+    assert quitter not in queue.get_line(A)
     queue.dequeue(holder)
     assert told == ["last"]
 
@@ -223,8 +223,8 @@ def test_a_deadlock_over_two_engines_is_found() -> None:
     one.holds.append(stand(here, A, owner=one))  # type: ignore[arg-type]
     two.holds.append(stand(there, B, owner=two))  # type: ignore[arg-type]
     one.waits = stand(there, B, owner=one)
-    assert not closes_circle(one.waits)
-    assert closes_circle(stand(here, A, owner=two))
+    assert not is_deadlock(one.waits)
+    assert is_deadlock(stand(here, A, owner=two))
 
 
 def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
@@ -235,7 +235,7 @@ def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
         owner = Contender("task")
         owner.holds.append(stand(queue, LockKey.raw(1000 + number), owner=owner))  # type: ignore[arg-type]
         owner.waits = stand(queue, A, owner=owner)
-        assert not closes_circle(owner.waits)
+        assert not is_deadlock(owner.waits)
 
 
 def test_a_chain_of_waits_is_walked_once() -> None:
@@ -251,4 +251,4 @@ def test_a_chain_of_waits_is_walked_once() -> None:
             owner.waits = stand(queue, *pair, owner=owner)
     goal = Contender("task")
     goal.holds.append(stand(queue, LockKey.raw(-1), owner=goal))  # type: ignore[arg-type]
-    assert not closes_circle(stand(queue, *keys[-1], owner=goal))
+    assert not is_deadlock(stand(queue, *keys[-1], owner=goal))

@@ -50,7 +50,7 @@ def test_at_the_limit_turns_are_served_in_order() -> None:
         turn.wake = lambda number=number: woken.append(number)
     assert not any(turn.served for turn in turns)
     state.checkin(one)
-    state.connection_closed()
+    state.note_closed()
     assert (turns[0].session, turns[1].may_open, turns[2].served) == (one, True, False)
     assert woken == [0, 1]
     state.checkin(two)
@@ -73,7 +73,7 @@ def test_a_newcomer_does_not_jump_the_queue() -> None:
     state: PoolState = PoolState(1)
     opened(state)
     first = state.serve_or_enqueue(PoolWaiter())
-    state.connection_closed()
+    state.note_closed()
     late = state.serve_or_enqueue(PoolWaiter())
     assert (first.may_open, late.served) == (True, False)
 
@@ -124,7 +124,7 @@ def test_an_idle_connection_that_died_frees_its_slot() -> None:
     one.dead = "killed"
     turn = state.serve_or_enqueue(PoolWaiter())
     for _ in state.take_expired(time.monotonic()):
-        state.connection_closed()
+        state.note_closed()
     assert turn.may_open
     assert state.open == 1
 
@@ -157,7 +157,7 @@ class Connections(RuleBasedStateMachine):
         for one in sessions:
             assert not one.closed
             one.closed = True
-            self.state.connection_closed()
+            self.state.note_closed()
 
     @rule()
     def serve_or_enqueue(self) -> None:
@@ -172,7 +172,7 @@ class Connections(RuleBasedStateMachine):
         if works:
             self.used.append(session())
         else:
-            self.state.connection_closed()
+            self.state.note_closed()
         self.serve()
 
     @precondition(lambda self: self.used)

@@ -145,22 +145,22 @@ def test_a_channel_is_listened_to_while_there_are_waiters_and_shortly_after() ->
     """Waiters that come and go do not make a statement each."""
     listeners, woken = NotifyListeners(), []
     assert listeners.add(HERE, "a", lambda: woken.append("a"))
-    on = listeners.next_change(0.0)
+    on = listeners.choose_change(0.0)
     assert isinstance(on, ListenTask) and on.on
     assert len(listeners.note_change(on)) == 1
-    assert listeners.next_change(0.0) is None
+    assert listeners.choose_change(0.0) is None
     wake = listeners.waiters_of(HERE.channel, "a")[0]
     listeners.remove(HERE, "a", wake, 5.0)
     listeners.remove(HERE, "a", wake, 5.0)
     assert not listeners
-    assert listeners.next_change(5.0 + LINGER) is None
+    assert listeners.choose_change(5.0 + LINGER) is None
     assert not listeners.add(HERE, "b", lambda: None)
-    assert listeners.next_change(6.0 + LINGER) is None
+    assert listeners.choose_change(6.0 + LINGER) is None
     listeners.remove(HERE, "b", listeners.waiters_of(HERE.channel, "b")[0], 20.0)
-    off = listeners.next_change(20.1 + LINGER)
+    off = listeners.choose_change(20.1 + LINGER)
     assert off is not None and not off.on
     assert listeners.note_change(off) == []
-    assert listeners.next_change(99.0) is None
+    assert listeners.choose_change(99.0) is None
 
 
 def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
@@ -183,7 +183,7 @@ def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
     assert sorted(found) == [["a", "b", "c"], ["n"]]
     assert queue.pick(now.now) is None
     assert not queue.needs_listening(now.now)
-    assert queue.suspect_eviction(HERE.evictions, "b") and not queue.suspect_eviction(HERE.evictions, "x")
+    assert queue.check_later(HERE.evictions, "b") and not queue.check_later(HERE.evictions, "x")
     check = queue.pick(now.now)
     assert isinstance(check, CheckTask) and check.grants == [leases[1]]
     for each in leases:
@@ -199,9 +199,9 @@ def test_a_flood_of_notifications_does_not_keep_a_renewal_waiting(now: Clock) ->
     queue.keep(make(now.now, 3600, heartbeat="manual", name="flooded"), now.now)
     renewed = make(now.now, 3600, name="renewed")
     queue.keep(renewed, now.now)
-    queue.suspect_eviction(HERE.evictions, "flooded")
+    queue.check_later(HERE.evictions, "flooded")
     assert isinstance(queue.pick(now.now), CheckTask)
-    queue.suspect_eviction(HERE.evictions, "flooded")
+    queue.check_later(HERE.evictions, "flooded")
     queue.request_renewal(renewed, None, lambda _: None)
     assert isinstance(queue.pick(now.now), RenewTask)
     assert isinstance(queue.pick(now.now), CheckTask)
@@ -319,7 +319,7 @@ class Schedules(RuleBasedStateMachine):
         assert self.queue.schedule.next() <= min((grant.deadline for grant in self.kept), default=math.inf)
         for grant in self.kept:
             if grant.heartbeat == "auto":
-                assert grant.renewal_pending or grant.next_renewal <= grant.deadline - terms.margin(grant.ttl)
+                assert grant.renewal_pending or grant.next_renewal <= grant.deadline - terms.compute_margin(grant.ttl)
 
     @invariant()
     def every_wish_is_answered_or_waits(self) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast, overload
 from sqlalchemy import Connection
 
 from pgfence._api.contexts import attach
-from pgfence._holds.carriers import THREADS, find_contender_of_task, keep_task, run_on_loop
+from pgfence._holds.carriers import THREADS, find_task_contender, keep_task, run_on_loop
 from pgfence._holds.events import format_names
 from pgfence._process.callbacks import call_logged, log
 from pgfence._process.clock import seconds
@@ -287,7 +287,7 @@ def current(kind: type[AnyHeld], /) -> AnyHeld:
     Raises:
         LockNotHeldError: there is none.
     """
-    here: Contender | None = find_contender_of_task() if issubclass(kind, AsyncHeld) else THREADS.contender()
+    here: Contender | None = find_task_contender() if issubclass(kind, AsyncHeld) else THREADS.get_contender()
     holds = cast("list[BaseHold]", here.holds if here is not None else [])
     for hold in reversed(holds):
         handle = hold.handle()

@@ -60,7 +60,7 @@ class LockBase(Guided, ABC, Generic[H]):
         """Wait for the lock."""
 
     @abstractmethod
-    def _named(self, names: Sequence[Name]) -> Self:
+    def _rename(self, names: Sequence[Name]) -> Self:
         """The same lock on other names."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
             @functools.wraps(fn)
             def guarded(*args: Any, **kwargs: Any) -> Any:
-                lock = self._named(names_for(args, kwargs)) if names_for else self
+                lock = self._rename(names_for(args, kwargs)) if names_for else self
                 try:
                     handle = acquire_for_call(lock, policy)
                 except LockTimeoutError as error:
@@ -174,14 +174,14 @@ class HoldContext(AbstractContextManager[H, None]):
 
     def __enter__(self) -> H:
         handle = self._lock.acquire(timeout=self._timeout)
-        self._handles[THREADS.contender()] = handle
+        self._handles[THREADS.get_contender()] = handle
         return handle
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
         # A block may be left by another thread than the one that entered it.
-        handle = self._handles.pop(THREADS.contender(), None) or self._handles.popitem()[1]
+        handle = self._handles.pop(THREADS.get_contender(), None) or self._handles.popitem()[1]
         handle._leave(exc, flag=self._flag)
 
     def __call__(self, _: object) -> Never:
@@ -207,7 +207,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         """Wait for the lock."""
 
     @abstractmethod
-    def _named(self, names: Sequence[Name]) -> Self:
+    def _rename(self, names: Sequence[Name]) -> Self:
         """The same lock on other names."""
 
     @abstractmethod
@@ -278,7 +278,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
             @functools.wraps(fn)
             async def guarded(*args: Any, **kwargs: Any) -> Any:
-                lock = self._named(names_for(args, kwargs)) if names_for else self
+                lock = self._rename(names_for(args, kwargs)) if names_for else self
                 try:
                     handle = await acquire_for_call_async(lock, policy)
                 except LockTimeoutError as error:

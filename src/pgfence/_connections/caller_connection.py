@@ -42,8 +42,8 @@ class CallerConnection(LockConnection):
         self._locks_on_it: list[CallerConnection] = connection.info.setdefault(_LOCKS, [])
         self._locks_on_it.append(self)
         pool = getattr(self._fairy, "_pool", connection.engine.pool)  # before a dispose() it was another one
-        if _returned not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
-            event.listen(pool, "checkin", _returned)
+        if _on_pool_checkin not in tuple(pool.dispatch.checkin):  # event.contains() overlooks what dispose() has copied
+            event.listen(pool, "checkin", _on_pool_checkin)
         self.watch()
         event.listen(connection, "before_cursor_execute", self._guard)
 
@@ -55,7 +55,7 @@ class CallerConnection(LockConnection):
         dbapi_connection: Any = await carrier.call(lambda: connection.connection.dbapi_connection)
         driver = make_driver(connection.dialect.get_driver_connection(dbapi_connection))
         cls.check_usable(connection, dbapi_connection, driver)
-        facts = cls.known_facts(connection, dbapi_connection)
+        facts = cls.get_known_facts(connection, dbapi_connection)
         session = cls(connection, dbapi_connection, driver, facts or server.UNKNOWN)
         if facts is None:
             try:
@@ -76,14 +76,14 @@ class CallerConnection(LockConnection):
                 "this connection is in pipeline mode, where an earlier error would hide whether the lock was taken: take"
                 " the lock outside the pipeline"
             )
-        if in_transaction(connection, dbapi_connection, driver):
+        if is_in_transaction(connection, dbapi_connection, driver):
             raise TransactionStateError(
                 "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
                 " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
             )
 
     @staticmethod
-    def known_facts(connection: Connection, dbapi_connection: Any) -> server.ServerInfo | None:
+    def get_known_facts(connection: Connection, dbapi_connection: Any) -> server.ServerInfo | None:
         """Return what was learnt of this very connection before."""
         known: tuple[Any, server.ServerInfo] | None = connection.info.get(_FACTS)
         return known[1] if known is not None and known[0] is dbapi_connection else None
@@ -126,7 +126,9 @@ class CallerConnection(LockConnection):
     def is_in_transaction(self) -> bool:  # type: ignore[override]
         """Whether the lock cannot be given back at this moment, for a transaction is open."""
         return (
-            self.dead is None and self.attached and in_transaction(self.connection, self.dbapi_connection, self.driver)
+            self.dead is None
+            and self.attached
+            and is_in_transaction(self.connection, self.dbapi_connection, self.driver)
         )
 
     @property
@@ -187,7 +189,7 @@ class CallerConnection(LockConnection):
         self.begin(limit)
         before = await self.driver.set_autocommit(True)
         try:
-            return await self.driver.query(text, args)
+            return await self.driver.fetch(text, args)
         except Exception as error:
             if told := text_error(error, args, lambda: self.driver.raw):
                 raise told from error
@@ -201,13 +203,13 @@ class CallerConnection(LockConnection):
         self.check_attached()
         before = await self.driver.set_autocommit(True)
         try:
-            return await self.driver.script(f"{wait}; {QUIET_CHECK}")
+            return await self.driver.execute_script(f"{wait}; {QUIET_CHECK}")
         finally:
             with contextlib.suppress(Exception):
                 await self.driver.set_autocommit(before)
 
 
-def in_transaction(connection: Connection, dbapi_connection: Any, driver: DriverConnection) -> bool:
+def is_in_transaction(connection: Connection, dbapi_connection: Any, driver: DriverConnection) -> bool:
     """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
     return driver.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 
@@ -216,7 +218,7 @@ _FACTS = "pgfence.facts"
 _LOCKS = "pgfence.locks"
 
 
-def _returned(_: Any, record: ConnectionPoolEntry) -> None:
+def _on_pool_checkin(_: Any, record: ConnectionPoolEntry) -> None:
     """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
     for session in list(record.info.get(_LOCKS, ())):
         if not session.shared:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sqlalchemy import Connection
 from sqlalchemy.pool import StaticPool
 
-from pgfence._holds.carriers import in_greenlet
+from pgfence._holds.carriers import run_in_greenlet
 from pgfence._sql import server
 from pgfence._sql.addresses import describe_server, warn_of_slow_hosts
 from pgfence._sql.errors import translate_connect_error
@@ -51,13 +51,13 @@ def open_connection(
     """
     style_of(engine.dialect)
     warn_of_slow_hosts(engine)
-    fairy = _fresh(engine)
+    fairy = _connect_like(engine)
     try:
         connection = Connection(engine, connection=fairy)
         connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
         dbapi_connection = fairy.dbapi_connection
         driver = engine.dialect.get_driver_connection(dbapi_connection)
-        facts = server.read_facts(connection, _driver_pid(driver), set_up=pooler in {"auto", "direct"})
+        facts = server.read_facts(connection, _get_driver_pid(driver), set_up=pooler in {"auto", "direct"})
         if any_pooler:
             judge_server(engine, facts)
         else:
@@ -74,7 +74,7 @@ def open_connection(
     return dbapi_connection, driver, facts
 
 
-def _fresh(engine: Engine) -> Any:
+def _connect_like(engine: Engine) -> Any:
     pool = engine.pool.recreate()
     for name in ("checkout", "detach"):
         # Hooks that count or judge what the user checks out: they would never see ours come back.
@@ -93,21 +93,21 @@ def _fresh(engine: Engine) -> Any:
 def judge_server(engine: Engine, facts: server.ServerInfo) -> None:
     """Raise what is to be said against the server itself: it is none that pgfence knows, or a standby."""
     if refusal := server.judge_session(facts, facts.backend_pid, "session", None):
-        raise _located(engine, refusal)
+        raise _locate(engine, refusal)
 
 
-def _located(engine: Engine, refusal: PgfenceError) -> PgfenceError:
+def _locate(engine: Engine, refusal: PgfenceError) -> PgfenceError:
     refusal.args = (f"{describe_server(engine)}: {refusal}",)
     return refusal
 
 
 def judge(engine: Engine, facts: server.ServerInfo, driver: Any, pooler: PoolerSetting) -> None:
     """Raise what is to be said against a session lock on this connection, which is idle at this moment."""
-    driver_pid = _driver_pid(driver)
+    driver_pid = _get_driver_pid(driver)
     other_pid = None
     if driver_pid != facts.backend_pid and pooler != "transaction":
         # Only a pooler in transaction mode serves a second client on the same backend.
-        fairy = _fresh(engine)
+        fairy = _connect_like(engine)
         try:
             other = Connection(engine, connection=fairy)
             other.execution_options(isolation_level="AUTOCOMMIT")
@@ -116,10 +116,10 @@ def judge(engine: Engine, facts: server.ServerInfo, driver: Any, pooler: PoolerS
             if fairy.dbapi_connection is not None:
                 fairy.invalidate()
     if refusal := server.judge_session(facts, driver_pid, pooler, other_pid):
-        raise _located(engine, refusal)
+        raise _locate(engine, refusal)
 
 
-def _driver_pid(driver: Any) -> int:
+def _get_driver_pid(driver: Any) -> int:
     pid: int = driver.get_server_pid() if hasattr(driver, "get_server_pid") else driver.info.backend_pid
     return pid
 
@@ -153,7 +153,7 @@ def wrong_backend_error(engine: Engine) -> PoolerError:
 
 
 @contextmanager
-def sqlalchemy_connection(engine: Engine, dbapi_connection: Any) -> Iterator[Connection]:
+def open_sqlalchemy_connection(engine: Engine, dbapi_connection: Any) -> Iterator[Connection]:
     """Yield a Connection over a session of ours for a moment; an exception is never replaced by one of the clean-up."""
     connection = wrap_dbapi(engine, dbapi_connection)
     try:
@@ -165,9 +165,9 @@ def sqlalchemy_connection(engine: Engine, dbapi_connection: Any) -> Iterator[Con
     connection.close()
 
 
-def at_once(call: Callable[[], object]) -> None:
+def run_without_loop(call: Callable[[], object]) -> None:
     """Run sync code of SQLAlchemy's that awaits an async driver only in form, here and now, without a loop's turn."""
-    running = in_greenlet(call)
+    running = run_in_greenlet(call)
     try:
         running.send(None)
     except StopIteration:

@@ -32,7 +32,7 @@ import weakref
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pgfence._connections.connect import R, has_listeners, sqlalchemy_connection, wrap_dbapi, wrong_backend_error
+from pgfence._connections.connect import R, has_listeners, open_sqlalchemy_connection, wrap_dbapi, wrong_backend_error
 from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, identify_socket
@@ -216,7 +216,7 @@ class LockConnection(ABC):
         try:
             if has_listeners(engine):
                 return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
-            return await self.driver.query(text, args, prepare=prepare)
+            return await self.driver.fetch(text, args, prepare=prepare)
         except Exception as error:
             if told := text_error(error, args, lambda: self.driver.raw):
                 raise told from error
@@ -234,7 +234,7 @@ class LockConnection(ABC):
 
     async def _run(self, engine: Engine, run: Callable[[Connection], R]) -> R:
         def call() -> R:
-            with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
+            with open_sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                 return run(connection)
 
         return await self.carrier.call(call)
@@ -246,7 +246,7 @@ class LockConnection(ABC):
         if self.direct and not has_listeners(engine):  # the short way: each layer costs, and this is the common case
             self.limit, self.statement_started = limit, time.monotonic()
             try:
-                granted = (await self.driver.query(sql.try_text, args, prepare=True))[0]
+                granted = (await self.driver.fetch(sql.try_text, args, prepare=True))[0]
             finally:
                 self.statement_started = 0.0
         else:
@@ -298,7 +298,7 @@ class LockConnection(ABC):
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
         if not has_listeners(engine):
-            return await self.driver.script(f"{wait}; {QUIET_CHECK}")
+            return await self.driver.execute_script(f"{wait}; {QUIET_CHECK}")
 
         def run(connection: Connection) -> bool:
             connection.exec_driver_sql(wait)
@@ -314,7 +314,7 @@ class LockConnection(ABC):
                 return bool(await self.fetch_value(engine, sql.unlock_text, sql.unlock_args, limit=RELEASE_BUDGET))
             self.limit, self.statement_started = RELEASE_BUDGET, time.monotonic()
             try:
-                return bool((await self.driver.query(sql.unlock_text, sql.unlock_args, prepare=True))[0])
+                return bool((await self.driver.fetch(sql.unlock_text, sql.unlock_args, prepare=True))[0])
             finally:
                 self.statement_started = 0.0
         finally:
@@ -330,7 +330,7 @@ class LockConnection(ABC):
         """Make the session an ordinary Connection for the user's code: transactions, and the site's own limits."""
 
         def lend() -> Connection:
-            with sqlalchemy_connection(engine, self.dbapi_connection) as connection:
+            with open_sqlalchemy_connection(engine, self.dbapi_connection) as connection:
                 server.put_back(connection, self.facts)
             engine.dialect.reset_isolation_level(self.dbapi_connection)
             return wrap_dbapi(engine, self.dbapi_connection, reconnects=False)

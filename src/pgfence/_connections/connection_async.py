@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.caller_connection import CallerConnection
-from pgfence._connections.connect import at_once
+from pgfence._connections.connect import run_without_loop
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, LockConnection
 from pgfence._holds.carriers import TaskCarrier, keep_task, run_on_loop
 from pgfence._process.lifecycle import make_weak_method
@@ -29,10 +29,10 @@ class AsyncLockConnection(LockConnection):
         """The watcher's question, while it is under way: these drivers take one statement at a time."""
         if hasattr(driver.raw, "add_termination_listener"):
             # asyncio may see the end and close the socket before the watcher wakes, and epoll forgets closed sockets.
-            self._listener = make_weak_method(self._terminated)
+            self._listener = make_weak_method(self._on_termination)
             driver.raw.add_termination_listener(self._listener)
 
-    def _terminated(self, _: Any) -> None:
+    def _on_termination(self, _: Any) -> None:
         if not self.closed:
             self.on_connection_lost(reason_of(self.dup) if self.dup >= 0 else "killed")
 
@@ -87,4 +87,4 @@ class AsyncCallerConnection(CallerConnection, AsyncLockConnection):
         if self.connection.dialect.has_terminate:
             self.connection.invalidate()
         else:  # this dialect closes by awaiting, if only in form: the driver's connection is closed already
-            at_once(self.connection.invalidate)
+            run_without_loop(self.connection.invalidate)

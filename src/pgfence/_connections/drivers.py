@@ -55,11 +55,11 @@ class DriverConnection(Protocol):
         """Whether the connection is in a mode in which a result cannot be read at once (a pipeline)."""
         ...
 
-    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+    def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
         """Run a statement and return its first row."""
         ...
 
-    async def script(self, text: str) -> bool:
+    async def execute_script(self, text: str) -> bool:
         """Run several statements as one and say whether the last one returned a row."""
         ...
 
@@ -144,13 +144,13 @@ class PsycopgConnection(_PsycopgBase):
     async def ping(self) -> None:
         self.raw.execute(_PING)
 
-    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
         self.cursor.execute(text, args, prepare=prepare and not self.pooled)
         row: Sequence[Any] = self.cursor.fetchone()
         return row
 
-    async def script(self, text: str) -> bool:
+    async def execute_script(self, text: str) -> bool:
         """Run several statements as one and say whether the last one returned a row."""
         self.cursor.execute(text, prepare=False)
         while self.cursor.nextset():
@@ -171,12 +171,12 @@ class AsyncPsycopgConnection(_PsycopgBase):
     async def ping(self) -> None:
         await self.raw.execute(_PING)
 
-    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         await self.cursor.execute(text, args, prepare=prepare and not self.pooled)
         row: Sequence[Any] = await self.cursor.fetchone()
         return row
 
-    async def script(self, text: str) -> bool:
+    async def execute_script(self, text: str) -> bool:
         await self.cursor.execute(text, prepare=False)
         while self.cursor.nextset():
             pass
@@ -237,12 +237,12 @@ class Psycopg2Connection:
         with self.raw.cursor() as cursor:
             cursor.execute(text)
 
-    async def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
         self.cursor.execute(text, args)
         row: Sequence[Any] = self.cursor.fetchone()
         return row
 
-    async def script(self, text: str) -> bool:
+    async def execute_script(self, text: str) -> bool:
         self.cursor.execute(text)
         return self.cursor.fetchone() is not None
 
@@ -270,7 +270,7 @@ class AsyncpgConnection:
         return pid
 
     def fileno(self) -> int:
-        return descriptor(self.raw)
+        return find_descriptor(self.raw)
 
     @property
     def in_transaction(self) -> bool | None:
@@ -293,25 +293,25 @@ class AsyncpgConnection:
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
         # The driver writes the statement itself, and drops what is told on a channel that it does not know.
         change = self.raw.add_listener if on else self.raw.remove_listener
-        await change(channel, self._notified)
+        await change(channel, self._on_notification)
 
-    def _notified(self, _driver: Any, _pid: int, channel: str, payload: str) -> None:
+    def _on_notification(self, _driver: Any, _pid: int, channel: str, payload: str) -> None:
         self._on_notify(channel, payload)
 
-    def query(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+    def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
         if self.pooled:
-            return self._at_once(text, args)
+            return self._fetch_unprepared(text, args)
         row: Awaitable[Sequence[Any]] = self.raw.fetchrow(text, *args)
         return row
 
-    async def _at_once(self, text: str, args: Sequence[Any]) -> Sequence[Any]:
+    async def _fetch_unprepared(self, text: str, args: Sequence[Any]) -> Sequence[Any]:
         # The driver prepares always, in a trip of its own, which a transaction keeps on the same server.
         async with self.raw.transaction():
             statement = await self.raw.prepare(text, name="")
             row: Sequence[Any] = await statement.fetchrow(*args)
             return row
 
-    async def script(self, text: str) -> bool:
+    async def execute_script(self, text: str) -> bool:
         status: str = await self.raw.execute(text)
         return status == "SELECT 1"
 
@@ -331,7 +331,7 @@ ASYNC_DRIVERS: dict[str, type[DriverConnection]] = {
 }
 
 
-def driver_connection_for(dialect: Dialect) -> type[DriverConnection]:
+def choose_driver_connection(dialect: Dialect) -> type[DriverConnection]:
     """Return the wire of a driver.
 
     Raises:
@@ -346,7 +346,7 @@ def driver_connection_for(dialect: Dialect) -> type[DriverConnection]:
     return drivers[dialect.driver]
 
 
-def descriptor(driver: Any) -> int:
+def find_descriptor(driver: Any) -> int:
     """Return the socket's descriptor of a driver's connection, as `fileno`; -1 where it shows none."""
     if hasattr(driver, "fileno"):
         fd: int = driver.fileno()

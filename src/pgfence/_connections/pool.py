@@ -10,7 +10,7 @@ from pgfence._connections.caller_connection import CallerConnection
 from pgfence._connections.connect import judge, open_connection
 from pgfence._connections.connection_async import AsyncCallerConnection, AsyncLockConnection
 from pgfence._connections.connection_sync import SyncCallerConnection, SyncLockConnection
-from pgfence._connections.drivers import driver_connection_for
+from pgfence._connections.drivers import choose_driver_connection
 from pgfence._connections.opening import PendingConnection, close_at_exit, close_with_loop, start_task, start_thread
 from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
 from pgfence._process import threads
@@ -53,7 +53,7 @@ class LockPool:
         any_pooler: bool = False,
         warm: int = WARM,
     ) -> None:
-        self._driver_kind = driver_connection_for(engine.dialect)
+        self._driver_kind = choose_driver_connection(engine.dialect)
         is_async = engine.dialect.is_async
         self._kind: type[LockConnection] = AsyncLockConnection if is_async else SyncLockConnection
         self._callers_kind: type[CallerConnection] = AsyncCallerConnection if is_async else SyncCallerConnection
@@ -77,7 +77,7 @@ class LockPool:
         self._warned = False
         self._close_with_loop = close_with_loop(self.sessions) if engine.dialect.is_async else None
         """To be entered with the first opening."""
-        on_disposed(engine, self._engine_disposed)
+        on_disposed(engine, self._on_engine_disposed)
         weakref.finalize(engine.dialect, close_at_exit, weakref.ref(engine.dialect), self.sessions)
         MONITOR.keep(self)
 
@@ -97,7 +97,7 @@ class LockPool:
             event = None
             with MUTEX:
                 if not self.state.serve_or_enqueue(turn).served:
-                    event = self.carrier.event()
+                    event = self.carrier.make_event()
                     turn.wake = event.set
             if event is not None:
                 await event.wait(left, cancel)
@@ -133,7 +133,7 @@ class LockPool:
             self.state.cancel_wait(turn)
             if opening is None and turn.may_open:
                 turn.may_open = False
-                self.state.connection_closed()
+                self.state.note_closed()
         session = turn.session or (self._abandon(opening, late=False) if opening is not None else None)
         if session is not None:
             self.checkin(session)
@@ -141,8 +141,8 @@ class LockPool:
     async def _open(self, turn: PoolWaiter, budget: float, keys: int, cancel: CancelEvent | None = None) -> None:
         """Open a session on a thread or task of its own: whoever wants it can time out, be interrupted or cancelled."""
         self.begin_opening()
-        opening = turn.opening = PendingConnection(self.carrier.event(), counts=keys > 0)
-        (start_task if self.engine.dialect.is_async else start_thread)(opening, self._opener)
+        opening = turn.opening = PendingConnection(self.carrier.make_event(), counts=keys > 0)
+        (start_task if self.engine.dialect.is_async else start_thread)(opening, self._open_for)
         await opening.event.wait(budget, cancel)
         turn.session = self._abandon(opening, late=True)
         if turn.session is None:
@@ -161,10 +161,10 @@ class LockPool:
                 opening.abandoned, opening.late = True, late
                 self.stuck += late
                 if opening.uses_slot:
-                    self.state.connection_closed()
+                    self.state.note_closed()
         return opening.session
 
-    async def _opener(self, opening: PendingConnection) -> None:
+    async def _open_for(self, opening: PendingConnection) -> None:
         session: LockConnection | None = None
         error: Exception | None = UnreachableError("the thread that opened a session was ended")
         generation = self.generation
@@ -243,7 +243,7 @@ class LockPool:
         with MUTEX:
             if session in self.sessions:
                 if session.uses_slot:
-                    self.state.connection_closed()
+                    self.state.note_closed()
                 self.sessions.discard(session)  # last: an interrupt before it is followed by another discard
 
     def close_idle(self, now: float) -> None:
@@ -257,7 +257,7 @@ class LockPool:
         for session in expired:
             self.discard(session)
 
-    def _engine_disposed(self, _: Engine) -> None:
+    def _on_engine_disposed(self, _: Engine) -> None:
         """Close the idle sessions; the others are closed when what they hold ends."""
         if self.pid != PROCESS.pid:  # a forked child often disposes of the engine that it inherits
             return
@@ -279,7 +279,7 @@ class LockPool:
             self.stuck -= 1
         if session is None:
             if counts:
-                self.state.connection_closed()
+                self.state.note_closed()
             return
         session.close_after_use = generation != self.generation or not counts
         session.uses_slot = counts

@@ -87,7 +87,7 @@ class PoolState:
         self.idle.append(session)
         return True
 
-    def connection_closed(self) -> None:
+    def note_closed(self) -> None:
         """One is closed, or could not be opened."""
         self.open -= 1
         if self._waiting and self.open < self.limit:

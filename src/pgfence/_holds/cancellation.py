@@ -76,7 +76,7 @@ def cancel_here() -> CancelEvent | None:
     return _HERE.event
 
 
-def cancelled(names: tuple[str, ...]) -> WaitCancelledError:
+def build_cancelled_error(names: tuple[str, ...]) -> WaitCancelledError:
     """Return the error of a cancelled wait."""
     quoted = ", ".join(repr(name) for name in names)
     return WaitCancelledError(

@@ -47,7 +47,7 @@ class Carrier(Protocol):
         """The loop of the tasks."""
         ...
 
-    def contender(self) -> Contender:
+    def get_contender(self) -> Contender:
         """Return the contender that calls."""
         ...
 
@@ -55,7 +55,7 @@ class Carrier(Protocol):
         """Return what can end the waits of the caller, apart from a cancel of its task."""
         ...
 
-    def event(self) -> WakeEvent: ...
+    def make_event(self) -> WakeEvent: ...
 
     async def sleep(self, seconds: float, cancel: CancelEvent | None = None) -> None: ...
 
@@ -71,7 +71,7 @@ class Carrier(Protocol):
         """Run work on connections where they may be closed: at once where that is here."""
         ...
 
-    def defer(self, work: Callable[[], object]) -> None:
+    def run_later(self, work: Callable[[], object]) -> None:
         """Run work later, out of the way of the caller, which may be a finaliser. Takes no lock."""
         ...
 
@@ -101,19 +101,19 @@ class ThreadEvent:
 class ThreadCarrier:
     """The threads of this process."""
 
-    event = ThreadEvent
+    make_event = ThreadEvent
     loop = None
 
     def __init__(self) -> None:
         self._here = threading.local()
 
-    def contender(self) -> Contender:
+    def get_contender(self) -> Contender:
         try:
-            me: Contender = self._here.contender
+            me: Contender = self._here.get_contender
         except AttributeError:
-            me = self._here.contender = Contender("thread")
+            me = self._here.get_contender = Contender("thread")
         if me.pid != PROCESS.known_pid:
-            me = self._here.contender = Contender("thread")
+            me = self._here.get_contender = Contender("thread")
         return me
 
     cancel_event = staticmethod(cancel_here)
@@ -137,7 +137,7 @@ class ThreadCarrier:
     def run_at_home(self, work: Callable[[], object]) -> None:
         work()
 
-    def defer(self, work: Callable[[], object]) -> None:
+    def run_later(self, work: Callable[[], object]) -> None:
         MONITOR.post(work)
 
 
@@ -175,7 +175,7 @@ class TaskEvent:
 class TaskCarrier:
     """The tasks of one loop."""
 
-    event = TaskEvent
+    make_event = TaskEvent
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -184,8 +184,8 @@ class TaskCarrier:
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
 
-    def contender(self) -> Contender:
-        return contender_of_task()
+    def get_contender(self) -> Contender:
+        return get_task_contender()
 
     def cancel_event(self) -> None:
         """A task is cancelled by asyncio."""
@@ -194,7 +194,7 @@ class TaskCarrier:
         await asyncio.sleep(seconds)
 
     async def call(self, work: Callable[[], R]) -> R:
-        return await in_greenlet(work)
+        return await run_in_greenlet(work)
 
     def run_cleanup(self, clean: Callable[[], None]) -> None:
         clean()
@@ -205,14 +205,14 @@ class TaskCarrier:
         else:
             run_on_loop(self.loop, work)
 
-    def defer(self, work: Callable[[], object]) -> None:
+    def run_later(self, work: Callable[[], object]) -> None:
         run_on_loop(self.loop, work)
 
 
 _CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[Any], Contender] = weakref.WeakKeyDictionary()
 
 
-def find_contender_of_task() -> Contender | None:
+def find_task_contender() -> Contender | None:
     """Return the contender that this task is, if it ever was one; None also outside a task."""
     try:
         task = asyncio.current_task()
@@ -221,7 +221,7 @@ def find_contender_of_task() -> Contender | None:
     return None if task is None else _CONTENDERS.get(task)
 
 
-def contender_of_task() -> Contender:
+def get_task_contender() -> Contender:
     """Return the contender that this task is."""
     task = asyncio.current_task()
     if task is None:
@@ -255,7 +255,7 @@ def is_running(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-async def in_greenlet(call: Callable[[], R]) -> R:
+async def run_in_greenlet(call: Callable[[], R]) -> R:
     """Run sync code of SQLAlchemy's over an async driver, on the calling task."""
     from sqlalchemy.util import greenlet_spawn
 

@@ -63,7 +63,7 @@ class BaseHold:
         self.stored = ""
         """The name that the token belongs to, as it stands in the tables."""
         self.pid = PROCESS.known_pid  # the same call has asked before
-        self.handle: Callable[[], Any] = _nothing
+        self.handle: Callable[[], Any] = _find_nothing
         """A weak reference to what the user has in hand."""
         self.reason: LossReason | None = None
         """What it was marked lost for."""
@@ -211,11 +211,11 @@ _TOLD: dict[LossReason, str] = {
 }
 
 
-def _nothing() -> None:
+def _find_nothing() -> None:
     """There is no handle (yet)."""
 
 
-def here(key: LockKey, hold: Hold[Any]) -> Holder:
+def describe_local_holder(key: LockKey, hold: Hold[Any]) -> Holder:
     """Describe a holder in this process."""
     return Holder(
         name=key.name,

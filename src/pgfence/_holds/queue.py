@@ -172,7 +172,7 @@ class LocalQueue:
             if line[0].wake is not None and self.is_first(line[0]):
                 line[0].wake()
 
-    def next_for_same_keys(self, entry: QueueEntry) -> QueueEntry | None:
+    def find_successor(self, entry: QueueEntry) -> QueueEntry | None:
         """Return who would come first by this entry leaves, if it wants exactly the same keys and may take them over."""
         line = self._lines[entry.places[0]]
         if len(line) < 2 or line[1].places != entry.places or entry.no_handoff or line[1].no_handoff:
@@ -182,7 +182,7 @@ class LocalQueue:
             return None
         return successor
 
-    def held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
+    def is_held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
         """Say whether this contender is already first in line for one of the keys, by a hold or a wait.
 
         A hold whose handle was dropped does not count: it ends soon, so a wait for it does too.
@@ -193,7 +193,7 @@ class LocalQueue:
                 return True
         return False
 
-    def line(self, place: Hashable) -> Iterable[QueueEntry]:
+    def get_line(self, place: Hashable) -> Iterable[QueueEntry]:
         """Everybody in one line, first to last."""
         return self._lines.get(place, ())
 
@@ -201,7 +201,7 @@ class LocalQueue:
         return len(self._lines)
 
 
-def closes_circle(entry: QueueEntry) -> bool:
+def is_deadlock(entry: QueueEntry) -> bool:
     """Say whether waiting with this entry would never end: its owner holds what somebody before it waits for."""
     if not entry.owner.holds:
         return False
@@ -212,7 +212,7 @@ def closes_circle(entry: QueueEntry) -> bool:
         for place in current.places:
             if (place, id(current)) in passed:
                 continue
-            for other in current.queue.line(place):
+            for other in current.queue.get_line(place):
                 if other is current:
                     break
                 if other.dropped:

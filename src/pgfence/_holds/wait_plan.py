@@ -21,7 +21,7 @@ def slice_for(deadlock_timeout: float) -> float:
     return length if length >= SHORTEST_SERVER_WAIT else 0.0
 
 
-def first_slice(length: float, left: float) -> float:
+def choose_first_slice(length: float, left: float) -> float:
     """Return the length of the first wait: at most half of what is left, so that a short wait can still name the holder.
 
     Where half would be under 100 ms it may use up what is left.
@@ -29,7 +29,7 @@ def first_slice(length: float, left: float) -> float:
     return min(length, max(left / 2, min(left, SHORTEST_SERVER_WAIT)))
 
 
-def milliseconds(length: float, keys: int = 1) -> int:
+def to_milliseconds(length: float, keys: int = 1) -> int:
     """Return `lock_timeout` for a wait of `length` seconds over `keys` keys: it counts per lock, and 0 would mean no limit.
 
     Never more than the server takes, 24.8 days: a caller that waits for ever looks at its own deadline again.
@@ -80,10 +80,10 @@ class WaitPlan:
             return Wait(pause(left), 0, polls=True, quiet=True)
         self._waits += 1
         quiet = self._waits > 1
-        length = min(self._slice, left) if quiet else first_slice(self._slice, left)
-        return Wait(length, milliseconds(length, self._keys), polls=False, quiet=quiet)
+        length = min(self._slice, left) if quiet else choose_first_slice(self._slice, left)
+        return Wait(length, to_milliseconds(length, self._keys), polls=False, quiet=quiet)
 
-    def due_log(self, now: float) -> tuple[int, float] | None:
+    def take_due_log(self, now: float) -> tuple[int, float] | None:
         """Return a logging level and the age of the wait, once after the first step and once after 30 s."""
         age = now - self._began
         if not self._told:

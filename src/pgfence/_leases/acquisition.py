@@ -37,7 +37,7 @@ class HoldersSeen:
         # It may have been renewed since then, unseen, for a whole TTL; which is ours wherever one name has one TTL.
         self._until[claim.stored] = now + max(busy.remaining, claim.terms.ttl)
 
-    def until(self, claim: AcquireRequest) -> float | None:
+    def get_until(self, claim: AcquireRequest) -> float | None:
         return self._until.get(claim.stored)
 
     def forget(self, claim: AcquireRequest) -> None:
@@ -80,15 +80,15 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
             self._logged = True
             self.log_wait(logging.WARNING, age, holders)
 
-    def ended(self, error: Away) -> Away:
-        ended = super().ended(error)
+    def build_outage_error(self, error: Away) -> Away:
+        ended = super().build_outage_error(error)
         if isinstance(ended, UnreachableError):
-            ended._held_until = self._seen.until(self.wanted)
+            ended._held_until = self._seen.get_until(self.wanted)
         return ended
 
-    def holders_here(self) -> list[Holder]:
+    def find_local_holders(self) -> list[Holder]:
         with MUTEX:
-            first = next(iter(self.queue.line(self.wanted.places[0])), None)
+            first = next(iter(self.queue.get_line(self.wanted.places[0])), None)
             hold = None if first is None else first.hold
         if not isinstance(hold, Grant):
             return [first.last_holder] if first is not None and first.last_holder is not None else []

@@ -62,7 +62,7 @@ def statement_error(asker: Asker, error: Exception, place: TableNames, *, server
     return None if server_spoke else translate_connect_error(asker.engine, error, "Nothing is known")
 
 
-def spoke(session: LockConnection, error: BaseException) -> bool:
+def is_rejection(session: LockConnection, error: BaseException) -> bool:
     """Say whether the server itself refused: then nothing was granted, and the session is as it was."""
     if isinstance(error, TextError):
         return True  # the driver itself rejects some texts, before anything is sent
@@ -73,22 +73,22 @@ def spoke(session: LockConnection, error: BaseException) -> bool:
     )
 
 
-def again(error: BaseException) -> bool:
+def is_conflict(error: BaseException) -> bool:
     """Say whether to ask again at once: the transaction met another one."""
     return sqlstate_of(error) == SERIALIZATION_FAILURE
 
 
-def row_locked(error: BaseException) -> bool:
+def is_row_locked(error: BaseException) -> bool:
     """Say whether somebody keeps the row locked: neither free nor held, so ask again."""
     return sqlstate_of(error) == LOCK_NOT_AVAILABLE
 
 
-def ask_again(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     """Say whether to ask for an adoption again: if its answer was lost, the same new id is granted once more."""
-    return isinstance(error, UnreachableError) or again(error) or row_locked(error)
+    return isinstance(error, UnreachableError) or is_conflict(error) or is_row_locked(error)
 
 
-def not_adopted(claim: AcquireRequest, token: int, outcome: str) -> LockLostError:
+def build_adoption_error(claim: AcquireRequest, token: int, outcome: str) -> LockLostError:
     """Return why a reference cannot be adopted."""
     why = {
         "superseded": "it was adopted already, or somebody else has it by now",

@@ -134,7 +134,7 @@ class Grant(BaseHold):
         """The server's clock as it was last read."""
         self._apply_renewal(started, told.remaining, told.expires_at)
         if told.hold_remaining is not None and told.hold_remaining <= told.remaining + CLOSE:
-            self._cap()
+            self._note_cap()
 
     @property
     def row(self) -> tuple[TableNames, str] | None:
@@ -148,7 +148,7 @@ class Grant(BaseHold):
             return "overdue"
         return "cut off" if self.failures or self.renewal_pending else "expired"
 
-    def remaining(self) -> float:
+    def get_remaining(self) -> float:
         """Return the seconds to this process's own deadline, 0.0 when it is over or nothing is held. No I/O."""
         return max(0.0, self.deadline - clock()) if self.state in ("held", "unknown") else 0.0
 
@@ -224,14 +224,14 @@ class Grant(BaseHold):
                 self.noun,
                 format_names(self.names),
             )
-        self.deadline = terms.deadline(started, remaining, min(self.ttl, remaining))
+        self.deadline = terms.compute_deadline(started, remaining, min(self.ttl, remaining))
         self.expires_at = expires_at
-        self.next_renewal = math.inf if self.heartbeat == "manual" else started + terms.interval(self.ttl)
+        self.next_renewal = math.inf if self.heartbeat == "manual" else started + terms.compute_interval(self.ttl)
         self.capped = False
         if remaining < self.ttl - CLOSE:
-            self._cap()
+            self._note_cap()
 
-    def _cap(self) -> None:
+    def _note_cap(self) -> None:
         """Note that max_hold ends it: no renewal can move its deadline any more."""
         self.capped = True
         self.next_renewal = math.inf
@@ -256,7 +256,7 @@ class Pauses:
         if late <= 2 * self._longest or late <= 0.05:
             return
         ttl = min((grant.ttl for grant in held), default=None)
-        if ttl is None or late <= STOOD_STILL * terms.margin(ttl):
+        if ttl is None or late <= STOOD_STILL * terms.compute_margin(ttl):
             return
         self._longest = late
         log.warning(
@@ -264,5 +264,5 @@ class Pauses:
             " Raise the ttl, or find what stops the process (CPU limit, suspend, a call that keeps the GIL)",
             late,
             ttl,
-            terms.margin(ttl),
+            terms.compute_margin(ttl),
         )

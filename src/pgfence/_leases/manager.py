@@ -13,14 +13,21 @@ import uuid
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.cancellation import Cancelled, cancelled, expect_uncancelled
+from pgfence._holds.cancellation import Cancelled, build_cancelled_error, expect_uncancelled
 from pgfence._holds.queue import LocalQueue, QueueEntry
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.acquisition import HoldersSeen, LeaseAcquisition
-from pgfence._leases.answers import again, ask_again, not_adopted, row_locked, spoke, translate_failure
+from pgfence._leases.answers import (
+    build_adoption_error,
+    is_conflict,
+    is_rejection,
+    is_retryable,
+    is_row_locked,
+    translate_failure,
+)
 from pgfence._leases.grant import Grant
 from pgfence._leases.releases import LeaseReleases
-from pgfence._leases.request import Busy, Granted, Refused, adopted, adoption
+from pgfence._leases.request import Busy, Granted, Refused, build_adoption, read_adoption
 from pgfence._locks.acquisition import timeout_of
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import MUTEX
@@ -61,7 +68,7 @@ class LeaseManager(LeaseReleases):
 
     def begin_call(self, claim: AcquireRequest, timeout: Seconds | None, *, lasts: bool = False) -> LeaseAcquisition:
         """Return a call of this contender, which is in no queue yet."""
-        owner = self.carrier.contender()
+        owner = self.carrier.get_contender()
         limit = timeout_of(self.config, timeout, owner)
         cancel = self.carrier.cancel_event() if limit else None
         return LeaseAcquisition(self.queue, self.config, self._seen, claim, owner, limit, lasts=lasts, cancel=cancel)
@@ -96,14 +103,14 @@ class LeaseManager(LeaseReleases):
                 if (front := call.enqueue()) is None:
                     return None
             if not front and not await call.wait_for_turn(self.carrier):
-                raise call.late(call.holders_here())
+                raise call.build_late_error(call.find_local_holders())
             grant = await self._contend(call)
             if grant is not None:
                 return make(self, grant)
         except BaseException as error:
             self.carrier.run_cleanup(lambda: self._abort_acquire(call.entry))
             if isinstance(error, Cancelled):
-                raise cancelled(claim.names) from None
+                raise build_cancelled_error(claim.names) from None
             raise
         call.entry.leave()
         return None
@@ -122,9 +129,9 @@ class LeaseManager(LeaseReleases):
         try:
             while True:
                 try:
-                    grant, busy = await self._attempt(call)
+                    grant, busy = await self._try_acquire(call)
                 except (UnreachableError, StandbyError) as error:
-                    pause = call.outlast(error)
+                    pause = call.plan_retry(error)
                 else:
                     if grant is not None:
                         return grant
@@ -136,16 +143,16 @@ class LeaseManager(LeaseReleases):
                     pause = self.poll_delay(busy.remaining, left, polls=polls)
                     polls += 1
                     if stop_listening is None and self.tells:
-                        event = self.carrier.event()
+                        event = self.carrier.make_event()
                         stop_listening = heartbeat.listen(claim.place, claim.stored, wake)
-                await (event or self.carrier.event()).wait(pause, call.cancel)
+                await (event or self.carrier.make_event()).wait(pause, call.cancel)
                 if event is not None:  # before the attempt: a release that is told of while it runs ends the next sleep
-                    event = self.carrier.event()
+                    event = self.carrier.make_event()
         finally:
             if stop_listening is not None:
                 stop_listening()
 
-    async def _attempt(self, call: LeaseAcquisition) -> tuple[Grant | None, Busy]:
+    async def _try_acquire(self, call: LeaseAcquisition) -> tuple[Grant | None, Busy]:
         """Ask once, and once more at once where transactions met.
 
         An answer that does not arrive is neither a grant nor a refusal: the error says so, and the grant, which has an id of
@@ -169,10 +176,10 @@ class LeaseManager(LeaseReleases):
                 refused = True
                 raise
             except BaseException as error:
-                refused = spoke(session, error)
-                if refused and row_locked(error):
+                refused = is_rejection(session, error)
+                if refused and is_row_locked(error):
                     return None, Busy(0.0)
-                if refused and again(error):
+                if refused and is_conflict(error):
                     continue
                 if not refused and grant is None and not isinstance(error, LockLostError):
                     self._forget(claim, lease_id)
@@ -186,7 +193,7 @@ class LeaseManager(LeaseReleases):
         return None, Busy(0.0)
 
     async def _drive(self, session: LockConnection, call: LeaseAcquisition, lease_id: str) -> Outcome:
-        steps = call.wanted.attempt(self.style, lease_id)
+        steps = call.wanted.run_steps(self.style, lease_id)
         row: Any = None
         while True:
             try:
@@ -203,7 +210,7 @@ class LeaseManager(LeaseReleases):
             LockTimeoutError: somebody has it still.
         """
         if call.waits:
-            raise call.timed_out([busy.holder] if busy.holder else [])
+            raise call.build_timeout_error([busy.holder] if busy.holder else [])
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
         """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left.
@@ -252,8 +259,8 @@ class LeaseManager(LeaseReleases):
         heartbeat = self.heartbeat
         await self.verify(claim.place)
         new, token = uuid.uuid4(), reference["token"]
-        entry = QueueEntry(claim.places, self.carrier.contender(), LocalQueue(), no_handoff=True)
-        text, args = adoption(self.style, claim, reference, str(new))
+        entry = QueueEntry(claim.places, self.carrier.get_contender(), LocalQueue(), no_handoff=True)
+        text, args = build_adoption(self.style, claim, reference, str(new))
         until = clock() + RELEASE_BUDGET
         while True:
             started = clock()
@@ -263,17 +270,17 @@ class LeaseManager(LeaseReleases):
             except BaseException as error:
                 if isinstance(error, TextError):
                     raise
-                if clock() > until or not ask_again(error):
+                if clock() > until or not is_retryable(error):
                     heartbeat.forget_later(claim.place, claim.stored, new, RELEASE_BUDGET)
                     raise
             await self.carrier.sleep(0.1)
         try:
-            told = adopted(claim, token, row)
+            told = read_adoption(claim, token, row)
             if isinstance(told, str):
-                raise not_adopted(claim, token, told)
+                raise build_adoption_error(claim, token, told)
             grant = self._grant(told[0], entry, new, started, told[1])
             if grant is None:
-                raise not_adopted(claim, token, "expired")
+                raise build_adoption_error(claim, token, "expired")
             return make(self, grant)
         except LockLostError:
             raise
@@ -282,6 +289,6 @@ class LeaseManager(LeaseReleases):
             raise
 
 
-def manager_for(engine: Engine, config: Config, kind: type[ManagerT]) -> ManagerT:
+def get_manager(engine: Engine, config: Config, kind: type[ManagerT]) -> ManagerT:
     """Return the lease manager of a kind that an engine has in this process; of an async engine, on the running loop."""
     return ManagerRegistry.for_carrier(engine, kind, lambda carrier: kind(engine, config, carrier))

@@ -50,7 +50,7 @@ class LeaseReleases(LeaseStatements):
             UnreachableError: there was no answer; it stands until its deadline.
         """
         grant.check()
-        done = self.carrier.event()
+        done = self.carrier.make_event()
         errors: list[Exception] = []
 
         def tell(error: Exception | None) -> None:
@@ -99,7 +99,7 @@ class LeaseReleases(LeaseStatements):
 
     async def _release(self, grant: Grant) -> None:
         try:
-            if self._was_lost(grant):
+            if self._check_lost(grant):
                 raise grant.lost_error()
             text, args = _release_statement(grant, self.style)
             try:
@@ -139,7 +139,7 @@ class LeaseReleases(LeaseStatements):
         grant.entry.leave()
         self.heartbeat.release_later(grant)
 
-    def _was_lost(self, grant: Grant) -> bool:
+    def _check_lost(self, grant: Grant) -> bool:
         """Say whether a grant was lost before its release; then the row is given back in the background, if it is ours still."""
         if grant.loss_reason is None:
             return False
@@ -186,7 +186,7 @@ class LeaseReleases(LeaseStatements):
 
     def abandon(self, grant: Grant) -> None:
         """Free a lease whose handle was dropped; called by a finaliser, so the work is done elsewhere."""
-        self.carrier.defer(lambda: self.give_back_later(grant))
+        self.carrier.run_later(lambda: self.give_back_later(grant))
 
     def _emit(self, kind: Literal["acquired", "released", "lost"], grant: Grant) -> None:
         emit_event(self.config, kind, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)

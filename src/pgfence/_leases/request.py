@@ -111,7 +111,7 @@ class AcquireRequest(ABC):
         return ((self.place, self.stored),)
 
     @abstractmethod
-    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
+    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
         """Yield the statements of one attempt, get the row of each, and return what came of it."""
 
 
@@ -119,7 +119,7 @@ class AcquireRequest(ABC):
 class LeaseRequest(AcquireRequest):
     """A lease."""
 
-    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
+    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
         terms, identity = self.terms, self.identity
         row = yield (
             lease_sql(self.place, style).acquire,
@@ -131,7 +131,7 @@ class LeaseRequest(AcquireRequest):
                 terms.lock_delay,
                 terms.max_hold,
                 owner_of(identity),
-                host(),
+                get_host(),
                 os.getpid(),
                 identity.purpose,
                 identity.metadata,
@@ -141,7 +141,7 @@ class LeaseRequest(AcquireRequest):
         granted, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back = row
         warn_of_clock(self, set_back)
         if granted:
-            return Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
+            return Granted(token, expires_at, remaining, hold_remaining, decode_json(checkpoint))
         *who, since = holder
         return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
 
@@ -164,29 +164,31 @@ def warn_of_clock(claim: AcquireRequest, set_back: float | None) -> None:
         )
 
 
-def decoded(text: str | None) -> Json:
+def decode_json(text: str | None) -> Json:
     found: Json = None if text is None else json.loads(text)
     return found
 
 
 @cache
-def host() -> str:
+def get_host() -> str:
     return socket.gethostname()
 
 
 def owner_of(identity: Identity) -> str:
     """Return what operators read of the holder: what it calls itself, or its process."""
-    return identity.owner or f"{host()}:{os.getpid()}"
+    return identity.owner or f"{get_host()}:{os.getpid()}"
 
 
-def adoption(style: ParamStyle, claim: AcquireRequest, reference: LeaseRef, new: str) -> tuple[str, tuple[Any, ...]]:
+def build_adoption(
+    style: ParamStyle, claim: AcquireRequest, reference: LeaseRef, new: str
+) -> tuple[str, tuple[Any, ...]]:
     """Return the statement that takes a lease over, and its arguments."""
     owner = claim.identity.owner
-    args = (claim.stored, reference["lease_id"], reference["token"], new, owner, host(), os.getpid())
+    args = (claim.stored, reference["lease_id"], reference["token"], new, owner, get_host(), os.getpid())
     return lease_sql(claim.place, style).adopt, args
 
 
-def adopted(claim: AcquireRequest, token: int, row: Sequence[Any]) -> tuple[AcquireRequest, Granted] | str:
+def read_adoption(claim: AcquireRequest, token: int, row: Sequence[Any]) -> tuple[AcquireRequest, Granted] | str:
     """Return what was adopted, with the terms it has in the table; or why it was not."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)
@@ -197,10 +199,10 @@ def adopted(claim: AcquireRequest, token: int, row: Sequence[Any]) -> tuple[Acqu
         terms=replace(claim.terms, ttl=ttl),
         identity=replace(claim.identity, purpose=purpose or ""),
     )
-    return found, Granted(token, expires_at, remaining, hold_remaining, decoded(checkpoint))
+    return found, Granted(token, expires_at, remaining, hold_remaining, decode_json(checkpoint))
 
 
-def json_text(value: Any, what: str) -> str | None:
+def encode_json(value: Any, what: str) -> str | None:
     """Return a value as JSON that PostgreSQL takes.
 
     Raises:

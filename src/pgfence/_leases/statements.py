@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._connections.pool import LockPool
 from pgfence._leases import terms
-from pgfence._leases.answers import ask_again, spoke, statement_error
+from pgfence._leases.answers import is_rejection, is_retryable, statement_error
 from pgfence._process import threads
 from pgfence._process.clock import clock
 from pgfence._process.lifecycle import PROCESS
@@ -66,13 +66,13 @@ class LeaseStatements:
         left = RELEASE_BUDGET if call is None else max(call.left, RELEASE_BUDGET)
         session = await self.pool.checkout(left, cancel=call.cancel if call else None)
         if session is None:
-            raise self.no_connection(call)
+            raise self.build_no_connection_error(call)
         return session
 
-    def no_connection(self, call: LeaseAcquisition | None) -> Exception:
+    def build_no_connection_error(self, call: LeaseAcquisition | None) -> Exception:
         """Return that all connections are in use."""
         if call is not None and call.waits:
-            return call.no_connection()
+            return call.build_no_connection_error()
         return UnreachableError("all connections for leases are in use (max_lock_connections)")
 
     async def _ask(self, place: TableNames, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
@@ -83,7 +83,7 @@ class LeaseStatements:
             row = await session.fetch_row(self.engine, text, args, limit=limit)
             kept = True
         except Exception as error:
-            kept = spoke(session, error)
+            kept = is_rejection(session, error)
             if told := statement_error(self, error, place, server_spoke=kept):
                 raise told from error
             raise
@@ -97,7 +97,7 @@ class LeaseStatements:
         text: str,
         args: Sequence[Any],
         seconds: float,
-        again: Callable[[BaseException], bool] = ask_again,
+        again: Callable[[BaseException], bool] = is_retryable,
     ) -> Any:
         """Run a statement that may be repeated until the server answers, for about so many seconds, and return its row.
 

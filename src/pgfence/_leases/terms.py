@@ -32,17 +32,17 @@ NOTABLE_STEP = 1.0
 """Seconds by which the server's clock must have been set back to be logged: time services correct by less every day."""
 
 
-def interval(ttl: float) -> float:
+def compute_interval(ttl: float) -> float:
     """Return the seconds from one renewal to the next: two may fail before the third decides."""
     return ttl / 3
 
 
-def margin(ttl: float) -> float:
+def compute_margin(ttl: float) -> float:
     """Return by how many seconds a holder gives up before the server gives the lease away."""
     return min(MARGIN, ttl / 10)
 
 
-def deadline(started: float, remaining: float, ttl: float) -> float:
+def compute_deadline(started: float, remaining: float, ttl: float) -> float:
     """Return until when a grant may be believed in, on the clock that `started` was read from.
 
     Args:
@@ -50,7 +50,7 @@ def deadline(started: float, remaining: float, ttl: float) -> float:
         remaining: seconds the server gave, counted from some moment after that.
         ttl: what the margin is a share of: the TTL, or max_hold where that is shorter.
     """
-    return started + remaining - margin(ttl)
+    return started + remaining - compute_margin(ttl)
 
 
 def retry_after(failures: int, ttl: float) -> float:
@@ -59,7 +59,7 @@ def retry_after(failures: int, ttl: float) -> float:
     return longest * between(0.5, 1.0)
 
 
-def patience(left: float) -> float:
+def compute_statement_budget(left: float) -> float:
     """Return the seconds that a renewal may take with `left` seconds to the deadline.
 
     Half, so that there is time for a second try on a new connection; with less than half a second for each, all of it.
@@ -100,10 +100,10 @@ def ttl_of(value: Seconds) -> float:
             f"ttl={ttl:g} is more than a day, and the unit is seconds: whoever crashes blocks the name for that long. Take a"
             " short one, the heartbeat renews it; or say timedelta(seconds=...) if you mean it"
         )
-    return _finite(ttl, "ttl")
+    return _check_finite(ttl, "ttl")
 
 
-def terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_delay: Seconds) -> LeaseTerms:
+def build_terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_delay: Seconds) -> LeaseTerms:
     """Return what a lease is asked for.
 
     Raises:
@@ -112,7 +112,7 @@ def terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_del
     """
     length = ttl_of(ttl)
     least = seconds(min_hold, "min_hold")
-    delay = _finite(seconds(lock_delay, "lock_delay"), "lock_delay")
+    delay = _check_finite(seconds(lock_delay, "lock_delay"), "lock_delay")
     if least > length:
         raise ValueError(
             f"min_hold={least:g} is longer than ttl={length:g}: a crash would free the name earlier than a release."
@@ -124,11 +124,11 @@ def terms(ttl: Seconds, *, max_hold: Seconds | None, min_hold: Seconds, lock_del
             raise ValueError("max_hold must be above 0 seconds; None does not limit the hold")
         if least > most:
             raise ValueError(f"min_hold={least:g} is longer than max_hold={most:g}")
-        _finite(most, "max_hold")
+        _check_finite(most, "max_hold")
     return LeaseTerms(length, least, delay, most)
 
 
-def _finite(value: float, what: str) -> float:
+def _check_finite(value: float, what: str) -> float:
     if value > LONGEST:
         raise ValueError(f"{what} must be finite and below a hundred years, not {value:g} s")
     return value

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
 from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.hold import Hold, here
-from pgfence._holds.queue import QueueEntry, closes_circle
+from pgfence._holds.hold import Hold, describe_local_holder
+from pgfence._holds.queue import QueueEntry, is_deadlock
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER
 from pgfence._locks.errors import NO_CONNECTION
-from pgfence._locks.outages import Patience, gone_error
+from pgfence._locks.outages import Patience, build_gone_error
 from pgfence._locks.own_holds import is_held_by
 from pgfence._process.callbacks import log
 from pgfence._process.clock import clock, seconds
@@ -150,7 +150,7 @@ class Acquisition(Generic[W]):
             SelfDeadlockError: the wait would never end inside this process.
         """
         owner, entry, queue = self.owner, self.entry, self.queue
-        if queue.held_by(owner, entry.places) or (owner.holds and is_held_by(owner, queue, self.wanted)):
+        if queue.is_held_by(owner, entry.places) or (owner.holds and is_held_by(owner, queue, self.wanted)):
             if not self.waits:  # a try cannot deadlock
                 return None
             raise SelfDeadlockError(
@@ -158,7 +158,7 @@ class Acquisition(Generic[W]):
             )
         if queue.enqueue(entry):
             return True
-        circle = self.waits and closes_circle(entry)
+        circle = self.waits and is_deadlock(entry)
         if self.waits and not circle:
             owner.waits = entry
             return False
@@ -166,21 +166,21 @@ class Acquisition(Generic[W]):
         if circle:
             raise SelfDeadlockError(
                 f"waiting for {format_names(self.names)} would never end: its holder in this process waits for"
-                f" {format_names(_names_held(owner))}, held here. Take both at once: one lock with many names",
+                f" {format_names(_list_held_names(owner))}, held here. Take both at once: one lock with many names",
                 names=self.names,
             )
         return None
 
     async def wait_for_turn(self, carrier: Carrier) -> bool:
         """Wait until it stands first, or was handed the lock; return False where its time ended before."""
-        event, entry = carrier.event(), self.entry
+        event, entry = carrier.make_event(), self.entry
         with MUTEX:
             entry.wake = event.set
             if self.queue.is_first(entry):
                 event.set()
             self._note_holder_ahead()
         if self.left > WARN_AFTER and not await event.wait(WARN_AFTER, self.cancel):
-            self.log_wait(logging.WARNING, WARN_AFTER, self.holders_here())
+            self.log_wait(logging.WARNING, WARN_AFTER, self.find_local_holders())
         await event.wait(self.left, self.cancel)
         with MUTEX:
             self.owner.waits = None
@@ -190,19 +190,23 @@ class Acquisition(Generic[W]):
         """Note, under the mutex, whether a contender in front holds it or has found it held by another process."""
         # A loop, because an interrupt that comes while a generator is dropped partway is swallowed there.
         for place in self.entry.places:
-            front = next(iter(self.queue.line(place)), self.entry)
+            front = next(iter(self.queue.get_line(place)), self.entry)
             if front.hold is not None or front.found_held:
                 self.patience.note_held()
                 return
 
-    def holders_here(self) -> list[Holder]:
+    def find_local_holders(self) -> list[Holder]:
         """Return the holders in this process that it queues behind."""
         with MUTEX:
             first = [
-                (key, next(iter(self.queue.line(place)), None))
+                (key, next(iter(self.queue.get_line(place)), None))
                 for key, place in zip(self.wanted.keys, self.wanted.places, strict=True)
             ]
-        return [here(key, entry.hold) for key, entry in first if entry is not None and isinstance(entry.hold, Hold)]
+        return [
+            describe_local_holder(key, entry.hold)
+            for key, entry in first
+            if entry is not None and isinstance(entry.hold, Hold)
+        ]
 
     # ------------------------------------------------------------ what the server said
 
@@ -211,7 +215,7 @@ class Acquisition(Generic[W]):
         self.patience.note_held(holders)
         self.entry.found_held, self.entry.away = True, None
 
-    def outlast(self, error: Away) -> float:
+    def plan_retry(self, error: Away) -> float:
         """Return how many seconds to pause before a server that is away is asked again.
 
         Raises:
@@ -221,12 +225,12 @@ class Acquisition(Generic[W]):
         if pause is not None:
             self.entry.away = error
             return pause
-        ended = self.ended(error)
+        ended = self.build_outage_error(error)
         if ended is error:
             raise error
         raise ended from error
 
-    def outlast_gone(self, gone: ConnectionGoneError, failures: int) -> float:
+    def plan_retry_after_loss(self, gone: ConnectionGoneError, failures: int) -> float:
         """Return how many seconds to pause after a session that ended while it asked; the first of them is replaced at once.
 
         Raises:
@@ -234,26 +238,26 @@ class Acquisition(Generic[W]):
         """
         if failures == 1 and (self.left or not self.waits):
             return 0.0
-        error = gone_error(self.names, gone)
+        error = build_gone_error(self.names, gone)
         error.__cause__ = gone.__cause__
-        return self.outlast(error)
+        return self.plan_retry(error)
 
-    def ended(self, error: Away) -> Away:
+    def build_outage_error(self, error: Away) -> Away:
         """Return the error that the call ends with because it finds no server."""
-        return self.patience.ended(self.names, error, self.timeout)
+        return self.patience.build_outage_error(self.names, error, self.timeout)
 
-    def late(self, holders: Sequence[Holder]) -> Exception:
+    def build_late_error(self, holders: Sequence[Holder]) -> Exception:
         """Return what a contender raises that was not first in time: it is held, or the first one found no server."""
         with MUTEX:
-            fronts = [next(iter(self.queue.line(place)), self.entry) for place in self.entry.places]
+            fronts = [next(iter(self.queue.get_line(place)), self.entry) for place in self.entry.places]
         away = [front.away for front in fronts if front.away is not None]
         if not away:
-            return self.timed_out(holders)
+            return self.build_timeout_error(holders)
         self.patience.failures += 1  # so that it gets an error of its own, and not that of another contender
-        return self.ended(away[0])
+        return self.build_outage_error(away[0])
 
-    def timed_out(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
-        owner, held_here = self.owner, _names_held(self.owner)
+    def build_timeout_error(self, holders: Sequence[Holder], *, why: str = "") -> LockTimeoutError:
+        owner, held_here = self.owner, _list_held_names(self.owner)
         by = f"; held by {', '.join(map(str, holders))}" if holders else ""
         emit_event(self.config, "timeout", self.names)
         if is_held_by(owner, self.queue, self.wanted):
@@ -269,9 +273,9 @@ class Acquisition(Generic[W]):
             held_here=held_here,
         )
 
-    def no_connection(self) -> Exception:
+    def build_no_connection_error(self) -> Exception:
         """Return that all connections were in use until the end of the timeout."""
-        return self.timed_out((), why=NO_CONNECTION)
+        return self.build_timeout_error((), why=NO_CONNECTION)
 
     def log_wait(self, level: int, age: float, holders: Sequence[Holder]) -> None:
         """Say in the log who is waited for."""
@@ -283,7 +287,7 @@ class Acquisition(Generic[W]):
             )
 
 
-def _names_held(owner: Contender) -> tuple[str, ...]:
+def _list_held_names(owner: Contender) -> tuple[str, ...]:
     return tuple(name for hold in owner.holds for name in hold.names)
 
 

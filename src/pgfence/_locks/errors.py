@@ -28,7 +28,7 @@ def translate_lock_error(session: LockConnection, error: Exception, sql: LockSql
     return error
 
 
-def in_transaction(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
+def build_in_transaction_error(names: tuple[str, ...], *, closed: bool = False) -> TransactionStateError:
     """The caller's connection is in a transaction while its lock is to be given back."""
     if closed:
         return TransactionStateError(

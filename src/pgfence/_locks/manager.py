@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._connections.pool import MANY_KEYS, LockPool
-from pgfence._holds.cancellation import Cancelled, cancelled, expect_uncancelled
+from pgfence._holds.cancellation import Cancelled, build_cancelled_error, expect_uncancelled
 from pgfence._holds.events import emit_event, format_names
 from pgfence._holds.hold import Hold
 from pgfence._holds.queue import BURST, BURST_TIME, LocalQueue
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._holds.wait_plan import WaitPlan
 from pgfence._locks.acquisition import Acquisition, timeout_of
-from pgfence._locks.errors import in_transaction, translate_lock_error
+from pgfence._locks.errors import build_in_transaction_error, translate_lock_error
 from pgfence._locks.looks import look_on, look_quietly
-from pgfence._locks.outages import gone_error
-from pgfence._locks.own_holds import on_these_keys, self_deadlock
+from pgfence._locks.outages import build_gone_error
+from pgfence._locks.own_holds import find_holds_on, find_self_deadlock
 from pgfence._process import threads
 from pgfence._process.callbacks import log
 from pgfence._process.clock import Deadline, clock
@@ -63,7 +63,7 @@ class LockManager:
         self.style: ParamStyle = style_of(engine.dialect)
         self.pid = PROCESS.pid
         self.queue = LocalQueue(engine.dialect)
-        self.pool = LockPool(engine, config, carrier, make_weak_method(self._session_died))
+        self.pool = LockPool(engine, config, carrier, make_weak_method(self._on_connection_lost))
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -75,7 +75,7 @@ class LockManager:
     ) -> LockAcquisition:
         """Return a call of this contender, which is in no queue yet."""
         carrier, no_handoff = self.carrier, isinstance(sql, TokenSql)
-        owner = carrier.contender()
+        owner = carrier.get_contender()
         limit = timeout_of(self.config, timeout, owner)
         cancel = carrier.cancel_event() if limit else None
         return Acquisition(
@@ -122,7 +122,7 @@ class LockManager:
             # Certainly, for the exception may be a signal's, and another may follow.
             self.carrier.run_cleanup(lambda: self._abort_acquire(call))
             if isinstance(error, Cancelled):
-                raise cancelled(names) from None
+                raise build_cancelled_error(names) from None
             raise
         entry.leave()
         return None
@@ -130,7 +130,7 @@ class LockManager:
     async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
         """Wait to be the first in the queue. It may get the session of the one before, with the lock."""
         if not await call.wait_for_turn(self.carrier):
-            raise call.late(call.holders_here() or await look_quietly(self.pool, call.wanted))
+            raise call.build_late_error(call.find_local_holders() or await look_quietly(self.pool, call.wanted))
         entry = call.entry
         if entry.handed_over is not None and on is not None:
             entry.session, entry.handed_over = entry.handed_over, None
@@ -160,7 +160,7 @@ class LockManager:
                     if on is not None:
                         raise
                     failures += 1
-                    await self.carrier.sleep(call.outlast(error), call.cancel)
+                    await self.carrier.sleep(call.plan_retry(error), call.cancel)
                     continue
             session: LockConnection = entry.session
             began = time.monotonic() if failures else 0.0  # the first failure counts once, however late it came
@@ -186,14 +186,14 @@ class LockManager:
                 self.pool.discard(session)
                 entry.session = None
                 if on is not None:
-                    raise gone_error(call.names, gone) from gone.__cause__
+                    raise build_gone_error(call.names, gone) from gone.__cause__
                 failures = failures + 1 if time.monotonic() - began < RETRY_AFTER else 1
-                await self.carrier.sleep(call.outlast_gone(gone, failures), call.cancel)
+                await self.carrier.sleep(call.plan_retry_after_loss(gone, failures), call.cancel)
                 continue
             entry.session = None
             self.pool.checkin(session)
             if call.waits:
-                raise call.timed_out(holders)
+                raise call.build_timeout_error(holders)
             return False
 
     async def _checkout(self, call: LockAcquisition, on: Connection | None, failures: int) -> LockConnection:
@@ -201,7 +201,7 @@ class LockManager:
             return await self.pool.borrow(on, call.budget)
         session = await self.pool.checkout(call.left, len(call.wanted.keys), again=failures > 0, cancel=call.cancel)
         if session is None:
-            raise call.no_connection()
+            raise call.build_no_connection_error()
         return session
 
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
@@ -212,9 +212,9 @@ class LockManager:
 
     async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
         sql = call.wanted
-        if own := on_these_keys(call.owner, sql.keys):  # through another engine: the queue does not show it
+        if own := find_holds_on(call.owner, sql.keys):  # through another engine: the queue does not show it
             found = await look_on(self.pool, session, sql)
-            if error := self_deadlock(call.owner, call.names, own, found, session.facts.started):
+            if error := find_self_deadlock(call.owner, call.names, own, found, session.facts.started):
                 raise error
         plan = WaitPlan(Deadline(call.ends_at, call.timeout), session.slice, len(sql.keys), clock())
         while (step := plan.next(clock())) is not None:
@@ -227,7 +227,7 @@ class LockManager:
             if granted:
                 return True
             call.note_held()
-            if (due := plan.due_log(clock())) is not None and log.isEnabledFor(due[0]):
+            if (due := plan.take_due_log(clock())) is not None and log.isEnabledFor(due[0]):
                 call.log_wait(*due, holders := await look_on(self.pool, session, sql))
                 call.note_held(holders)
         return False
@@ -292,7 +292,7 @@ class LockManager:
         if self.config.on_event is not None:
             emit_event(self.config, "released", hold.names, hold.token)
         if blocked and not failing:
-            raise in_transaction(hold.names, closed=True)
+            raise build_in_transaction_error(hold.names, closed=True)
 
     def _is_in_transaction(self, hold: SessionHold, *, leaving: bool) -> bool:
         """Whether a transaction is open on the caller's own connection, so that the lock cannot be given back there.
@@ -305,7 +305,7 @@ class LockManager:
         if not hold.session.is_in_transaction or hold.state == "released":
             return False
         if not leaving:
-            raise in_transaction(hold.names)
+            raise build_in_transaction_error(hold.names)
         return True
 
     def _begin_release(self, hold: SessionHold) -> tuple[bool, bool]:
@@ -323,7 +323,7 @@ class LockManager:
             session.hold = None
             if hold.reason is not None or session.dead or session.in_user_hands or not session.ours:
                 return True, False
-            successor = self.queue.next_for_same_keys(hold.entry)
+            successor = self.queue.find_successor(hold.entry)
             if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
                 return True, False
             session.handoffs += 1
@@ -359,9 +359,9 @@ class LockManager:
                 self.pool.discard(hold.session)
                 hold.entry.leave()
 
-        self.carrier.defer(close)
+        self.carrier.run_later(close)
 
-    def _session_died(self, hold: SessionHold | None) -> None:
+    def _on_connection_lost(self, hold: SessionHold | None) -> None:
         """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
         if hold is not None:
             hold.entry.leave()
@@ -370,6 +370,6 @@ class LockManager:
         self.pool.close_idle(time.monotonic())
 
 
-def manager_for(engine: Engine, config: Config) -> LockManager:
+def get_manager(engine: Engine, config: Config) -> LockManager:
     """Return the lock manager of an engine in this process; of an async engine, on the running loop."""
     return ManagerRegistry.for_carrier(engine, LockManager, lambda carrier: LockManager(engine, config, carrier))

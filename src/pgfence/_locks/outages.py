@@ -55,7 +55,7 @@ class Patience:
         longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.failures, 20))
         return min(left, longest * between(0.5, 1.0))
 
-    def ended(self, names: tuple[str, ...], error: Away, timeout: float) -> Away:
+    def build_outage_error(self, names: tuple[str, ...], error: Away, timeout: float) -> Away:
         """Return the error that ends a wait: the server cannot be reached, and what it last responded."""
         if self.heard_at is None and not self.failures:
             return error
@@ -71,7 +71,7 @@ class Patience:
         return UnreachableError(message, sqlstate=error.sqlstate, retryable=error.retryable)
 
 
-def gone_error(names: tuple[str, ...], gone: ConnectionGoneError) -> UnreachableError:
+def build_gone_error(names: tuple[str, ...], gone: ConnectionGoneError) -> UnreachableError:
     """The session ended under the question, and so did its successor."""
     return UnreachableError(
         f"the session ended while it asked for {format_names(names)}: {gone.__cause__}. Nothing is held; try again"

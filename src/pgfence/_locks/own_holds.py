@@ -40,7 +40,7 @@ def is_held_by(owner: Contender, queue: LocalQueue, wanted: Any) -> bool:
     return False
 
 
-def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
+def find_holds_on(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
     """Return the session locks of a contender on any of these keys, in whatever database."""
     wanted = set(keys)
     return [
@@ -50,7 +50,7 @@ def on_these_keys(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
     ]
 
 
-def self_deadlock(
+def find_self_deadlock(
     owner: Contender, names: tuple[str, ...], holds: Sequence[Hold[Any]], found: Sequence[Holder], started: str
 ) -> SelfDeadlockError | None:
     """Return the error of a wait for a lock that the contender holds itself; None: others hold it.
@@ -78,7 +78,7 @@ def self_deadlock(
     )
 
 
-def on_another_connection(
+def find_hold_elsewhere(
     owner: Contender, connection: Connection, names: tuple[str, ...], keys: Sequence[LockKey]
 ) -> SelfDeadlockError | None:
     """Return the error of a wait on this connection for a lock that the contender holds itself on another one.
@@ -86,9 +86,9 @@ def on_another_connection(
     No round trip unless it holds a session lock on one of the keys, then two.
     """
     here = connection.connection.dbapi_connection
-    holds = [hold for hold in on_these_keys(owner, keys) if hold.session.dbapi_connection is not here]
+    holds = [hold for hold in find_holds_on(owner, keys) if hold.session.dbapi_connection is not here]
     if not holds:
         return None
-    return self_deadlock(
+    return find_self_deadlock(
         owner, names, holds, activity.find_holders(connection, keys), server.read_start_time(connection)
     )

@@ -15,7 +15,7 @@ from pgfence._api.handles import AsyncHeld, forget_user_connection, register_use
 from pgfence._api.inputs import resolve_async_engine
 from pgfence._api.locks import AH, AsyncLockBase
 from pgfence._locks.looks import look
-from pgfence._locks.manager import manager_for
+from pgfence._locks.manager import get_manager
 from pgfence._process.lifecycle import PROCESS
 from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
 from pgfence.config import config_of
@@ -107,7 +107,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             PgfenceError: as `acquire`; LockTimeoutError only when all connections for locks are in use.
         """
         manager, sql, on = self._place()
-        return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _started(on))
+        return await manager.acquire(self._labels, sql, 0.0, self._handle, on=await _start(on))
 
     async def acquire(self, *, timeout: Seconds | None = None) -> AH:
         """Wait until the lock is held.
@@ -128,9 +128,9 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             SchemaError: with `token=True`, pgfence's tables are missing, too old, or not open to this role.
         """
         manager, sql, on = self._place()
-        handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=await _started(on))
+        handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=await _start(on))
         if handle is None:
-            raise manager.begin_call(self._labels, sql, 0.0).timed_out(await self._seen())
+            raise manager.begin_call(self._labels, sql, 0.0).build_timeout_error(await self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:
@@ -194,18 +194,18 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             return *found, None
         if hasattr(engine, "sync_connection"):
             config = config_of(engine, pin=True)
-            manager = manager_for(engine.engine.sync_engine, config)
+            manager = get_manager(engine.engine.sync_engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_async_engine(engine, "AsyncAdvisoryLock", "AdvisoryLock")
         config = config_of(engine, pin=True)
         self._locked_on = lock_engine(engine, config)
-        manager = manager_for(self._locked_on.sync_engine, config)
+        manager = get_manager(self._locked_on.sync_engine, config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql
         return manager, sql, None
 
 
-async def _started(connection: AsyncConnection | None) -> Connection | None:
+async def _start(connection: AsyncConnection | None) -> Connection | None:
     """Return what is below an AsyncConnection, once it has begun."""
     if connection is not None:
         await connection.get_raw_connection()

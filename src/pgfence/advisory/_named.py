@@ -60,10 +60,10 @@ class LockNames:
         assumed = namespace or ""
         self._made = assumed, "format", None, LockSql(resolve(names, assumed), "format")
         if token:
-            self._one_text(assumed)
+            self._get_text(assumed)
         self._labels = tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in names))
 
-    def _named(self, names: Sequence[Name]) -> Self:
+    def _rename(self, names: Sequence[Name]) -> Self:
         other = object.__new__(type(self))
         LockNames.__init__(other, self._engine, names, self._namespace, self._token)
         return other
@@ -77,12 +77,12 @@ class LockNames:
             keys = resolve(self._names, namespace)
             sql = LockSql(keys, style)
             if place is not None:
-                sql = TokenSql(keys[0], self._one_text(namespace), place, style)
+                sql = TokenSql(keys[0], self._get_text(namespace), place, style)
             # Assigned at once: another thread at its first use must not see a new namespace beside old keys.
             self._made = made = namespace, style, place, sql
         return made[3]
 
-    def _one_text(self, namespace: str) -> str:
+    def _get_text(self, namespace: str) -> str:
         """Return the text under which the token stands.
 
         Raises:

@@ -13,7 +13,7 @@ from pgfence._api.handles import Held, forget_user_connection, register_user_con
 from pgfence._api.inputs import resolve_engine
 from pgfence._api.locks import H, LockBase
 from pgfence._locks.looks import look
-from pgfence._locks.manager import manager_for
+from pgfence._locks.manager import get_manager
 from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 from pgfence.advisory._named import LockNames, expect_no_session, lock_engine, look_on_connection
@@ -150,7 +150,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         manager, sql, on = self._place()
         handle = run_sync(manager.acquire, self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
-            raise manager.begin_call(self._labels, sql, 0.0).timed_out(self._seen())
+            raise manager.begin_call(self._labels, sql, 0.0).build_timeout_error(self._seen())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:
@@ -205,11 +205,11 @@ class AdvisoryLock(LockNames, LockBase[H]):
             return *found, None
         if isinstance(engine, Connection):
             config = config_of(engine, pin=True)
-            manager = manager_for(engine.engine, config)
+            manager = get_manager(engine.engine, config)
             return manager, self._in_terms_of(engine, config, manager.style), engine
         engine = resolve_engine(engine, "AdvisoryLock", "AsyncAdvisoryLock")
         config = config_of(engine, pin=True)
-        manager = manager_for(lock_engine(engine, config), config)
+        manager = get_manager(lock_engine(engine, config), config)
         sql = self._in_terms_of(engine, config, manager.style)
         self._found = manager, sql
         return manager, sql, None

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, decoded, host, owner_of
+from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, decode_json, get_host, owner_of
 from pgfence._leases.terms import LeaseTerms
 from pgfence._sql.effects import effect_sql
 from pgfence.errors import AttemptLostError, IdempotencyKeyReusedError
@@ -110,15 +110,15 @@ class EffectRequest(AcquireRequest):
         # No queue in this process: the server decides, so that another payload is rejected before a wait.
         return ()
 
-    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
+    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
         wanted, where = self.wanted, (self.scope, self.wanted.key)
         terms = wanted.fingerprint, lease_id, wanted.ttl, wanted.keep, wanted.takeover
-        args = *where, *terms, owner_of(self.identity), host(), os.getpid(), *where
+        args = *where, *terms, owner_of(self.identity), get_host(), os.getpid(), *where
         row = yield effect_sql(self.place, style).claim, args
         outcome, attempt, until, remaining, steps, text, status, headers, body, *holder, ttl = row
         match outcome:
             case "granted":
-                return Granted(attempt, until, remaining, None, decoded(steps) or {})
+                return Granted(attempt, until, remaining, None, decode_json(steps) or {})
             case "busy" if attempt is None:
                 return Busy(remaining)
             case "busy":

@@ -37,7 +37,7 @@ class EffectManager(LeaseManager):
         assert isinstance(claim, EffectRequest)
         raise in_progress_error(claim.wanted, busy, call.timeout if call.waits else 0)
 
-    def no_connection(self, call: LeaseAcquisition | None) -> Exception:
+    def build_no_connection_error(self, call: LeaseAcquisition | None) -> Exception:
         return UnreachableError("all connections for idempotency keys are in use (max_lock_connections)")
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
@@ -54,4 +54,4 @@ class EffectManager(LeaseManager):
             except LockNotHeldError:
                 return
 
-        self.carrier.defer(lapse)
+        self.carrier.run_later(lapse)

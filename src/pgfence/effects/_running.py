@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connection import RELEASE_BUDGET
 from pgfence._holds.events import emit_event
-from pgfence._leases.answers import ask_again
-from pgfence._leases.heartbeat.tasks import ReleaseTask, row_until
+from pgfence._leases.answers import is_retryable
+from pgfence._leases.heartbeat.tasks import ReleaseTask, compute_row_deadline
 from pgfence._leases.request import Refused
 from pgfence._process.clock import clock
 from pgfence._sql.effects import effect_sql
@@ -124,7 +124,7 @@ class RunningAttempt:
 
     def remaining(self) -> float:
         """Return the seconds for which this process trusts its claim, 0.0 when it is lost or over. No I/O."""
-        return self._grant.remaining()
+        return self._grant.get_remaining()
 
     def check(self) -> None:
         """Raise unless the claim stands as far as this process knows. No I/O.
@@ -329,7 +329,7 @@ class RunningAttempt:
     @property
     def _left(self) -> float:
         """Seconds until the claim ends, as far as this process knows."""
-        return max(0.0, row_until(self._grant) - clock())
+        return max(0.0, compute_row_deadline(self._grant) - clock())
 
     async def _execute(self, text: str, *values: object, seconds: float | None = None) -> Any:
         if seconds is None:
@@ -339,7 +339,7 @@ class RunningAttempt:
 
     def _is_retryable(self, error: BaseException) -> bool:
         # A row that is locked is so by the transaction of the caller that ends the attempt.
-        return isinstance(error, UnreachableError) if self._inside else ask_again(error)
+        return isinstance(error, UnreachableError) if self._inside else is_retryable(error)
 
     def _finish_values(
         self, status: str | None, text: str | None, reply: Reply | None, *, inside: bool = False
@@ -362,11 +362,11 @@ class RunningAttempt:
                 " of it"
             )
         # The server decides by the id of the claim, so that it does no harm to come late.
-        until = max(row_until(self._grant), clock() + LONGEST_PATIENCE)
+        until = max(compute_row_deadline(self._grant), clock() + LONGEST_PATIENCE)
         self._end_later(lambda sql: sql.finish_late, (self._grant.stored, *self._ids, *values), until)
 
     def _note_later(self, ended: str) -> None:
-        self._end_later(lambda sql: sql.end, (*self._ids, encode_note(ended)), row_until(self._grant))
+        self._end_later(lambda sql: sql.end, (*self._ids, encode_note(ended)), compute_row_deadline(self._grant))
 
     def _end_later(self, text: Callable[[EffectSql], str], args: Values, until: float) -> None:
         grant = self._grant

@@ -10,7 +10,7 @@ from sqlalchemy import Column
 from sqlalchemy import inspect as mapped
 from sqlalchemy.orm import ColumnProperty
 
-from pgfence._holds.carriers import THREADS, find_contender_of_task
+from pgfence._holds.carriers import THREADS, find_task_contender
 from pgfence._orm import upsert_of
 from pgfence._sql.storage import table_names_of
 from pgfence._sql.transaction import read_driver_state
@@ -209,7 +209,7 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
 
 
 def _find_held_token(name: str, place: TableNames) -> int | None:
-    owner = find_contender_of_task() or THREADS.contender()
+    owner = find_task_contender() or THREADS.get_contender()
     for hold in reversed(owner.holds):
         if hold.stored == name and hold.token is not None and not place.contradicts(hold.place):
             # A lease that has expired on this process's clock must not write, even if the server would still accept it.

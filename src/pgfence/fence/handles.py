@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast, overload
 
 from pgfence._api.handles import AsyncHeld, Held, _Handle
 from pgfence._api.inputs import unwrap_session
-from pgfence._leases.request import json_text
+from pgfence._leases.request import encode_json
 from pgfence._process.coroutines import run_sync
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
 from pgfence.keys import SEPARATOR, qualified_name
@@ -85,7 +85,7 @@ class _Leased(_HasToken):
 
     def remaining(self) -> float:
         """Return the seconds until this process stops believing in it, the margin taken off; 0.0 when that is past. No I/O."""
-        return self._grant.remaining()
+        return self._grant.get_remaining()
 
     def progress(self) -> None:
         """Say that the work goes on: `heartbeat="progress"` renews only then. No I/O."""
@@ -180,7 +180,7 @@ class HeldLease(_Leased, FencedHeld):
             ValueError: it is not JSON; or the session is configured for another schema or prefix.
         """
         self.check()
-        save_checkpoint(session, self._hold.stored, self.token, json_text(data, "a checkpoint"), self._hold.place)
+        save_checkpoint(session, self._hold.stored, self.token, encode_json(data, "a checkpoint"), self._hold.place)
 
     def hand_over(self) -> LeaseRef:
         """Renew once, and return what another process needs to adopt it. This handle is released; the row waits for a TTL.
@@ -235,7 +235,7 @@ class AsyncHeldLease(_Leased, AsyncFencedHeld):
     async def checkpoint(self, session: AsyncWork, data: Json) -> None:
         """Save what the next holder can go on from; arguments and errors are those of the sync twin."""
         self.check()
-        name, token, text = self._hold.stored, self.token, json_text(data, "a checkpoint")
+        name, token, text = self._hold.stored, self.token, encode_json(data, "a checkpoint")
         issued = self._grant.place
         await unwrap_session(session).run_sync(lambda work: save_checkpoint(work, name, token, text, issued))
 

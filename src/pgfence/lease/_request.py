@@ -9,7 +9,7 @@ from uuid import UUID
 from pgfence._api.inputs import check_choice, check_text
 from pgfence._leases import terms
 from pgfence._leases.manager import LeaseManager
-from pgfence._leases.request import Identity, LeaseRequest, holder_of, json_text
+from pgfence._leases.request import Identity, LeaseRequest, encode_json, holder_of
 from pgfence.errors import UnreachableError
 from pgfence.keys import SEPARATOR, display_name, qualified_name
 from pgfence.lease._engines import EngineSourceT
@@ -55,12 +55,12 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         qualified_name(name, namespace or "", "the name of a lease")
         check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Name] = (name,)
-        self._terms = terms.terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
+        self._terms = terms.build_terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
         self._heartbeat: Heartbeat = heartbeat
         self._identity = Identity(
             None if owner is None else check_text(owner, "owner"),
             check_text(purpose, "purpose"),
-            json_text(metadata, "metadata"),
+            encode_json(metadata, "metadata"),
         )
         self._namespace = namespace
         self._request: tuple[object, AcquireRequest] | None = None
@@ -72,7 +72,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         assert isinstance(name, str)
         return name
 
-    def _named(self, names: Sequence[Name]) -> Self:
+    def _rename(self, names: Sequence[Name]) -> Self:
         other = copy(self)
         other._names = tuple(names)
         return other
@@ -91,7 +91,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
             holders = await self._find_holders()
         except UnreachableError:  # gone since it was held, which changes nothing
             holders = []
-        raise manager.begin_call(request, 0.0).timed_out(holders)
+        raise manager.begin_call(request, 0.0).build_timeout_error(holders)
 
     async def _find_holders(self) -> list[Holder]:
         manager, request = self._prepare()

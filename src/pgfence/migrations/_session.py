@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import event
 
-from pgfence._connections.connect import judge, sqlalchemy_connection, wrong_backend_error
+from pgfence._connections.connect import judge, open_sqlalchemy_connection, wrong_backend_error
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._connections.drivers import descriptor
+from pgfence._connections.drivers import find_descriptor
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import MONITOR, identify_socket
@@ -61,7 +61,7 @@ class _Limit:
         self.seconds = seconds
         self.exceeded = False
         self._end = time.monotonic() + seconds
-        fd = descriptor(driver)
+        fd = find_descriptor(driver)
         self.socket = identify_socket(fd) if fd >= 0 else None
         PROCESS.notice_fork()
         MONITOR.watch(self, fd)
@@ -116,7 +116,7 @@ class SessionLock:
         try:
             with self._limit_time(seconds):
                 dbapi_connection.autocommit = True
-                with sqlalchemy_connection(engine, dbapi_connection) as own:
+                with open_sqlalchemy_connection(engine, dbapi_connection) as own:
                     yield own
         except Exception as error:
             if told := translate_connect_error(engine, error, UNKNOWN):

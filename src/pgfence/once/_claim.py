@@ -14,9 +14,9 @@ from pgfence._leases.request import (
     Busy,
     Granted,
     Refused,
-    decoded,
+    decode_json,
+    get_host,
     holder_of,
-    host,
     owner_of,
     warn_of_clock,
 )
@@ -91,7 +91,7 @@ class SlotRequest(AcquireRequest):
 
     kind = "slot"
 
-    def attempt(self, style: ParamStyle, lease_id: str) -> Steps:
+    def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
         sql, zone = slot_sql(self.place, style), zone_name(self.schedule)
         for _ in range(MOVES):
             differing = None
@@ -122,7 +122,7 @@ class SlotRequest(AcquireRequest):
             )
             warn_of_clock(self, set_back)
             if outcome == "granted":
-                told = decoded(checkpoint)
+                told = decode_json(checkpoint)
                 return Granted(token, expires_at, remaining, hold_remaining, told, slot=found.slot, attempt=attempt)
             if outcome == "busy":
                 *who, since = holder
@@ -137,7 +137,7 @@ class SlotRequest(AcquireRequest):
 
     def _arguments(self, found: Due, lease_id: str, done: datetime | None) -> tuple[object, ...]:
         terms, identity = self.terms, self.identity
-        who = owner_of(identity), host(), os.getpid(), identity.purpose, identity.metadata
+        who = owner_of(identity), get_host(), os.getpid(), identity.purpose, identity.metadata
         zone = zone_name(self.schedule)
         rules = (None, None) if zone is None else (zone, utc_offset(self.schedule, found.slot))
         return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who, *rules, done

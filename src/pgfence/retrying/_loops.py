@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pgfence._api.contexts import AsyncSafeContext, SafeContext
-from pgfence._holds.carriers import THREADS, contender_of_task
+from pgfence._holds.carriers import THREADS, get_task_contender
 from pgfence._process.callbacks import call_logged
 from pgfence._process.clock import clock
 from pgfence.errors import TransactionStateError
@@ -136,7 +136,7 @@ def run(factory: sessionmaker[S], work: Callable[[S], object], plan: Plan) -> ob
     retries = Retries(plan)
     while True:
         session = factory()
-        with _reject_nested(THREADS.contender(), session, factory, plan):
+        with _reject_nested(THREADS.get_contender(), session, factory, plan):
             attempt = retries.start(session)
             try:
                 with SafeContext(session), SafeContext(session.begin()):
@@ -158,7 +158,7 @@ async def run_async(factory: async_sessionmaker[AS], work: Callable[[AS], object
     retries = Retries(plan)
     while True:
         session = factory()
-        with _reject_nested(contender_of_task(), session.sync_session, factory, plan):
+        with _reject_nested(get_task_contender(), session.sync_session, factory, plan):
             attempt = retries.start(session.sync_session)
             try:
                 async with AsyncSafeContext(session), AsyncSafeContext(session.begin()):

@@ -13,7 +13,7 @@ from pgfence._api.inputs import (
     unwrap_session,
 )
 from pgfence._api.transactions import AsyncBegun
-from pgfence._holds.carriers import contender_of_task
+from pgfence._holds.carriers import get_task_contender
 from pgfence._holds.events import format_names
 from pgfence.keys import resolve
 from pgfence.transaction._request import TransactionLockBase
@@ -118,7 +118,7 @@ class AsyncTransactionLock(TransactionLockBase):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        await self._unwrap().run_sync(self._acquire, timeout, contender_of_task())
+        await self._unwrap().run_sync(self._acquire, timeout, get_task_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock is held until the transaction ends.
@@ -137,7 +137,7 @@ class AsyncTransactionLock(TransactionLockBase):
 
     async def _enter(self, timeout: Seconds | None) -> Callable[[], Awaitable[None]]:
         work = self._unwrap()
-        stay = await work.run_sync(self._acquire_for_block, timeout, contender_of_task())
+        stay = await work.run_sync(self._acquire_for_block, timeout, get_task_contender())
 
         async def check() -> None:
             if stay.has_ended():  # then there may be nothing left to run on

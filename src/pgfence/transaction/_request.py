@@ -13,8 +13,8 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 from pgfence._api.misuse import Guided
 from pgfence._api.transactions import open_connection
 from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, milliseconds
-from pgfence._locks.own_holds import on_another_connection
+from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, to_milliseconds
+from pgfence._locks.own_holds import find_hold_elsewhere
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence._sql import activity, server
 from pgfence._sql import transaction as sql
@@ -251,7 +251,7 @@ class TransactionLockBase(Guided):
         left = deadline.left(clock())
         own = None
         if answer.taken >= 0 and left and owner is not None:
-            own = on_another_connection(owner, connection, self._list_labels(), keys)
+            own = find_hold_elsewhere(owner, connection, self._list_labels(), keys)
         if guarded and (answer.taken < 0 or own is not None or not left):
             sql.give_back(connection)
         elif not guarded and answer.taken > 0:
@@ -268,7 +268,7 @@ class TransactionLockBase(Guided):
         return self._wait(call, answer, left)
 
     def _wait(self, call: PreparedCall, answer: sql.LockResult, left: float) -> bool:
-        limit = 0 if math.isinf(left) else milliseconds(left)
+        limit = 0 if math.isinf(left) else to_milliseconds(left)
         try:
             sql.wait(call.connection, call.keys, answer, shared=self._shared, milliseconds=limit)
         except DBAPIError as error:

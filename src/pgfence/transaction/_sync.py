@@ -109,7 +109,7 @@ class TransactionLock(TransactionLockBase):
             CapacityError: the server's lock table is nearly full; with `sqlstate` set it was full, and PostgreSQL has
                 aborted the transaction.
         """
-        self._acquire(self._unwrap(), timeout, THREADS.contender())
+        self._acquire(self._unwrap(), timeout, THREADS.get_contender())
 
     def hold(self, *, timeout: Seconds | None = None) -> AbstractContextManager[None, None]:
         """Acquire on entering the block; does NOT release at its end: the lock is held until the transaction ends.
@@ -128,7 +128,7 @@ class TransactionLock(TransactionLockBase):
 
     def _enter(self, timeout: Seconds | None) -> Callable[[], None]:
         work = self._unwrap()
-        stay = self._acquire_for_block(work, timeout, THREADS.contender())
+        stay = self._acquire_for_block(work, timeout, THREADS.get_contender())
         return lambda: self._check_held(work, stay)
 
     def holders(self) -> list[Holder]:

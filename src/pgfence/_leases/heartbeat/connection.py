@@ -17,8 +17,8 @@ from pgfence._connections.connect import open_connection
 from pgfence._connections.connection import LockConnection
 from pgfence._connections.connection_async import AsyncLockConnection
 from pgfence._connections.connection_sync import SyncLockConnection
-from pgfence._connections.drivers import driver_connection_for
-from pgfence._holds.carriers import in_greenlet
+from pgfence._connections.drivers import choose_driver_connection
+from pgfence._holds.carriers import run_in_greenlet
 from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 
@@ -87,7 +87,7 @@ class HeartbeatConnection(ABC, Generic[S]):
         """End the rest that is under way, or the next one."""
 
     @abstractmethod
-    def disconnect(self) -> None:
+    def close_connection(self) -> None:
         """Close the connection, if there is one."""
 
     @abstractmethod
@@ -100,13 +100,13 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
-        self._driver_kind = driver_connection_for(engine.dialect)
+        self._driver_kind = choose_driver_connection(engine.dialect)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
 
     def open(self) -> None:
-        self.disconnect()
+        self.close_connection()
         while self.session is None:
             forks = PROCESS.forks
             opened, driver, facts = open_connection(self.engine, self.config.pooler, any_pooler=True)
@@ -151,14 +151,14 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
         with contextlib.suppress(OSError):  # the buffer is full of wakes already, or we are closed
             self._wake_writer.send(b"!")
 
-    def disconnect(self) -> None:
+    def close_connection(self) -> None:
         session, self.session = self.session, None
         if session is not None:
             session.on_death = None
             session.close()
 
     def close(self) -> None:
-        self.disconnect()
+        self.close_connection()
         self._wake_reader.close()
         self._wake_writer.close()
 
@@ -168,7 +168,7 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
-        self._driver_kind = driver_connection_for(engine.dialect)
+        self._driver_kind = choose_driver_connection(engine.dialect)
         self._loop = asyncio.SelectorEventLoop()
         self._wake_reader = asyncio.Event()
 
@@ -176,14 +176,14 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
         return self._loop.run_until_complete(work)
 
     def open(self) -> None:
-        self.disconnect()
+        self.close_connection()
         self._run(self._open())
 
     async def _open(self) -> None:
         engine, pooler = self.engine, self.config.pooler
         while self.session is None:
             forks = PROCESS.forks
-            opened, driver, facts = await in_greenlet(lambda: open_connection(engine, pooler, any_pooler=True))
+            opened, driver, facts = await run_in_greenlet(lambda: open_connection(engine, pooler, any_pooler=True))
             session = AsyncLockConnection(opened, self._driver_kind(driver), facts)
             self.configure(session)
             session.driver.on_notify(self.on_notify)
@@ -225,7 +225,7 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._wake_reader.set)
 
-    def disconnect(self) -> None:
+    def close_connection(self) -> None:
         session, self.session = self.session, None
         if session is not None:
             session.on_death = None
@@ -233,10 +233,10 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
             self._run(asyncio.sleep(0))  # for the transport's own farewell
 
     def close(self) -> None:
-        self.disconnect()
+        self.close_connection()
         self._loop.close()
 
 
-def heartbeat_connection_for(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection[Any]:
+def choose_heartbeat_connection(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection[Any]:
     """Return a link of the engine's own world, not yet open."""
     return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, on_notify)

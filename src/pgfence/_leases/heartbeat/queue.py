@@ -96,10 +96,10 @@ class RenewalSchedule:
                 over.append(grant)
                 self.remove(grant)
             elif not grant.renewal_pending and grant.next_renewal <= now + (
-                EARLY * terms.interval(grant.ttl) if due else 0.0
+                EARLY * terms.compute_interval(grant.ttl) if due else 0.0
             ):
                 heapq.heappop(self._heap)
-                if wants(grant):
+                if needs_renewal(grant):
                     grant.renewal_pending = True
                     due.append(grant)
                 else:
@@ -113,7 +113,7 @@ class RenewalSchedule:
         return entry[2] == entry[3].schedule_entry and entry[3] in self._grants
 
 
-def wants(grant: Grant) -> bool:
+def needs_renewal(grant: Grant) -> bool:
     """Say whether a grant whose time has come is to be renewed; with "progress", only if there was some."""
     if grant.heartbeat != "progress":
         return True
@@ -170,7 +170,7 @@ class RenewalQueue:
             self.listens and now - self._held_since >= LISTEN_AFTER and self.listeners.is_missing(self.schedule.places)
         )
 
-    def suspect_eviction(self, channel: str, name: str | None = None) -> bool:
+    def check_later(self, channel: str, name: str | None = None) -> bool:
         """Note that the leases of a name, or all of them, may be evicted, and return whether there are any.
 
         The heartbeat renews those that it renews anyway: a renewal says so too, and costs no time that others lack. For the
@@ -189,7 +189,7 @@ class RenewalQueue:
             if grant.heartbeat == "auto" and not grant.renewal_pending:
                 self._enqueue(grant)
             elif grant not in self._due.get(
-                _batch(grant), {}
+                _get_batch(grant), {}
             ):  # else it is to be renewed; one on its way may be too early
                 self._suspects[grant] = None
         return bool(found)
@@ -205,7 +205,7 @@ class RenewalQueue:
     def drop(self, grant: Grant) -> RenewRequest | None:
         """Forget a grant, and return what somebody still waits for."""
         self.schedule.remove(grant)
-        self._due.get(_batch(grant), {}).pop(grant, None)
+        self._due.get(_get_batch(grant), {}).pop(grant, None)
         return self._requests.pop(grant, None)
 
     def request_renewal(self, grant: Grant, ttl: float | None, done: Done) -> bool:
@@ -232,7 +232,7 @@ class RenewalQueue:
         """Return (whether something has fallen due, the grants whose time is over and what somebody waits for with each)."""
         due, over = self.schedule.take(now)
         for grant in due:
-            self._due.setdefault(_batch(grant), {})[grant] = None
+            self._due.setdefault(_get_batch(grant), {})[grant] = None
         return bool(due), [(grant, self.drop(grant)) for grant in over]
 
     def pick(self, now: float) -> HeartbeatTask | None:
@@ -255,7 +255,7 @@ class RenewalQueue:
             if ending.at <= now:
                 self.releases.remove(ending)
                 return ending
-        return self.listeners.next_change(now, self.schedule.places if self.listens else ())
+        return self.listeners.choose_change(now, self.schedule.places if self.listens else ())
 
     def limit(self, chore: HeartbeatTask, now: float) -> float:
         """Return the seconds that a chore may take: if it hangs, the renewals after it must still have time."""
@@ -263,13 +263,16 @@ class RenewalQueue:
         if isinstance(chore, RenewTask):
             return limit
         return min(
-            limit, terms.patience(max(0.0, min((each.deadline for each in self.schedule), default=math.inf) - now))
+            limit,
+            terms.compute_statement_budget(
+                max(0.0, min((each.deadline for each in self.schedule), default=math.inf) - now)
+            ),
         )
 
     def note_listening(self, chore: ListenTask) -> list[Wake]:
         """Note that a channel is listened to or not, and return whom to wake. Leases evicted before then are looked for."""
         if chore.on:
-            self.suspect_eviction(chore.channel)
+            self.check_later(chore.channel)
         return self.listeners.note_change(chore)
 
     def _check(self) -> CheckTask | None:
@@ -319,7 +322,7 @@ class RenewalQueue:
             for grant in chore.requests:
                 if grant in self.schedule:
                     grant.progressed = True
-                    self._due.setdefault(_batch(grant), {})[grant] = None
+                    self._due.setdefault(_get_batch(grant), {})[grant] = None
         elif isinstance(chore, ReleaseTask) and chore.plan_retry(now):
             self.releases.append(chore)
         due = [grant for waiting in self._due.values() for grant in waiting]
@@ -332,7 +335,7 @@ class RenewalQueue:
     def _enqueue(self, grant: Grant) -> None:
         grant.renewal_pending = True
         self.schedule.plan(grant)
-        self._due.setdefault(_batch(grant), {})[grant] = None
+        self._due.setdefault(_get_batch(grant), {})[grant] = None
 
     def _put_back(self, grant: Grant, wish: RenewRequest | None) -> None:
         """Keep a wish that was not fulfilled, before what was asked for since."""
@@ -345,6 +348,6 @@ class RenewalQueue:
         self._requests[grant] = wish
 
 
-def _batch(grant: Grant) -> tuple[TableNames, LeaseKind]:
+def _get_batch(grant: Grant) -> tuple[TableNames, LeaseKind]:
     """Return what grants that are renewed by one statement have in common."""
     return grant.place, grant.family

@@ -20,7 +20,7 @@ from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases import terms
 from pgfence._leases.grant import Pauses, ended_error, log
 from pgfence._leases.heartbeat import tasks
-from pgfence._leases.heartbeat.connection import heartbeat_connection_for
+from pgfence._leases.heartbeat.connection import choose_heartbeat_connection
 from pgfence._leases.heartbeat.queue import RenewalQueue
 from pgfence._leases.heartbeat.tasks import LINGER, ListenTask
 from pgfence._process import threads
@@ -78,7 +78,7 @@ class HeartbeatService:
         self._disposed = False
         self._ending = False
         self._pauses = Pauses()
-        on_disposed(engine, self._engine_disposed)
+        on_disposed(engine, self._on_engine_disposed)
         threads.register(self)
 
     # ------------------------------------------------------------ what others ask for
@@ -161,11 +161,11 @@ class HeartbeatService:
             if self._queue.listeners.add(place, name, wake):
                 self._ensure_worker()
 
-        def cease() -> None:
+        def stop() -> None:
             with self._lock:
                 self._queue.listeners.remove(place, name, wake, clock())
 
-        return cease
+        return stop
 
     # ------------------------------------------------------------ under the lock
 
@@ -188,7 +188,7 @@ class HeartbeatService:
         if self._ending:
             return
         if self._connection is None:
-            self._connection = heartbeat_connection_for(self.engine, self.config, self._on_notify)
+            self._connection = choose_heartbeat_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
             self._connection.wake()
@@ -240,7 +240,7 @@ class HeartbeatService:
 
     def _run_worker(self, link: HeartbeatConnection[Any]) -> None:
         try:
-            while (step := self._next_step(link)) is not None:
+            while (step := self._choose_step(link)) is not None:
                 if isinstance(step, tasks.HeartbeatTask):
                     self._run_task(link, step)
                 else:
@@ -257,7 +257,7 @@ class HeartbeatService:
             link.wait(seconds)
         except Exception:  # the connection is not what it was: the next chore opens another
             log.debug("the heartbeat's connection broke at rest", exc_info=True)
-            link.disconnect()
+            link.close_connection()
 
     def _run_task(self, link: HeartbeatConnection[Any], chore: tasks.HeartbeatTask) -> None:
         try:
@@ -267,11 +267,11 @@ class HeartbeatService:
                 return
             chore.run(
                 link,
-                tasks.texts(chore.family, chore.place, self._style),
+                tasks.choose_sql(chore.family, chore.place, self._style),
                 min(self._cut_at - clock(), terms.LONGEST_STATEMENT),
             )
         except Exception as error:
-            link.disconnect()
+            link.close_connection()
             if self._finish_task(link):
                 self._note_failure(chore, error)
         else:
@@ -287,7 +287,7 @@ class HeartbeatService:
             self._cut_at = math.inf
             return True
 
-    def _next_step(self, link: HeartbeatConnection[Any]) -> tasks.HeartbeatTask | float | None:
+    def _choose_step(self, link: HeartbeatConnection[Any]) -> tasks.HeartbeatTask | float | None:
         """Return what to do: a chore, a rest of some seconds, or to end."""
         with self._lock:
             if self._connection is not link:
@@ -359,14 +359,14 @@ class HeartbeatService:
     def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:
             wakes = self._queue.listeners.waiters_of(channel, payload)
-            if self._queue.suspect_eviction(
+            if self._queue.check_later(
                 channel, payload
             ):  # a hint: other schemas share the channel, and anyone can send
                 self._ensure_worker()
         for wake in wakes:
             call_logged(wake)
 
-    def _engine_disposed(self, _: Engine) -> None:
+    def _on_engine_disposed(self, _: Engine) -> None:
         """Close the connection as soon as nobody needs it."""
         if self.pid != PROCESS.pid:
             return

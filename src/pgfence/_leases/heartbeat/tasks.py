@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Texts: TypeAlias = LeaseSql | EffectSql
 
 
-def texts(family: LeaseKind, place: TableNames, style: ParamStyle) -> Texts:
+def choose_sql(family: LeaseKind, place: TableNames, style: ParamStyle) -> Texts:
     """Return the statements of a family of grants."""
     return lease_sql(place, style) if family == "lease" else effect_sql(place, style)
 
@@ -81,7 +81,9 @@ class RenewTask(HeartbeatTask):
         self.results: list[tuple[Grant, LeaseResult]] = []
 
     def limit(self, now: float) -> float:
-        return terms.patience(max(0.0, min((grant.deadline for grant in self.requests), default=math.inf) - now))
+        return terms.compute_statement_budget(
+            max(0.0, min((grant.deadline for grant in self.requests), default=math.inf) - now)
+        )
 
     def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         grants = list(self.requests)
@@ -125,7 +127,7 @@ class CheckTask(HeartbeatTask):
 
 
 class ReleaseTask(HeartbeatTask):
-    """A release, or the end of a grant nobody on_notify of, to be repeated until the server has answered or the TTL is over."""
+    """A release, or the end of a grant nobody heard of, to be repeated until the server has answered or the TTL is over."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class ReleaseTask(HeartbeatTask):
         self.answer: Any = None
 
     def limit(self, now: float) -> float:
-        return terms.patience(max(terms.SHORTEST_PATIENCE, self.until - now))
+        return terms.compute_statement_budget(max(terms.SHORTEST_PATIENCE, self.until - now))
 
     def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
         self.answer = link.ask(self.text(sql), self.args, limit)
@@ -166,13 +168,15 @@ def release_of(grant: Grant) -> ReleaseTask:
     """Return the release of a grant; of a slot it says whether it is done."""
     args: tuple[Any, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
-        return ReleaseTask(grant.place, lambda sql: sql.release_late, args, row_until(grant), grant.family)
-    return ReleaseTask(grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), row_until(grant))
+        return ReleaseTask(grant.place, lambda sql: sql.release_late, args, compute_row_deadline(grant), grant.family)
+    return ReleaseTask(
+        grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), compute_row_deadline(grant)
+    )
 
 
-def row_until(grant: Grant) -> float:
+def compute_row_deadline(grant: Grant) -> float:
     """Return until when the server believes in a grant, as far as this process knows."""
-    return grant.deadline + terms.margin(grant.ttl)
+    return grant.deadline + terms.compute_margin(grant.ttl)
 
 
 class RevokeTask(ReleaseTask):
@@ -219,7 +223,7 @@ LINGER = 10.0
 
 
 class ListenTask(HeartbeatTask):
-    """Begin to listen to a channel, or cease."""
+    """Begin to listen to a channel, or stop."""
 
     def __init__(self, place: TableNames, channel: str, *, on: bool) -> None:
         self.place = place
@@ -280,7 +284,7 @@ class NotifyListeners:
         """Return whether evictions of leases in these places would go unheard, and listening can change that."""
         return not self.deaf and any(place.evictions not in self._on for place in held)
 
-    def next_change(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
+    def choose_change(self, now: float, held: Iterable[TableNames] = ()) -> ListenTask | None:
         """Return what is to be changed about the channels, if anything is.
 
         Args:
