@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._holds.wait_plan import NESTED_LIMIT, choose_first_slice, to_milliseconds, pause, slice_for
+from pgfence._holds.wait_plan import NESTED_LIMIT, choose_first_slice, pause, slice_for, to_milliseconds
 from pgfence._leases.terms import retry_after
 from pgfence._process.clock import Deadline, clock, seconds
 from pgfence.retrying._rules import pick_pause
