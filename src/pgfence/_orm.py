@@ -34,7 +34,7 @@ def sends_update(state: State) -> bool:
     # Not Session.is_modified(): that is also True for relationships whose foreign key is in another row, or is written by a
     # later UPDATE (`post_update`), and for an assigned expression. SQLAlchemy sends no UPDATE of the row for those.
     values, attributes = state.dict, state.manager
-    writable = _WRITABLE.get(state.mapper) or _writable(state.mapper)
+    writable = _WRITABLE.get(state.mapper) or _is_writable(state.mapper)
     for key, old in state.committed_state.items():
         if key in writable:
             value = values.get(key, _MISSING)
@@ -57,7 +57,7 @@ def will_send_update(state: State) -> bool:
     return any(key in relationships and _moves(state, relationships[key]) for key in state.committed_state)
 
 
-def _writable(mapper: Mapper[object]) -> frozenset[str]:
+def _is_writable(mapper: Mapper[object]) -> frozenset[str]:
     """Return the attributes of a class whose columns are in tables that a flush writes."""
     named = mapper._propkey_to_col
     found = frozenset(key for table in mapper._pks_by_table for key in named.get(table, ()))
@@ -75,13 +75,13 @@ def _moves(state: State, prop: RelationshipProperty[object]) -> bool:
     target = history.added[0] if history.added else None
     related = None if target is None else instance_state(target)
     return any(
-        _value(state, local) != (None if related is None else _value(related, remote))
+        _get_value(state, local) != (None if related is None else _get_value(related, remote))
         or (related is not None and related.key is None)
         for local, remote in prop.local_remote_pairs or ()
     )
 
 
-def _value(state: State, column: ColumnElement[object]) -> object:
+def _get_value(state: State, column: ColumnElement[object]) -> object:
     key = state.mapper.get_property_by_column(column).key
     # What is not loaded differs from everything: a lock too many is better than one too late.
     return state.dict.get(key, object())
@@ -93,7 +93,7 @@ def identity_of(state: State) -> Key:
     return tuple(state.key[1])
 
 
-def key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[object]]:
+def get_key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[object]]:
     """Return the primary key of a mapper as columns of one of its tables."""
     props = [mapper.get_property_by_column(each) for each in mapper.primary_key]
     return [next(each for each in prop.columns if each.table is table) for prop in props]
@@ -114,14 +114,14 @@ def set_on_conflict(
     """Return an upsert that sets a column of the row it meets to a value, whatever it was told to set it to."""
     changed, clause = statement._generate(), copy(upsert)
     given = upsert.update_values_to_set
-    kept = {key: each for key, each in dict(given).items() if value_name(key) not in names} | {column: value}
+    kept = {key: each for key, each in dict(given).items() if find_value_name(key) not in names} | {column: value}
     # A list of pairs in SQLAlchemy 2.0, a dict later.
     clause.update_values_to_set = type(given)(kept.items())
     changed._post_values_clause = clause
     return changed
 
 
-def value_name(key: object) -> str:
+def find_value_name(key: object) -> str:
     """Return the name of the attribute, or of the column, that a key of `values()` refers to."""
     if isinstance(key, str):
         return key

@@ -120,7 +120,9 @@ class IdempotencyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request; the server calls this."""
         request = (
-            _parse_request(scope) if scope["type"] == "http" and self._rules.handles_method(scope["method"]) else None
+            _parse_request(scope)
+            if scope["type"] == "http" and self._rules.is_handled_method(scope["method"])
+            else None
         )
         if request is None or not self._rules.applies_to(request):
             await self._app(scope, receive, send)

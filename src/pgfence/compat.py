@@ -37,8 +37,8 @@ def pals_key(app_name: str, name: str) -> LockKey:
         TypeError: one of them is no str.
         ValueError: one of them holds a lone surrogate.
     """
-    text = _utf8(app_name, "app_name") + b"." + _utf8(name)
-    return _little_endian(hashlib.sha1(text, usedforsecurity=False).digest())
+    text = _encode_utf8(app_name, "app_name") + b"." + _encode_utf8(name)
+    return _read_little_endian(hashlib.sha1(text, usedforsecurity=False).digest())
 
 
 def dlock_key(name: str | bytes | int) -> LockKey:
@@ -50,8 +50,8 @@ def dlock_key(name: str | bytes | int) -> LockKey:
     """
     if isinstance(name, int):
         return LockKey.raw(name)
-    text = name if isinstance(name, bytes) else _utf8(name, "name", "a str, bytes or an int")
-    return _little_endian(hashlib.blake2b(text, digest_size=8).digest())
+    text = name if isinstance(name, bytes) else _encode_utf8(name, "name", "a str, bytes or an int")
+    return _read_little_endian(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def pglock_key(name: str) -> LockKey:
@@ -63,10 +63,10 @@ def pglock_key(name: str) -> LockKey:
         TypeError: it is no str.
         ValueError: it is empty, which django-pglock refuses too, or holds a lone surrogate.
     """
-    text = _utf8(name)
+    text = _encode_utf8(name)
     if not text:
         raise ValueError("name must not be empty")
-    return _little_endian(hashlib.sha256(text).digest())
+    return _read_little_endian(hashlib.sha256(text).digest())
 
 
 def with_advisory_lock_key(name: str) -> LockKey:
@@ -80,7 +80,7 @@ def with_advisory_lock_key(name: str) -> LockKey:
         TypeError: it is no str. A number as a name stands for itself there: `LockKey.pair(number, 0)`.
         ValueError: it holds a lone surrogate.
     """
-    return LockKey.pair(zlib.crc32(_utf8(name)) & 0x7FFFFFFF, 0)
+    return LockKey.pair(zlib.crc32(_encode_utf8(name)) & 0x7FFFFFFF, 0)
 
 
 def sha256_hex15_key(name: str) -> LockKey:
@@ -90,7 +90,7 @@ def sha256_hex15_key(name: str) -> LockKey:
         TypeError: it is no str.
         ValueError: it holds a lone surrogate.
     """
-    return LockKey.raw(int(hashlib.sha256(_utf8(name)).hexdigest()[:15], 16))
+    return LockKey.raw(int(hashlib.sha256(_encode_utf8(name)).hexdigest()[:15], 16))
 
 
 @overload
@@ -108,16 +108,16 @@ def hashtext_key(connection: Connection | AsyncConnection, name: str) -> LockKey
         TypeError: `connection` is neither a Connection nor an AsyncConnection, or `name` is no str.
         ValueError: `name` holds NUL, which PostgreSQL has no text for, or a lone surrogate.
     """
-    if b"\0" in _utf8(name):
+    if b"\0" in _encode_utf8(name):
         raise ValueError(f"name must not contain NUL: {name!r}")
     if isinstance(connection, Connection):
-        return _hashtext(connection, name)
+        return _ask_hashtext(connection, name)
     if hasattr(connection, "sync_connection"):
-        return connection.run_sync(_hashtext, name)
+        return connection.run_sync(_ask_hashtext, name)
     raise TypeError(f"a Connection or AsyncConnection is needed, not {type(connection).__name__}")
 
 
-def _hashtext(connection: Connection, name: str) -> LockKey:
+def _ask_hashtext(connection: Connection, name: str) -> LockKey:
     ours = not connection.in_transaction()
     try:
         with translate_text_errors(connection, name):
@@ -128,7 +128,7 @@ def _hashtext(connection: Connection, name: str) -> LockKey:
             connection.rollback()
 
 
-def _utf8(value: object, what: str = "name", wanted: str = "a str") -> bytes:
+def _encode_utf8(value: object, what: str = "name", wanted: str = "a str") -> bytes:
     if not isinstance(value, str):
         raise TypeError(f"{what} must be {wanted}, not {type(value).__name__}")
     try:
@@ -137,5 +137,5 @@ def _utf8(value: object, what: str = "name", wanted: str = "a str") -> bytes:
         raise ValueError(f"{what} must be valid Unicode, it holds a lone surrogate: {value!r}") from None
 
 
-def _little_endian(digest: bytes) -> LockKey:
+def _read_little_endian(digest: bytes) -> LockKey:
     return LockKey.raw(int.from_bytes(digest[:8], "little", signed=True))

@@ -90,7 +90,7 @@ def configure(
         raise ValueError(f"pooler must be one of {', '.join(get_args(PoolerSetting))}, not {pooler!r}")
     expect_place(schema, prefix)
     if lock_engine is not None and not callable(lock_engine):
-        _dialect(lock_engine)
+        _get_dialect(lock_engine)
     if on_event is not None and not callable(on_event):
         raise TypeError("on_event must be callable")
     new = Config(
@@ -103,7 +103,7 @@ def configure(
         pooler=pooler,
         on_event=on_event,
     )
-    home = vars(_dialect(engine))
+    home = vars(_get_dialect(engine))
     if home.setdefault(_ATTRIBUTE, new) != new:
         raise ValueError("this engine already has other settings: configure it once, before its first use")
 
@@ -132,7 +132,7 @@ def config_of(thing: Any, *, pin: bool = False) -> Config:
         thing: where to look.
         pin: from now on something lives by them, so that other values come too late.
     """
-    home = vars(_dialect(thing))
+    home = vars(_get_dialect(thing))
     config: Config = home.setdefault(_ATTRIBUTE, DEFAULT) if pin else home.get(_ATTRIBUTE, DEFAULT)
     return config
 
@@ -142,7 +142,7 @@ def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
         raise TypeError(f"{what} has the wrong type: {type(value).__name__}")
 
 
-def _dialect(thing: Any) -> Dialect:
+def _get_dialect(thing: Any) -> Dialect:
     try:
         dialect: Dialect = thing.dialect
     except AttributeError:

@@ -94,20 +94,20 @@ async def _answer(asked: Request | WebSocket, error: PgfenceError) -> Response:
     log.log(level, "%s %s: %s", asked.method, quote(asked.scope["path"], errors="replace"), error, exc_info=trace)
     if (problem := problem_of(error)) is OUTCOME_UNKNOWN:
         RequestMarker.skip_recording(asked.scope)
-    return _response(problem.reply(None, *retry_headers(error).items()))
+    return _build_response(problem.reply(None, *retry_headers(error).items()))
 
 
 async def _refuse(asked: Request | WebSocket, error: _Refused) -> Response:
     if isinstance(asked, WebSocket):
         raise error
-    return _response(error.problem.reply(error.detail))
+    return _build_response(error.problem.reply(error.detail))
 
 
-def _response(reply: Reply) -> Response:
+def _build_response(reply: Reply) -> Response:
     return Response(reply.body, reply.status, dict(reply.headers))
 
 
-async def _usable_key(request: Request) -> str:
+async def _check_key(request: Request) -> str:
     try:
         return parse_key(request.headers.getlist(openapi.HEADER))
     except UnusableKeyError as error:
@@ -122,12 +122,12 @@ async def idempotency_key(request: Request, **_: object) -> str:
     Raises:
         HTTPException: 400: the request has no header `Idempotency-Key`, or two, or it is malformed or too long.
     """
-    return await _usable_key(request)
+    return await _check_key(request)
 
 
 async def _as_documented(
     request: Request,
-    usable: Annotated[str, Depends(_usable_key)],
+    usable: Annotated[str, Depends(_check_key)],
     header: Annotated[str, Header(alias=openapi.HEADER, description=openapi.DESCRIPTION)],
 ) -> str:
     raise NotImplementedError
@@ -188,7 +188,7 @@ class IdempotentCall(Generic[T]):
     def __init__(self, once: Idem[T] | AsyncIdem[T], response: Response) -> None:
         once._used = True  # an endpoint may return 404 without calling `run`
         self._once = once
-        self._response = response
+        self._build_response = response
 
     @overload
     def run(self, fn: Callable[[], Awaitable[T]], /) -> Coroutine[Any, Any, T]: ...
@@ -218,7 +218,7 @@ class IdempotentCall(Generic[T]):
 
     def _mark_replayed(self, value: T) -> T:
         if self._once._op is not None and self._once._op.replayed:
-            self._response.headers["Idempotent-Replayed"] = "true"
+            self._build_response.headers["Idempotent-Replayed"] = "true"
         return value
 
 

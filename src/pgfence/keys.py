@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SEPARATOR = "\x1f"
 
 
-def _text(value: object, what: str) -> str:
+def _check_text(value: object, what: str) -> str:
     if not isinstance(value, str):
         several = isinstance(value, (tuple, list, set, frozenset))
         way = "give several one by one, as in *names" if several else "use str() where that is what you mean"
@@ -40,7 +40,7 @@ def _text(value: object, what: str) -> str:
     return str.__str__(value)
 
 
-def _integer(value: object, bits: int, what: str) -> int:
+def _check_integer(value: object, bits: int, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, not {type(value).__name__}")
     if not -(1 << bits - 1) <= value < 1 << bits - 1:
@@ -91,10 +91,10 @@ class LockKey:
             TypeError: the name or the namespace is no str.
             ValueError: the name is empty, or one of them holds NUL, U+001F or a lone surrogate.
         """
-        name = _text(name, "a lock name")
+        name = _check_text(name, "a lock name")
         if not name:
             raise ValueError("a lock name must not be empty")
-        return _key_of(name, _text(namespace, "a namespace"))
+        return _key_of(name, _check_text(namespace, "a namespace"))
 
     @classmethod
     def raw(cls, value: int) -> LockKey:
@@ -104,7 +104,7 @@ class LockKey:
             TypeError: it is no int (a bool is none).
             ValueError: it does not fit into 64 bits, signed.
         """
-        return cls._make(_integer(value, 64, "a raw key"), "bigint", None, None)
+        return cls._make(_check_integer(value, 64, "a raw key"), "bigint", None, None)
 
     @classmethod
     def pair(cls, classid: int, objid: int) -> LockKey:
@@ -114,7 +114,7 @@ class LockKey:
             TypeError: one is no int (a bool is none).
             ValueError: one does not fit into 32 bits, signed.
         """
-        high, low = _integer(classid, 32, "classid"), _integer(objid, 32, "objid")
+        high, low = _check_integer(classid, 32, "classid"), _check_integer(objid, 32, "objid")
         return cls._make(high << 32 | low & 0xFFFFFFFF, "pair", None, None)
 
     @classmethod
@@ -127,12 +127,12 @@ class LockKey:
             TypeError, ValueError: as `of`, here for the name; the function raises them for the id.
         """
         cls.of(name, namespace=namespace)
-        stem = _text(name, "a lock name") + ":"
+        stem = _check_text(name, "a lock name") + ":"
 
         def key_of(ident: str | int, /) -> LockKey:
             if isinstance(ident, bool) or not isinstance(ident, (str, int)):
                 raise TypeError(f"the id of a key must be a str or an int, not {type(ident).__name__}")
-            part = _text(ident, "the id of a key") if isinstance(ident, str) else int.__repr__(ident)
+            part = _check_text(ident, "the id of a key") if isinstance(ident, str) else int.__repr__(ident)
             if not part:
                 raise ValueError("the id of a key must not be empty")
             return cls.of(stem + part, namespace=namespace)
@@ -231,23 +231,23 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
 LONGEST_STORED = 255
 
 
-def qualified_name(name: object, namespace: str, what: str = "a name") -> str:
+def qualify_name(name: object, namespace: str, what: str = "a name") -> str:
     """Return the text under which a name stands in a table: the name itself, or namespace + U+001F + name.
 
     Raises:
         TypeError: it is no str (a ready LockKey has no text).
         ValueError: it is empty, longer than 255 characters with its namespace, or holds NUL, U+001F or a lone surrogate.
     """
-    text = _text(name, what)
+    text = _check_text(name, what)
     if not text:
         raise ValueError(f"{what} must not be empty")
-    namespace = _text(namespace, "a namespace")
+    namespace = _check_text(namespace, "a namespace")
     whole = namespace + SEPARATOR + text if namespace else text
     if len(whole) > LONGEST_STORED:
         raise ValueError(f"{what} must not be longer than {LONGEST_STORED} characters with its namespace: {len(whole)}")
     return whole
 
 
-def display_name(text: str) -> str:
+def unqualify_name(text: str) -> str:
     """Return what messages call a stored name."""
     return text.replace(SEPARATOR, ":")

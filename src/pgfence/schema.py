@@ -147,7 +147,7 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
         TransactionStateError: the Connection is in autocommit.
     """
     parts = fences.parts_of(resource, config_of(engine).namespace)
-    target = _target(engine, table)
+    target = _resolve_target(engine, table)
     return perform(engine, lambda connection, place: fences.add(connection, place, target, parts))
 
 
@@ -171,7 +171,7 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
     """
-    target = _target(engine, table)
+    target = _resolve_target(engine, table)
     return perform(engine, lambda connection, place: fences.drop(connection, place, target))
 
 
@@ -207,7 +207,7 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
         SchemaError: the column is nullable, and `command` fills it; or this role may not create the function or trigger.
         TransactionStateError: the Connection is in autocommit.
     """
-    target, column = _target(engine, table), _version_column(table)
+    target, column = _resolve_target(engine, table), _find_version_column(table)
     return perform(engine, lambda connection, place: versions.add(connection, place, target, column))
 
 
@@ -234,7 +234,7 @@ def drop_version_trigger(engine: AnyEngine, table: object) -> object:
         SchemaError: this role does not own the table.
         TransactionStateError: the Connection is in autocommit.
     """
-    target = _target(engine, table)
+    target = _resolve_target(engine, table)
     return perform(engine, lambda connection, place: versions.drop(connection, place, target))
 
 
@@ -243,14 +243,14 @@ def _table_of(given: object) -> Table | None:
     return found if isinstance(found, Table) else None
 
 
-def _version_column(table: object) -> str:
+def _find_version_column(table: object) -> str:
     """Return the name of the column that the mixin made, else the usual one."""
     found = _table_of(table)
     columns = () if found is None else found.columns
     return next((column.name for column in columns if "pgfence_version" in column.info), "version")
 
 
-def _target(engine: AnyEngine, table: object) -> fences.Target:
+def _resolve_target(engine: AnyEngine, table: object) -> fences.Target:
     if isinstance(table, str):
         before, _, name = table.rpartition(".")
         return fences.Target(name, translate_schema(engine, before or None))

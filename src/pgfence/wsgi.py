@@ -9,7 +9,7 @@ from pgfence._api.contexts import attach
 from pgfence._api.inputs import DAY
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
-from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, phrase
+from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, choose_phrase
 from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, find_length, parse_length
 from pgfence._process.coroutines import run_sync
 from pgfence.effects._claim import Reply, StoredResult
@@ -86,7 +86,7 @@ class IdempotencyMiddleware:
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Serve a request; the server calls this."""
-        request = _parse_request(environ) if self._rules.handles_method(environ["REQUEST_METHOD"]) else None
+        request = _parse_request(environ) if self._rules.is_handled_method(environ["REQUEST_METHOD"]) else None
         if request is None or not self._rules.applies_to(request):
             return self._app(environ, start_response)
         found: _WsgiExchange | Reply | None
@@ -321,8 +321,8 @@ def _parse_request(environ: WSGIEnvironment) -> HttpRequest:
     ]
     return HttpRequest(
         environ["REQUEST_METHOD"],
-        _text(environ.get("SCRIPT_NAME", "")),
-        _text(environ.get("PATH_INFO", "")),
+        _decode_text(environ.get("SCRIPT_NAME", "")),
+        _decode_text(environ.get("PATH_INFO", "")),
         environ.get("QUERY_STRING", "").encode("latin-1"),
         environ.get("CONTENT_TYPE", "").encode("latin-1"),
         () if key is None else (key,),
@@ -331,7 +331,7 @@ def _parse_request(environ: WSGIEnvironment) -> HttpRequest:
     )
 
 
-def _text(raw: str) -> str:
+def _decode_text(raw: str) -> str:
     """Return what the bytes say that an environment has as Latin-1."""
     return raw.encode("latin-1").decode("utf-8", "surrogateescape")
 
@@ -361,5 +361,5 @@ def _read_body(environ: WSGIEnvironment, request: HttpRequest, rules: Rules) -> 
 
 
 def _send(reply: Reply, start_response: StartResponse) -> Iterable[bytes]:
-    start_response(f"{reply.status} {phrase(reply.status)}", list(reply.headers))
+    start_response(f"{reply.status} {choose_phrase(reply.status)}", list(reply.headers))
     return [reply.body]

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 from pgfence.cli import main
-from pgfence.keys import LockKey, qualified_name
+from pgfence.keys import LockKey, qualify_name
 from support.locking import elsewhere, is_free
 from support.rows import every_row
 
@@ -210,7 +210,7 @@ def test_namespace_schema_and_prefix_find_the_row(
     """The three options name the application's tables and names, as its configure() does."""
     where = ["--schema", "evict_cli", "--prefix", "my_"]
     assert main(["install", *where]) == 0
-    whole = qualified_name(name, "shop")
+    whole = qualify_name(name, "shop")
     lease(admin, whole, "evict_cli.my_")
     assert main(["evict", name, *WHY, "--yes", *where]) == 67
     assert main(["evict", name, *WHY, "--yes", *where, "--namespace", "shop"]) == 0

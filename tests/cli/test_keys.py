@@ -12,7 +12,7 @@ import pytest
 from pgfence._sql import stuck_keys as statements
 from pgfence.cli import keys as command
 from pgfence.cli import main
-from pgfence.keys import SEPARATOR, qualified_name
+from pgfence.keys import SEPARATOR, qualify_name
 from support.rows import every_row
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_for_programs_there_is_one_object(
     name: str, admin: psycopg.Connection[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """--json has the same keys, with times in ISO 8601 and a zone; in a namespace the scope is the application's."""
-    claim(admin, qualified_name(name, "shop"))
+    claim(admin, qualify_name(name, "shop"))
     assert main(["keys", "--scope", name, "--namespace", "shop", "--json"]) == 0
     (found,) = json.loads(capfd.readouterr().out)["keys"]
     assert all("+" in found.pop(at) for at in ("since", "locked_until", "expires_at"))

@@ -25,7 +25,7 @@ from pgfence.errors import (
 )
 from pgfence.fence import fence
 from pgfence.fence.handles import AsyncFencedHeld, FencedHeld
-from pgfence.keys import LockKey, qualified_name
+from pgfence.keys import LockKey, qualify_name
 from support import leases
 from support.locking import background, elsewhere, is_free, lock, run, standing, terminate, waits
 from support.rows import every_row
@@ -382,7 +382,7 @@ async def test_namespace_prefix_and_schema_say_where_the_token_stands(
     for one in (engine, tenant):
         await world.call(schema.create_all, one)
         async with world.enter(lock(world, one, name, token=True).hold()) as held:
-            assert held._hold.stored == qualified_name(name, "shop")
+            assert held._hold.stored == qualify_name(name, "shop")
             token = held.token
     async with world.enter(lock(world, engine, name, namespace="other", token=True).hold()):
         pass
@@ -390,8 +390,8 @@ async def test_namespace_prefix_and_schema_say_where_the_token_stands(
     query = 'SELECT name FROM {}"tok%%en_lease" WHERE name LIKE %s ORDER BY name'
     found = [admin.execute(query.format(where), [f"%{name}"]).fetchall() for where in ("", "token_tenant.")]
     assert found == [
-        [(qualified_name(name, "other"),), (qualified_name(name, "shop"),)],
-        [(qualified_name(name, "shop"),)],
+        [(qualify_name(name, "other"),), (qualify_name(name, "shop"),)],
+        [(qualify_name(name, "shop"),)],
     ]
 
 

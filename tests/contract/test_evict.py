@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 from pgfence import monitoring, schema
 from pgfence.config import configure
 from pgfence.errors import LockLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
-from pgfence.keys import LockKey, qualified_name
+from pgfence.keys import LockKey, qualify_name
 from pgfence.lease import AsyncLease, Lease
 from support.dates import strange
 from support.locking import elsewhere, freed, is_free, labelled, lock
@@ -420,7 +420,7 @@ async def test_namespace_and_prefix_are_the_configured_ones(
     engine = world.engine()
     configure(engine, namespace="shop", prefix="evict_t_")
     await world.call(schema.create_all, engine)
-    whole = qualified_name(name, "shop")
+    whole = qualify_name(name, "shop")
     bare = lease(admin, name)
     admin.execute(_ACQUIRE.replace("pgfence_", "evict_t_"), [whole, LEASE, 60])
     with elsewhere(world.dsn, LockKey.of(name, namespace="shop")), elsewhere(world.dsn, name) as untouched:

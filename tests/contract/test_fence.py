@@ -22,7 +22,7 @@ from pgfence.errors import (
     TransactionStateError,
 )
 from pgfence.fence import fence, fenced
-from support.fences import entered_token, forged, overtake
+from support.fences import forged, get_entered_token, overtake
 from support.transactions import connection, factory, run, scoped, session, sqlstate_of, statements, value
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ async def test_a_connection_and_a_scoped_session_have_transactions_too(world: Wo
             await world.call(fence, work, name, 4)
         await world.call(work.rollback)
         async with world.enter(fenced(work, name, 5)):
-            assert await on_sync(world, work, entered_token, f"bank\x1f{name}") == 5
+            assert await on_sync(world, work, get_entered_token, f"bank\x1f{name}") == 5
     assert caught.value.newest == 5
     registry = scoped(world, engine)
     await world.call(fence, registry, {name: 5})
@@ -427,19 +427,19 @@ async def test_a_savepoint_rolled_back_takes_the_gate_with_it(
     async with session(world, world.engine()) as work:
         nested = await world.call(work.begin_nested)
         await world.call(fence, work, name, 1)
-        assert await on_sync(world, work, entered_token, name) == 1
+        assert await on_sync(world, work, get_entered_token, name) == 1
         await world.call(nested.rollback)
-        assert await on_sync(world, work, entered_token, name) is None
+        assert await on_sync(world, work, get_entered_token, name) is None
         with pytest.raises(FenceRequiredError):
             await add(world, work, guarded, 1)
         await world.call(work.rollback)
         await world.call(fence, work, name, 1)
         nested = await world.call(work.begin_nested)
         await world.call(nested.rollback)
-        assert await on_sync(world, work, entered_token, name) == 1
+        assert await on_sync(world, work, get_entered_token, name) == 1
         await add(world, work, guarded, 1)
         await world.call(work.commit)
-        assert await on_sync(world, work, entered_token, name) is None
+        assert await on_sync(world, work, get_entered_token, name) is None
     assert amount(admin, guarded) == 101
 
 

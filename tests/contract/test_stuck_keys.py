@@ -15,7 +15,7 @@ from pgfence.config import configure
 from pgfence.effects import AsyncIdempotentEffect, IdempotentEffect
 from pgfence.errors import AttemptLostError, LockTimeoutError, SchemaError, StandbyError, UnreachableError
 from pgfence.idempotency import idempotent
-from pgfence.keys import SEPARATOR, qualified_name
+from pgfence.keys import SEPARATOR, qualify_name
 from support.attempts import CLAIM, OTHER, Attempts
 from support.dates import strange
 
@@ -83,7 +83,7 @@ async def test_age_scope_and_namespace_choose(world: World, attempts: Attempts, 
     attempts.claim("old")
     attempts.lapse("old")
     attempts.claim("new")
-    shop = Attempts(admin, qualified_name(attempts.scope, "shop"))
+    shop = Attempts(admin, qualify_name(attempts.scope, "shop"))
     shop.claim("in shop")
 
     async def keys(engine: Any, **chosen: Any) -> list[str]:
@@ -260,12 +260,12 @@ async def test_place_and_namespace_are_the_configured_ones(
     await world.call(schema.create_all, engine)
     attempts.claim("k")
     claim = '"100%%_claim_effect_v1"(%s, %s, NULL, %s, 60, 3600, true, NULL, NULL, NULL)'
-    admin.execute(f"SELECT FROM {claim}", [qualified_name(name, "shop"), "k", CLAIM])
+    admin.execute(f"SELECT FROM {claim}", [qualify_name(name, "shop"), "k", CLAIM])
     (found,) = await world.call(monitoring.stuck_keys, engine, prefix=name)
     assert (found.scope, found.owner, found.host, found.pid) == (name, None, None, None)
     assert await world.call(monitoring.free_key, engine, name, "k", reason="hung") == found
     assert admin.execute('SELECT resource FROM "100%_audit" ORDER BY id DESC LIMIT 1').fetchone() == (
-        qualified_name(name, "shop") + SEPARATOR + "k",
+        qualify_name(name, "shop") + SEPARATOR + "k",
     )
     assert attempts.row("k") == ("in_progress", 1, None)
 

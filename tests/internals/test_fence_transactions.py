@@ -11,7 +11,7 @@ from sqlalchemy import event
 from pgfence.errors import StaleFencingTokenError, TransactionStateError
 from pgfence.fence import fence
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, block_commit, save_checkpoint
-from support.fences import entered_token, overtake
+from support.fences import get_entered_token, overtake
 from support.transactions import factory, run, session
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ async def test_a_checkpoint_is_written_behind_the_gate(world: World, name: str, 
         await on_sync(world, work, save_checkpoint, name, 1, '{"page": 7}')
         await world.call(work.rollback)
         await on_sync(world, work, save_checkpoint, name, 1, '{"page": 8}')
-        assert await on_sync(world, work, entered_token, name) == 1
+        assert await on_sync(world, work, get_entered_token, name) == 1
         await world.call(work.commit)
         overtake(admin, name, 2)
         with pytest.raises(StaleFencingTokenError):

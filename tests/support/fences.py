@@ -10,7 +10,7 @@ from psycopg import sql
 from sqlalchemy import Connection, create_engine
 
 from pgfence import schema
-from pgfence.fence._entering import entered_token as entered_in
+from pgfence.fence._entering import get_entered_token as entered_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ def overtake(admin: psycopg.Connection[Any], resource: str, token: int) -> None:
     admin.execute("SELECT pgfence_enter_gates_v1(ARRAY[%s], ARRAY[%s::bigint])", [resource, token])
 
 
-def entered_token(work: Any, resource: str) -> int | None:
+def get_entered_token(work: Any, resource: str) -> int | None:
     """Return the token with which the transaction of a Session or Connection has entered a gate."""
     return entered_in(work if isinstance(work, Connection) else work.connection(), resource)
 

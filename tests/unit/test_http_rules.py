@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._http.answers import UNRECORDABLE, ProblemResponse, build_refusal, build_replay, recordable_headers
+from pgfence._http.answers import UNRECORDABLE, ProblemResponse, build_refusal, build_replay, select_headers
 from pgfence._http.problems import KEY_INVALID, retry_headers
 from pgfence._http.routes import compile_routes
 from pgfence._http.rules import SHOWN, HttpRequest, Rules, parse_key, parse_length
@@ -326,7 +326,7 @@ def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
         ("Link", "b"),
         ("content-length", "3"),
     ]
-    assert recordable_headers(headers) == (
+    assert select_headers(headers) == (
         ("Location", "/payments/1"),
         ("Link", "a"),
         ("Link", "b"),

@@ -118,7 +118,7 @@ def test_a_locked_row_is_asked_for_again_without_a_loss(now: Clock) -> None:
     assert queue.note_answer(task, grant, LeaseResult("busy"), now.now) is None
     now.now += 1
     [again] = renewals(queue, now.now)
-    assert again.ttl(grant) == 40.0
+    assert again.get_ttl(grant) == 40.0
     again.started = now.now
     request = queue.note_answer(again, grant, LeaseResult("ok", 40.0, EXPIRES), now.now)
     assert request is not None
@@ -302,7 +302,7 @@ class Schedules(RuleBasedStateMachine):
         for grant in task.requests:
             if verdict == "lost":
                 grant.lose("superseded")
-            granted = LeaseResult("ok", task.ttl(grant), EXPIRES)
+            granted = LeaseResult("ok", task.get_ttl(grant), EXPIRES)
             self.told(
                 self.queue.note_answer(
                     task, grant, granted if verdict == "ok" else LeaseResult(verdict), self.clock.now

@@ -18,7 +18,7 @@ from pgfence._sql.evict import EvictionRequest
 from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
 from pgfence.errors import PgfenceError
-from pgfence.keys import LockKey, qualified_name
+from pgfence.keys import LockKey, qualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -52,7 +52,7 @@ def build_eviction_request(
     namespace = config_of(engine).namespace
     reason, actor = build_audit_fields(reason, actor)
     return EvictionRequest(
-        name=qualified_name(name, namespace),
+        name=qualify_name(name, namespace),
         key=LockKey.of(name, namespace=namespace),
         place=table_names_of(engine),
         reason=reason,

@@ -11,7 +11,7 @@ from pgfence._process.clock import seconds
 from pgfence._sql.storage import table_names_of
 from pgfence._sql.stuck_keys import FreeKeyRequest, StuckKeyQuery
 from pgfence.config import config_of
-from pgfence.keys import SEPARATOR, qualified_name
+from pgfence.keys import SEPARATOR, qualify_name
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -92,7 +92,7 @@ def build_free_key_request(
     reason, actor = build_audit_fields(reason, actor)
     return FreeKeyRequest(
         place=table_names_of(engine),
-        scope=qualified_name(check_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
+        scope=qualify_name(check_key(scope, "the scope"), config_of(engine).namespace, "the scope"),
         key=check_key(key, "the key"),
         reason=reason,
         actor=actor,

@@ -50,7 +50,7 @@ class CancelOnLoss:
         if not self._cancelled:  # a release ends the subscription; no turn of the loop lies between here and there
             await self._handle._end_block(exc, flag=self._flag)
             return
-        cancel = exc if isinstance(exc, asyncio.CancelledError) else await _pending_cancel()
+        cancel = exc if isinstance(exc, asyncio.CancelledError) else await _count_pending_cancels()
         if self._task is not None and self._task.uncancel() <= self._requests:
             try:
                 await self._handle._end_block(None if cancel is exc else exc, flag=False)
@@ -63,7 +63,7 @@ class CancelOnLoss:
             raise cancel
 
 
-async def _pending_cancel() -> asyncio.CancelledError | None:
+async def _count_pending_cancels() -> asyncio.CancelledError | None:
     """Return the cancel that was asked for before the block ended, and would otherwise arrive later, somewhere else."""
     try:
         await asyncio.sleep(0)

@@ -173,13 +173,13 @@ def compile_templates(
                 " Double a brace that is meant literally"
             )
 
-    def names_for(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:
+    def choose_names(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Name]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values = {**kwargs, **bound.arguments}
         return [fill(name, **values) if isinstance(name, str) else name for name in names]
 
-    return names_for
+    return choose_names
 
 
 def _list_fields(text: str) -> Iterator[str]:

@@ -211,16 +211,16 @@ class AsyncHeld(_Handle):
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
-        def ender() -> None:
+        def run_end() -> None:
             run_on_loop(loop, over.set)
 
-        self._hold.add_end_callback(ender)
+        self._hold.add_end_callback(run_end)
         limit = None if timeout is None or math.isinf(seconds(timeout)) else seconds(timeout)
         with contextlib.suppress(TimeoutError):
             try:
                 await asyncio.wait_for(over.wait(), limit)
             finally:
-                self._hold.remove_end_callback(ender)
+                self._hold.remove_end_callback(run_end)
         return self.lost
 
     async def release(self) -> None:

@@ -46,7 +46,7 @@ ORM = "sqlalchemy.orm"
 ASYNCIO = "sqlalchemy.ext.asyncio"
 
 
-def loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
+def find_loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
     """Return classes of a module; none if it was never imported."""
     loaded = sys.modules.get(module)
     return () if loaded is None else tuple(getattr(loaded, name) for name in names)
@@ -57,32 +57,32 @@ def loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
 
 def is_session(given: object) -> TypeIs[SyncSession]:
     """Say whether it is a Session or a scoped_session."""
-    return isinstance(given, loaded_classes(ORM, "Session", "scoped_session"))
+    return isinstance(given, find_loaded_classes(ORM, "Session", "scoped_session"))
 
 
 def is_async_session(given: object) -> TypeIs[AnyAsyncSession]:
     """Say whether it is an AsyncSession or an async_scoped_session."""
-    return isinstance(given, loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"))
+    return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"))
 
 
 def is_sessionmaker(given: object) -> TypeIs[sessionmaker[Any]]:
     """Say whether it is a sessionmaker."""
-    return isinstance(given, loaded_classes(ORM, "sessionmaker"))
+    return isinstance(given, find_loaded_classes(ORM, "sessionmaker"))
 
 
 def is_async_sessionmaker(given: object) -> TypeIs[async_sessionmaker[Any]]:
     """Say whether it is an async_sessionmaker."""
-    return isinstance(given, loaded_classes(ASYNCIO, "async_sessionmaker"))
+    return isinstance(given, find_loaded_classes(ASYNCIO, "async_sessionmaker"))
 
 
 def is_async_engine(given: object) -> TypeIs[AsyncEngine]:
     """Say whether it is an AsyncEngine."""
-    return isinstance(given, loaded_classes(ASYNCIO, "AsyncEngine"))
+    return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncEngine"))
 
 
 def is_async_connection(given: object) -> TypeIs[AsyncConnection]:
     """Say whether it is an AsyncConnection."""
-    return isinstance(given, loaded_classes(ASYNCIO, "AsyncConnection"))
+    return isinstance(given, find_loaded_classes(ASYNCIO, "AsyncConnection"))
 
 
 @overload
@@ -95,7 +95,7 @@ def unwrap_session(work: SyncWork) -> Session | Connection: ...
 def unwrap_session(work: AsyncWork) -> AsyncSession | AsyncConnection: ...
 def unwrap_session(work: Any) -> Any:
     """Return the session that a scoped one stands for at this moment, else what was given."""
-    scoped = loaded_classes(ORM, "scoped_session") + loaded_classes(ASYNCIO, "async_scoped_session")
+    scoped = find_loaded_classes(ORM, "scoped_session") + find_loaded_classes(ASYNCIO, "async_scoped_session")
     return work.registry() if isinstance(work, scoped) else work
 
 

@@ -37,7 +37,7 @@ H = TypeVar("H", bound=Held, default=Held)
 AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
 
-def _elsewhere(handle: str) -> dict[str, str]:
+def _list_hints(handle: str) -> dict[str, str]:
     """Return what other libraries' locks have, and where it is here."""
     return {**dict.fromkeys(HANDLE_NAMES, f"it belongs to the handle, {handle}"), "locked": "use is_held()"}
 
@@ -47,7 +47,7 @@ class LockBase(Guided, ABC, Generic[H]):
 
     _block = "`with lock.hold():`"
     _decorator = "`@lock.wrap()`"
-    _absent = _elsewhere("`held = lock.acquire()` or `with lock.hold() as held:`")
+    _absent = _list_hints("`held = lock.acquire()` or `with lock.hold() as held:`")
 
     _names: Sequence[Name]
 
@@ -67,7 +67,7 @@ class LockBase(Guided, ABC, Generic[H]):
     def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
 
-    def _seen(self) -> list[Holder]:
+    def _find_holders_quietly(self) -> list[Holder]:
         """Return the holders for a message about a lock that is held; the server may be away by now, which changes nothing."""
         try:
             return self.holders()
@@ -138,11 +138,11 @@ class LockBase(Guided, ABC, Generic[H]):
         def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
             reject_coroutine(fn, "a sync lock would end before it runs. Use the Async twin")
             reject_generator(fn, _GENERATOR)
-            names_for = compile_templates(self._names, fn)
+            choose_names = compile_templates(self._names, fn)
 
             @functools.wraps(fn)
-            def guarded(*args: Any, **kwargs: Any) -> Any:
-                lock = self._rename(names_for(args, kwargs)) if names_for else self
+            def run_guarded(*args: Any, **kwargs: Any) -> Any:
+                lock = self._rename(choose_names(args, kwargs)) if choose_names else self
                 try:
                     handle = acquire_for_call(lock, policy)
                 except LockTimeoutError as error:
@@ -156,7 +156,7 @@ class LockBase(Guided, ABC, Generic[H]):
                 with handle:
                     return fn(*args, **kwargs)
 
-            return guarded
+            return run_guarded
 
         return decorate
 
@@ -194,7 +194,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
 
     _block = "`async with lock.hold():`"
     _decorator = "`@lock.wrap()`"
-    _absent = _elsewhere("`held = await lock.acquire()` or `async with lock.hold() as held:`")
+    _absent = _list_hints("`held = await lock.acquire()` or `async with lock.hold() as held:`")
 
     _names: Sequence[Name]
 
@@ -214,7 +214,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
     async def holders(self) -> list[Holder]:
         """Return who holds it at this moment, as the server sees it. Looking never takes a lock."""
 
-    async def _seen(self) -> list[Holder]:
+    async def _find_holders_quietly(self) -> list[Holder]:
         """Return the holders for a message about a lock that is held; see the sync twin."""
         try:
             return await self.holders()
@@ -274,11 +274,11 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
                 raise TypeError(
                     f"{describe_function(fn)} is no coroutine function: the async lock guards only those. Use the sync twin"
                 )
-            names_for = compile_templates(self._names, fn)
+            choose_names = compile_templates(self._names, fn)
 
             @functools.wraps(fn)
-            async def guarded(*args: Any, **kwargs: Any) -> Any:
-                lock = self._rename(names_for(args, kwargs)) if names_for else self
+            async def run_guarded(*args: Any, **kwargs: Any) -> Any:
+                lock = self._rename(choose_names(args, kwargs)) if choose_names else self
                 try:
                     handle = await acquire_for_call_async(lock, policy)
                 except LockTimeoutError as error:
@@ -294,7 +294,7 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
                 async with watching:
                     return await fn(*args, **kwargs)
 
-            return guarded
+            return run_guarded
 
         return decorate
 

@@ -62,27 +62,27 @@ class Guided:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for verb in _FORMS.keys() & vars(cls).keys():
-            setattr(cls, verb, _by_name(vars(cls)[verb]))
+            setattr(cls, verb, _refuse_by_name(vars(cls)[verb]))
         for name, hint in vars(cls).get("_absent", {}).items():
             setattr(cls, name, Absent(name, hint))
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not isinstance(inspect.getattr_static(self, name, None), Absent)]
 
-    def _misused(self) -> None:
+    def _note_misuse(self) -> None:
         """Take note of a wrong use, which raises."""
 
     if not TYPE_CHECKING:
 
         def __enter__(self) -> NoReturn:
-            self._misused()
+            self._note_misuse()
             raise TypeError(f"{type(self).__name__} is not a context manager: use {self._block}")
 
         def __exit__(self, *_: object) -> NoReturn:
             raise AssertionError("never entered")
 
         async def __aenter__(self) -> NoReturn:
-            self._misused()
+            self._note_misuse()
             raise TypeError(f"{type(self).__name__} is not an async context manager: use {self._block}")
 
         async def __aexit__(self, *_: object) -> NoReturn:
@@ -90,7 +90,7 @@ class Guided:
 
         def __call__(self, *_: object, **__: object) -> NoReturn:
             """Refuse to be a decorator."""
-            self._misused()
+            self._note_misuse()
             raise TypeError(f"{type(self).__name__} is not a function or decorator: use {self._decorator}")
 
 
@@ -110,11 +110,11 @@ class Absent:
         raise AttributeError(message, name=self._name, obj=owner if instance is None else instance)
 
 
-def _by_name(method: F) -> F:
+def _refuse_by_name(method: F) -> F:
     """Return the method such that a call with wrong arguments raises with the right form in the message."""
     verb, names = method.__name__, method.__kwdefaults__ or {}
 
-    def misused(self: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
+    def refuse_misuse(self: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
         unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in names]
         got = repr(args[0]) if args else next(iter(unknown), None)
         if got is None:
@@ -124,38 +124,38 @@ def _by_name(method: F) -> F:
     def expect_known(self: object, error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             return  # raised inside the method, and not by the call
-        if told := misused(self, args, kwargs):
+        if told := refuse_misuse(self, args, kwargs):
             raise told from None
 
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
-        async def checked_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        async def check_async_call(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await method(self, *args, **kwargs)
             except TypeError as error:
                 expect_known(self, error, args, kwargs)
                 raise
 
-        return checked_async  # type: ignore[return-value]
+        return check_async_call  # type: ignore[return-value]
 
     if list(names) == ["timeout"]:
 
         @wraps(method)
-        def checked_quickly(self: Any, *args: Any, timeout: Any = None, **kwargs: Any) -> Any:
+        def check_call_quickly(self: Any, *args: Any, timeout: Any = None, **kwargs: Any) -> Any:
             # For `acquire`, which is called most: to pass args and kwargs on costs more than a look at them.
-            if (args or kwargs) and (told := misused(self, args, kwargs)):
+            if (args or kwargs) and (told := refuse_misuse(self, args, kwargs)):
                 raise told
             return method(self, timeout=timeout)
 
-        return checked_quickly  # type: ignore[return-value]
+        return check_call_quickly  # type: ignore[return-value]
 
     @wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except TypeError as error:
             expect_known(self, error, args, kwargs)
             raise
 
-    return checked  # type: ignore[return-value]
+    return check_call  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._sql.storage import TableNames, block, quote
 from pgfence._sql.tables import execute_plain, quote_literal
-from pgfence.keys import qualified_name
+from pgfence.keys import qualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,7 @@ def parts_of(resource: str, namespace: str) -> tuple[str, ...]:
         TypeError: it is no str.
         ValueError: it is empty, too long, or a field of it is anything but the name of a column.
     """
-    whole = qualified_name(resource, namespace, "a resource")
+    whole = qualify_name(resource, namespace, "a resource")
     try:
         fields = list(string.Formatter().parse(whole))
     except ValueError as error:

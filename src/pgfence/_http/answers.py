@@ -97,7 +97,7 @@ def build_replay(stored: StoredResult) -> Reply:
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))
 
 
-def recordable_headers(headers: Sequence[tuple[str, str]]) -> Headers:
+def select_headers(headers: Sequence[tuple[str, str]]) -> Headers:
     """Return the headers that a replay has: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
     named = {
         name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")

@@ -24,7 +24,7 @@ from pgfence._http.problems import (
     PAYLOAD_INVALID,
     PRECONDITION_FAILED,
     PRINCIPAL_MISSING,
-    phrase,
+    choose_phrase,
 )
 from pgfence._http.routes import compile_routes, matches
 
@@ -63,26 +63,31 @@ _AGAIN = {"description": "Seconds after which to send the request again.", "sche
 _LATER = (409, 423, 503)
 
 
-def _errors(*names: str) -> tuple[Problem, ...]:
+def _list_errors(*names: str) -> tuple[Problem, ...]:
     return tuple(OF_ERRORS[name] for name in names)
 
 
-_DATABASE = _errors("UnreachableError", "StandbyError")
-_KEY = (KEY_MISSING, KEY_REPEATED, KEY_INVALID, *_errors("IdempotencyInProgressError", "IdempotencyKeyReusedError"))
-KEY = (*_KEY, KEY_FAILED, *_errors("AttemptLostError"), OUTCOME_UNKNOWN, *_DATABASE)
+_DATABASE = _list_errors("UnreachableError", "StandbyError")
+_KEY = (
+    KEY_MISSING,
+    KEY_REPEATED,
+    KEY_INVALID,
+    *_list_errors("IdempotencyInProgressError", "IdempotencyKeyReusedError"),
+)
+KEY = (*_KEY, KEY_FAILED, *_list_errors("AttemptLostError"), OUTCOME_UNKNOWN, *_DATABASE)
 """Of an operation that gets its key as a text."""
-ONCE = (*_KEY, PRINCIPAL_MISSING, PAYLOAD_INVALID, *_errors("DeadlockError", "CapacityError"), *_DATABASE)
+ONCE = (*_KEY, PRINCIPAL_MISSING, PAYLOAD_INVALID, *_list_errors("DeadlockError", "CapacityError"), *_DATABASE)
 """Of an operation whose effect and key are in one transaction."""
-LOCK = (NAME_INVALID, *_errors("LockTimeoutError", "DeadlockError", "CapacityError"), *_DATABASE)
+LOCK = (NAME_INVALID, *_list_errors("LockTimeoutError", "DeadlockError", "CapacityError"), *_DATABASE)
 """Of an operation that begins with a lock."""
-_VERSION = (*_errors("VersionConflictError", "VersionRequiredError"), PRECONDITION_FAILED)
+_VERSION = (*_list_errors("VersionConflictError", "VersionRequiredError"), PRECONDITION_FAILED)
 _MIDDLEWARE = (
     *_KEY,
     PRINCIPAL_MISSING,
     BODY_INCOMPLETE,
     BODY_TOO_LARGE,
     KEY_FAILED,
-    *_errors("AttemptLostError"),
+    *_list_errors("AttemptLostError"),
     NOT_RECORDED,
     NOT_CLAIMED,
     *_DATABASE,
@@ -169,7 +174,7 @@ def _add(document: Operation, operation: Operation, problems: Iterable[Problem])
     for one in problems:
         by_status[one.status][one.code] = one
     for status in sorted(by_status):
-        response = operation["responses"].setdefault(str(status), {"description": phrase(status)})
+        response = operation["responses"].setdefault(str(status), {"description": choose_phrase(status)})
         response.setdefault("content", {}).setdefault(
             MEDIA_TYPE,
             {

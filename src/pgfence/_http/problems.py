@@ -33,7 +33,12 @@ class Problem(NamedTuple):
 
     def document(self, detail: str | None = None) -> dict[str, str | int]:
         """Return the members of the problem, with a more precise sentence if there is one."""
-        return {"title": phrase(self.status), "status": self.status, "detail": detail or self.detail, "code": self.code}
+        return {
+            "title": choose_phrase(self.status),
+            "status": self.status,
+            "detail": detail or self.detail,
+            "code": self.code,
+        }
 
     def reply(self, detail: str | None = None, *headers: tuple[str, str]) -> Reply:
         """Return the response."""
@@ -42,7 +47,7 @@ class Problem(NamedTuple):
         return Reply(self.status, (("content-type", MEDIA_TYPE), ("content-length", length), *headers), body)
 
 
-def phrase(status: int) -> str:
+def choose_phrase(status: int) -> str:
     """Return the words that go with a status."""
     try:
         return HTTPStatus(status).phrase
@@ -195,7 +200,7 @@ def problem_of(error: PgfenceError) -> Problem:
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in OF_ERRORS)
     if isinstance(error, IdempotencyInProgressError) and error.ended_with is not None:
         return KEY_FAILED
-    if isinstance(error, AttemptLostError) and not _again(error):
+    if isinstance(error, AttemptLostError) and not _describe_retry(error):
         return OUTCOME_UNKNOWN
     if name == "VersionConflictError" and error.http_status == PRECONDITION_FAILED.status:
         return PRECONDITION_FAILED
@@ -206,9 +211,9 @@ def problem_of(error: PgfenceError) -> Problem:
 
 def retry_headers(error: PgfenceError) -> dict[str, str]:
     """Return what says when to send a request again, if that helps; a response that has it is not recorded under a key."""
-    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _again(error) else {}
+    return {"retry-after": str(ceil(error.retry_after or SHORT))} if error.retryable or _describe_retry(error) else {}
 
 
-def _again(error: PgfenceError) -> bool:
+def _describe_retry(error: PgfenceError) -> bool:
     """Return whether another attempt has taken over, whose result the same request can get."""
     return isinstance(error, AttemptLostError) and (error.retry_after is not None or error.newest > error.attempt)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from pgfence._api.inputs import LONGEST_KEY, check_keep, check_key
-from pgfence._http.answers import UNRECORDABLE, ProblemResponse, recordable_headers
+from pgfence._http.answers import UNRECORDABLE, ProblemResponse, select_headers
 from pgfence._http.problems import BODY_TOO_LARGE, KEY_INVALID, KEY_MISSING, KEY_REPEATED, PRINCIPAL_MISSING
 from pgfence._http.routes import compile_routes, matches
 from pgfence._leases.terms import ttl_of
@@ -195,14 +195,14 @@ class Rules:
             free_on_failure=on_failure == "free",
         )
 
-    def handles_method(self, method: str) -> bool:
+    def is_handled_method(self, method: str) -> bool:
         """Return whether requests with this method have keys."""
         # Methods are case-sensitive, but not for all frameworks.
         return method.upper() in self.methods
 
     def applies_to(self, request: HttpRequest) -> bool:
         """Return whether a request has, or needs, a key. On named routes every request needs one."""
-        if not self.handles_method(request.method):
+        if not self.is_handled_method(request.method):
             return False
         return bool(request.keys) if self.routes is None else matches(self.routes, request.path)
 
@@ -221,7 +221,7 @@ class Rules:
         if self.principal is not None:
             found = self.principal(raw)
         elif request.credentials:
-            found = _digest(*request.credentials)
+            found = _compute_digest(*request.credentials)
         if found is None or found == "":
             raise ProblemResponse(PRINCIPAL_MISSING)
         if not isinstance(found, str):
@@ -256,9 +256,7 @@ class Rules:
     def build_effect_key(self, request: HttpRequest, owner: str, key: str, body: bytes) -> EffectKey:
         """Return the key of a request with everything that identifies the request."""
         method, path = request.method.encode(), _encode(request.root + request.path)
-        scope = (
-            f"{request.method} {quote(path)[:SHOWN]} {_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
-        )
+        scope = f"{request.method} {quote(path)[:SHOWN]} {_compute_digest(owner.encode('utf-8', 'surrogatepass'), method, path)}"
         same = sha256(_join_framed(method, path, request.query, request.content_type, body))
         return EffectKey(scope, key, same.digest(), self.ttl, self.keep)
 
@@ -280,7 +278,7 @@ class Rules:
             return None
         if body is None or not all(_STORABLE.fullmatch(part) for pair in headers for part in pair):
             return UNRECORDABLE
-        return Reply(status, recordable_headers(headers), body)
+        return Reply(status, select_headers(headers), body)
 
 
 def find_length(headers: Sequence[tuple[str, str]]) -> int | None:
@@ -322,5 +320,5 @@ def _join_framed(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
 
 
-def _digest(*parts: bytes) -> str:
+def _compute_digest(*parts: bytes) -> str:
     return sha256(_join_framed(*parts)).hexdigest()

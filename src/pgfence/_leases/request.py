@@ -19,7 +19,7 @@ from pgfence._holds.events import format_names
 from pgfence._leases import terms
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.lease import lease_sql
-from pgfence.keys import display_name
+from pgfence.keys import unqualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -99,7 +99,7 @@ class AcquireRequest(ABC):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        return (display_name(self.stored),)
+        return (unqualify_name(self.stored),)
 
     @property
     def keys(self) -> tuple[LockKey, ...]:

@@ -46,7 +46,7 @@ from pgfence.errors import (
     TransactionStateError,
     UnreachableError,
 )
-from pgfence.keys import display_name
+from pgfence.keys import unqualify_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -191,7 +191,11 @@ def standby_error(what: str, otherwise: str = "") -> StandbyError:
 def _translate_rejection(error: BaseException, state: str) -> PgfenceError | None:
     detail = detail_of(error)
     if state == STALE_TOKEN and "token" in detail:  # another program may use the SQLSTATE too
-        resource, token, newest = display_name(str(detail.get("resource"))), int(detail["token"]), int(detail["newest"])
+        resource, token, newest = (
+            unqualify_name(str(detail.get("resource"))),
+            int(detail["token"]),
+            int(detail["newest"]),
+        )
         why = (
             "a newer holder has taken over"
             if token < newest
@@ -210,7 +214,7 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
         name = detail.get("resource")
         return FenceRequiredError(
             f"{message_of(error)}. Write inside lease.begin(...), or fenced(session, resource, token)",
-            resource=None if name is None else display_name(str(name)),
+            resource=None if name is None else unqualify_name(str(name)),
             sqlstate=state,
         )
     if state == GATE_TIMEOUT and "inside" in detail:
@@ -219,7 +223,7 @@ def _translate_rejection(error: BaseException, state: str) -> PgfenceError | Non
 
 
 def _gate_timeout_error(detail: Mapping[str, Any]) -> LockTimeoutError:
-    name, seconds = display_name(str(detail["resource"])), detail["milliseconds"] / 1000
+    name, seconds = unqualify_name(str(detail["resource"])), detail["milliseconds"] / 1000
     holders = [
         Holder(
             name=name,

@@ -25,7 +25,7 @@ from pgfence._sql.sqlstate import (
 )
 from pgfence._sql.storage import LEASES, VERSION
 from pgfence.errors import LockTimeoutError, SchemaError
-from pgfence.keys import display_name
+from pgfence.keys import unqualify_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def look(connection: Connection, order: EvictionRequest) -> Found:
 def _build_lease_holder(order: EvictionRequest, row: Row) -> Holder:
     _, *known, since, expires_at = row
     times = (None if at is None else from_microseconds(at) for at in (since, expires_at))
-    return activity.build_lease_holder(display_name(order.name), (*known, *times))
+    return activity.build_lease_holder(unqualify_name(order.name), (*known, *times))
 
 
 def evict(connection: Connection, order: EvictionRequest) -> Found:
@@ -150,8 +150,8 @@ def evict(connection: Connection, order: EvictionRequest) -> Found:
             failures += 1
             if failures > _RETRIES:
                 raise LockTimeoutError(
-                    f"{display_name(order.name)!r} changes hands faster than it can be evicted; nothing was done",
-                    names=(display_name(order.name),),
+                    f"{unqualify_name(order.name)!r} changes hands faster than it can be evicted; nothing was done",
+                    names=(unqualify_name(order.name),),
                 ) from None
         except DBAPIError as error:
             failures += 1
@@ -197,7 +197,7 @@ def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int
             raise
         command = "GRANT pg_signal_backend TO <role>"
         raise SchemaError(
-            f"this role may not end the session that holds {display_name(order.name)!r}: {message_of(error)}. {command}, or evict as"
+            f"this role may not end the session that holds {unqualify_name(order.name)!r}: {message_of(error)}. {command}, or evict as"
             " the holder's own role; nothing was done",
             needed=VERSION,
             command=command,
@@ -221,9 +221,9 @@ def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeo
     ]
     inside = f", one of {'; '.join(map(str, writers))}" if writers else ""
     return LockTimeoutError(
-        f"{display_name(order.name)!r} was not evicted and nothing was done: a transaction that writes under its token is still"
+        f"{unqualify_name(order.name)!r} was not evicted and nothing was done: a transaction that writes under its token is still"
         f" open after 2 s{inside}. End it (SELECT pg_terminate_backend(...)), then evict again",
-        names=(display_name(order.name),),
+        names=(unqualify_name(order.name),),
         timeout=2.0,
         holders=writers,
     )

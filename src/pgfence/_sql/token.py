@@ -22,7 +22,7 @@ from pgfence._sql.lease import lease_sql
 from pgfence._sql.params import call
 from pgfence._sql.storage import LEASES
 from pgfence.errors import TransactionStateError
-from pgfence.keys import display_name
+from pgfence.keys import unqualify_name
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
@@ -78,6 +78,6 @@ class TokenSql(LockSql):
         except DBAPIError as error:
             raise_translated(error, self.place, self.context)
             raise
-        found = [activity.build_lease_holder(display_name(self.name), row) for row in leases]
+        found = [activity.build_lease_holder(unqualify_name(self.name), row) for row in leases]
         sessions = activity.with_token(super().holders(connection), found)
         return sessions + [one for one in found if one.kind != "session lock"]

@@ -96,7 +96,7 @@ class _TypeVisitor:
         elif isinstance(one, typing.NewType):
             self.visit(one.__supertype__)
         elif not is_alias(one):
-            raise TypeError(_rejection(one, _STORABLE))
+            raise TypeError(_describe_rejection(one, _STORABLE))
         elif one not in self.seen:
             self.seen.append(one)
             try:
@@ -229,10 +229,10 @@ def _check_class(one: type[object]) -> None:
         why = f"private attributes are not stored, and it has {names}. Return a model without them"
     else:
         return
-    raise TypeError(_rejection(one, why))
+    raise TypeError(_describe_rejection(one, why))
 
 
-def _rejection(one: object, why: str) -> str:
+def _describe_rejection(one: object, why: str) -> str:
     return f"a {getattr(one, '__qualname__', repr(one))} cannot be stored as the result of an idempotency key: {why}"
 
 

@@ -59,7 +59,7 @@ class Codec(Generic[T]):
             TypeError: the annotation reaches a class whose instances cannot be stored.
         """
         try:
-            codec: Codec[T] = _codec(cast("Hashable", annotation))
+            codec: Codec[T] = _choose_codec(cast("Hashable", annotation))
         except TypeError:  # it is unhashable, or is rejected again
             return Codec(annotation)
         # Names that were not defined when it was cached may be defined now.
@@ -112,7 +112,11 @@ class Codec(Generic[T]):
     def _write(self, value: Any) -> object:
         kind = type(value)
         if kind is str:
-            return value if _is_plain(value) else {"$t": "str", "v": _base64(value.encode("utf-8", "surrogatepass"))}
+            return (
+                value
+                if _is_plain(value)
+                else {"$t": "str", "v": _decode_base64(value.encode("utf-8", "surrogatepass"))}
+            )
         if kind in _ALIKE:
             return value
         if kind is dict:
@@ -240,7 +244,7 @@ def _default(kind: type[object], name: str, values: dict[str, object]) -> object
 
 
 @lru_cache(maxsize=256)
-def _codec(annotation: Hashable) -> Codec[Any]:
+def _choose_codec(annotation: Hashable) -> Codec[Any]:
     return Codec(annotation)
 
 
@@ -249,7 +253,7 @@ def _is_plain(text: str) -> bool:
     return "\0" not in text if text.isascii() else _LOST_BY_JSONB.search(text) is None
 
 
-def _base64(value: bytes | bytearray) -> str:
+def _decode_base64(value: bytes | bytearray) -> str:
     return b64encode(value).decode("ascii")
 
 
@@ -263,8 +267,8 @@ def _write_time(value: datetime | time) -> dict[str, object]:
 _WRITERS: dict[type[object], Callable[[Any], object]] = {
     Decimal: str,
     UUID: str,
-    bytes: _base64,
-    bytearray: _base64,
+    bytes: _decode_base64,
+    bytearray: _decode_base64,
     date: date.isoformat,
     timedelta: lambda value: [value.days, value.seconds, value.microseconds],
 }

@@ -130,7 +130,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         manager, sql, on = self._place()
         handle = await manager.acquire(self._labels, sql, timeout, self._handle, on=await _start(on))
         if handle is None:
-            raise manager.begin_call(self._labels, sql, 0.0).build_timeout_error(await self._seen())
+            raise manager.begin_call(self._labels, sql, 0.0).build_timeout_error(await self._find_holders_quietly())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractAsyncContextManager[AsyncConnection, None]:

@@ -9,7 +9,7 @@ from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.storage import table_names_of
 from pgfence._sql.token import TokenSql
-from pgfence.keys import qualified_name, resolve
+from pgfence.keys import qualify_name, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,7 +91,7 @@ class LockNames:
         """
         if len(self._names) != 1:
             raise ValueError("token=True takes exactly one name: a token belongs to one resource")
-        return qualified_name(self._names[0], namespace, "the name of a lock with a token")
+        return qualify_name(self._names[0], namespace, "the name of a lock with a token")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {', '.join(map(repr, self._labels))}>"

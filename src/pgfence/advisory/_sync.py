@@ -150,7 +150,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         manager, sql, on = self._place()
         handle = run_sync(manager.acquire, self._labels, sql, timeout, self._handle, on=on)
         if handle is None:
-            raise manager.begin_call(self._labels, sql, 0.0).build_timeout_error(self._seen())
+            raise manager.begin_call(self._labels, sql, 0.0).build_timeout_error(self._find_holders_quietly())
         return handle
 
     def connect(self, *, timeout: Seconds | None = None) -> AbstractContextManager[Connection, None]:

@@ -11,7 +11,7 @@ from pgfence._leases.request import AcquireRequest, Busy, Granted, Refused, deco
 from pgfence._leases.terms import LeaseTerms
 from pgfence._sql.effects import effect_sql
 from pgfence.errors import AttemptLostError, IdempotencyKeyReusedError
-from pgfence.keys import SEPARATOR, qualified_name
+from pgfence.keys import SEPARATOR, qualify_name
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class EffectRequest(AcquireRequest):
 
 def build_request(wanted: EffectKey, place: TableNames, namespace: str) -> EffectRequest:
     """Return what to ask the server for."""
-    scope = qualified_name(wanted.scope, namespace, "the scope")
+    scope = qualify_name(wanted.scope, namespace, "the scope")
     return EffectRequest(
         stored=scope + SEPARATOR + wanted.key, place=place, terms=LeaseTerms(wanted.ttl), wanted=wanted, scope=scope
     )

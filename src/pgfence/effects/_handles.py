@@ -99,7 +99,7 @@ class _Attempt:
         return NOTHING if text is None else self._codec.decode(text)
 
     @contextmanager
-    def _in_step(self, name: str) -> Iterator[None]:
+    def _mark_step(self, name: str) -> Iterator[None]:
         """Be in a step.
 
         Raises:
@@ -176,7 +176,7 @@ class Attempt(_Attempt):
         check_plain_function(fn)
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
-            with self._in_step(name):
+            with self._mark_step(name):
                 # Saved by another thread since the look; or done, and its save had no answer.
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = check_value(fn(key), fn)
@@ -214,7 +214,7 @@ class AsyncAttempt(_Attempt):
         reject_generator(fn)
         key = self._prepare_step(name, fn)
         if (value := self._load(name)) is NOTHING:
-            with self._in_step(name):
+            with self._mark_step(name):
                 if (value := self._load(name, unsaved=True)) is NOTHING:
                     value = fn(key)
                     # A plain function has done it by now: to reject what it returned would be to forget it.

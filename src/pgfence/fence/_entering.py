@@ -24,7 +24,7 @@ from pgfence._sql.errors import FENCE, raise_translated
 from pgfence._sql.storage import table_names_of
 from pgfence.config import config_of
 from pgfence.errors import StaleFencingTokenError, TransactionStateError
-from pgfence.keys import display_name, qualified_name
+from pgfence.keys import qualify_name, unqualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,7 +76,7 @@ def tokens_of(resource: object, token: object) -> dict[str, int]:
         raise ValueError("there is no resource to enter")
     tokens: dict[str, int] = {}
     for name, number in found:
-        text = qualified_name(name, "", "a resource")
+        text = qualify_name(name, "", "a resource")
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"the token for {name!r} must be an int, not {type(number).__name__}")
         if not 0 < number < 2**63:
@@ -117,7 +117,7 @@ def enter(
     connection, fresh, known = _open_transaction(work)
     if named:
         namespace = config_of(connection).namespace
-        tokens = {qualified_name(name, namespace, "a resource"): token for name, token in tokens.items()}
+        tokens = {qualify_name(name, namespace, "a resource"): token for name, token in tokens.items()}
     _enter(connection, tokens, issued, fresh=fresh, unseen=after_reads or not known)
 
 
@@ -226,7 +226,7 @@ def save_checkpoint(
         raise
 
 
-def entered_token(connection: Connection, resource: str) -> int | None:
+def get_entered_token(connection: Connection, resource: str) -> int | None:
     """Return the token with which the present transaction has entered the gate of a resource; None: it has not.
 
     A ROLLBACK TO SAVEPOINT takes back what was entered since.
@@ -293,7 +293,7 @@ def _get_record(connection: Connection, tokens: Mapping[str, int], *, fresh: boo
 
 
 def _quote_names(names: Iterable[str]) -> str:
-    return ", ".join(repr(display_name(name)) for name in names)
+    return ", ".join(repr(unqualify_name(name)) for name in names)
 
 
 def begin_fenced(

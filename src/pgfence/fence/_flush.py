@@ -12,17 +12,17 @@ from sqlalchemy import inspect, select, tuple_
 from sqlalchemy.orm.attributes import flag_modified, instance_state, set_attribute, set_committed_value
 from sqlalchemy.orm.exc import StaleDataError
 
-from pgfence._orm import identity_of, key_columns, sends_update, will_send_update
+from pgfence._orm import get_key_columns, identity_of, sends_update, will_send_update
 from pgfence.fence._rows import (
     ATTRIBUTE,
     Guarded,
     View,
+    choose_token,
     column_of,
+    find_flushed_resource,
     has_single_resource,
     reject_stale,
-    resource_in_flush,
     resource_of,
-    token_for,
 )
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ class _Flush:
         self._tokens: dict[tuple[object, str, Connection], int] = {}
         self._deleting: set[Mapper[object]] | None = None
 
-    def token_for(self, cls: type[Guarded], resource: str, connection: Connection) -> int:
+    def choose_token(self, cls: type[Guarded], resource: str, connection: Connection) -> int:
         """Return the token that this transaction brought for a resource; it stays the same during a flush."""
         key = cls, resource, connection
         # Cached: for thousands of rows of one resource the gate is looked up once.
         token = self._tokens.get(key)
         if token is None:
-            token = self._tokens[key] = token_for(cls, resource, connection)
+            token = self._tokens[key] = choose_token(cls, resource, connection)
         return token
 
     def find_replaced(self, mapper: Mapper[object], target: Guarded) -> object:
@@ -84,7 +84,7 @@ _FLUSHES: weakref.WeakKeyDictionary[Session, _Flush] = weakref.WeakKeyDictionary
 def before_insert(mapper: Mapper[object], connection: Connection, target: Guarded) -> None:
     """Check the token for a new row, and for the row it replaces, and write it into the row."""
     cls, flush = type(target), _flush_of(target)
-    token = flush.token_for(cls, resource_in_flush(cls, target), connection)
+    token = flush.choose_token(cls, find_flushed_resource(cls, target), connection)
     replaced = flush.find_replaced(mapper, target)
     # No event is called for the deleted object, and its row may belong to another resource.
     if isinstance(replaced, Guarded):
@@ -97,7 +97,7 @@ def before_update(mapper: Mapper[object], connection: Connection, target: Guarde
     if not sends_update(instance_state(target)):
         return
     cls, flush = type(target), _flush_of(target)
-    token = flush.token_for(cls, resource_in_flush(cls, target), connection)
+    token = flush.choose_token(cls, find_flushed_resource(cls, target), connection)
     check_old_row(flush, mapper, connection, target)
     set_attribute(target, ATTRIBUTE, token)
     flag_modified(target, ATTRIBUTE)  # else SQLAlchemy would call the `onupdate` of a column that stays the same
@@ -122,7 +122,7 @@ def check_old_row(flush: _Flush, mapper: Mapper[object], connection: Connection,
         None if has_single_resource(cls) else View(cls, lambda name: _read_old_value(mapper, connection, target, name))
     )
     resource = resource_of(cls, row)
-    token = flush.token_for(cls, resource, connection)
+    token = flush.choose_token(cls, resource, connection)
     if cls.__fence__ == "row":
         # Locked first, so that no newer holder can write the row between the comparison and the UPDATE.
         newest = _read_newest(flush, mapper, connection, target)
@@ -180,7 +180,7 @@ def _read_newest(flush: _Flush, mapper: Mapper[object], connection: Connection, 
 
 def _lock_rows(connection: Connection, mapper: Mapper[object], keys: list[Key]) -> dict[tuple[object, Key], int]:
     token = column_of(mapper)
-    columns = key_columns(mapper, token.table)
+    columns = get_key_columns(mapper, token.table)
     found: dict[tuple[object, Key], int] = {}
     # Sorted, so that two flushes of the same rows cannot deadlock, whatever order their objects have.
     for some in _split(sorted(keys, key=repr)):

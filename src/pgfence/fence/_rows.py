@@ -16,8 +16,8 @@ from pgfence._sql.storage import table_names_of
 from pgfence._sql.transaction import read_driver_state
 from pgfence.config import config_of
 from pgfence.errors import FenceRequiredError, StaleFencingTokenError, TransactionStateError
-from pgfence.fence._entering import block_commit, entered_token
-from pgfence.keys import display_name, qualified_name
+from pgfence.fence._entering import block_commit, get_entered_token
+from pgfence.keys import qualify_name, unqualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,7 +56,7 @@ def check_settings(cls: type[Guarded]) -> None:
         raise ValueError(f"{cls.__name__}.__fence__ must be 'gate' or 'row', not {cls.__fence__!r}")
     asked = getattr(cls, "__fence_resource__", None)
     if isinstance(asked, str):
-        qualified_name(asked, "", f"{cls.__name__}.__fence_resource__")
+        qualify_name(asked, "", f"{cls.__name__}.__fence_resource__")
     elif not callable(asked):
         raise TypeError(f"{cls.__name__}.__fence_resource__ must be a str, or a static method from the row to a str")
     name: object = cls.__fence_column__
@@ -172,7 +172,7 @@ def resource_of(cls: type[Guarded], row: object) -> str:
     return found
 
 
-def resource_in_flush(cls: type[Guarded], target: object) -> str:
+def find_flushed_resource(cls: type[Guarded], target: object) -> str:
     """Return the resource that a row will belong to when its object is flushed."""
     asked = cls.__fence_resource__
     if isinstance(asked, str):
@@ -181,7 +181,7 @@ def resource_in_flush(cls: type[Guarded], target: object) -> str:
     return resource_of(cls, View(cls, lambda name: getattr(target, name)) if unsteady else target)
 
 
-def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
+def choose_token(cls: type[Guarded], resource: str, connection: Connection) -> int:
     """Return the token that this transaction brought for a resource.
 
     Raises:
@@ -189,8 +189,8 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
         LockLostError: in mode "row": what this task or thread held under that name is lost.
         TransactionStateError: the connection is in autocommit, so that the lock of a row ends before the row is written.
     """
-    name = qualified_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
-    token = entered_token(connection, name)
+    name = qualify_name(resource, config_of(connection).namespace, f"{cls.__name__}.__fence_resource__")
+    token = get_entered_token(connection, name)
     # In mode "row" the token in the row is compared under its lock, so that a token that is only held here is enough.
     if token is None and cls.__fence__ == "row":
         if read_driver_state(connection).autocommit:
@@ -201,9 +201,9 @@ def token_for(cls: type[Guarded], resource: str, connection: Connection) -> int:
         token = _find_held_token(name, table_names_of(connection))
     if token is None:
         raise FenceRequiredError(
-            f"{cls.__name__} is fenced by {display_name(name)!r}, and this transaction brought no token for it: write inside"
+            f"{cls.__name__} is fenced by {unqualify_name(name)!r}, and this transaction brought no token for it: write inside"
             f" lease.begin(...), or fenced(session, {resource!r}, token)",
-            resource=display_name(name),
+            resource=unqualify_name(name),
         )
     return token
 
@@ -225,7 +225,7 @@ def undetermined_error(cls: type[Guarded], why: str) -> FenceRequiredError:
     )
 
 
-def schema_options(options: Mapping[str, object]) -> dict[str, object]:
+def read_schema_options(options: Mapping[str, object]) -> dict[str, object]:
     """Return the execution options of a statement that select the schema of its tables."""
     return {name: options[name] for name in (_SCHEMAS,) if name in options}
 
@@ -254,10 +254,10 @@ def on_insert(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     if upsert_of(statement) is not None and not (has_single_resource(cls) and cls.__fence__ == "gate"):
         raise undetermined_error(cls, "the rows that an upsert meets cannot be told before it runs")
     if has_single_resource(cls):
-        return token_for(cls, resource_of(cls, None), context.root_connection)
+        return choose_token(cls, resource_of(cls, None), context.root_connection)
     if getattr(statement, "select", None) is not None:
         raise undetermined_error(cls, "the rows of an INSERT from SELECT cannot be told before it runs")
-    return token_for(cls, resource_of(cls, view_of(cls, _collect_given(cls, context))), context.root_connection)
+    return choose_token(cls, resource_of(cls, view_of(cls, _collect_given(cls, context))), context.root_connection)
 
 
 def _collect_given(cls: type[Guarded], context: DefaultExecutionContext) -> dict[str, object]:

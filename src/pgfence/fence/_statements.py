@@ -26,16 +26,16 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm.exc import StaleDataError
 
-from pgfence._orm import key_columns, set_on_conflict, upsert_of, value_name
+from pgfence._orm import find_value_name, get_key_columns, set_on_conflict, upsert_of
 from pgfence.fence._rows import (
     ATTRIBUTE,
     Guarded,
+    choose_token,
     column_of,
     has_single_resource,
+    read_schema_options,
     reject_stale,
     resource_of,
-    schema_options,
-    token_for,
     undetermined_error,
     view_of,
 )
@@ -75,7 +75,7 @@ def guard(state: ORMExecuteState) -> AnyResult | None:
     work = Work(state, mapper, mapper.class_, connection)
     _reject_assigned(work)
     if has_single_resource(work.cls):
-        token_for(work.cls, resource_of(work.cls, None), connection)
+        choose_token(work.cls, resource_of(work.cls, None), connection)
     if state.is_insert:
         _guard_insert(work)
         return None
@@ -120,7 +120,7 @@ def _reject_assigned(work: Work) -> None:
     values: list[Mapping[str, object]] = [*sets, dict(values_of(statement))]
     values += [row for many in getattr(statement, "_multi_values", ()) for row in many if isinstance(row, dict)]
     values.append(dict.fromkeys(getattr(statement, "_select_names", None) or ()))
-    if any(name in names for row in values for name in map(value_name, row)):
+    if any(name in names for row in values for name in map(find_value_name, row)):
         raise ValueError(f"{work.cls.__name__}.{ATTRIBUTE} is set by the fence and by nobody else: leave it out")
 
 
@@ -128,7 +128,7 @@ def values_of(statement: object) -> Iterator[tuple[str, object]]:
     """Yield what `values()` was given, by name."""
     for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None)):
         for key, value in dict(given or ()).items():
-            yield value_name(key), value
+            yield find_value_name(key), value
 
 
 # ------------------------------------------------------------ by criteria
@@ -145,8 +145,8 @@ def _bind_to_rows(work: Work) -> None:
         raise undetermined_error(work.cls, "its fencing column is in another table than this statement")
     query = _build_query(work, _collect_changes(work)).where(*statement._where_criteria)
     rows = _read(work, query, parameters)
-    tokens = [_token_for(work, row) for row in rows]
-    keys = key_columns(work.mapper, work.mapper.local_table)
+    tokens = [_choose_token(work, row) for row in rows]
+    keys = get_key_columns(work.mapper, work.mapper.local_table)
     # Also by key: a row that matches the criteria only after the read was not checked, so it is left out.
     listed = _build_key_table(keys, [_key_of(work, row) for row in rows], tokens)
     bound = statement.where(*_match_keys(keys, listed))
@@ -158,7 +158,7 @@ def _bind_to_rows(work: Work) -> None:
 
 def _read(work: Work, query: AnySelect, parameters: Mapping[str, object]) -> Sequence[AnyRow]:
     """Return the rows of a query that runs where the statement runs: on its connection, in its schema."""
-    options, where = schema_options(work.state.execution_options), {"bind": work.connection}
+    options, where = read_schema_options(work.state.execution_options), {"bind": work.connection}
     return work.state.session.execute(query, parameters, execution_options=options, bind_arguments=where).all()
 
 
@@ -190,18 +190,18 @@ def _collect_changes(work: Work) -> dict[str, object]:
     return {names.get(name, name): value for name, value in given.items()}
 
 
-def _token_for(work: Work, row: AnyRow, given: Mapping[str, object] | None = None) -> int:
+def _choose_token(work: Work, row: AnyRow, given: Mapping[str, object] | None = None) -> int:
     """Return the token for one row, checked for its resource before and after the change."""
     cls, old = work.cls, dict(row._mapping)
     resource = resource_of(cls, view_of(cls, old))
-    token = token_for(cls, resource, work.connection)
+    token = choose_token(cls, resource, work.connection)
     if cls.__fence__ == "row" and old[ATTRIBUTE] > token:
         reject_stale(work.connection, resource, token, old[ATTRIBUTE])
     if has_single_resource(cls) or work.state.is_delete:
         return token
     new = old | {key.removeprefix(_NEW): value for key, value in old.items() if key.startswith(_NEW)}
     new |= _collect_given(work) if given is None else given
-    return token_for(cls, resource_of(cls, view_of(cls, new)), work.connection)
+    return choose_token(cls, resource_of(cls, view_of(cls, new)), work.connection)
 
 
 def _collect_given(work: Work) -> dict[str, object]:
@@ -255,5 +255,5 @@ def _guard_batch(work: Work) -> AnyResult:
     # A row that appears between this read and the UPDATE would be written without a check.
     if missing := [key for key in wanted if key not in found]:
         raise StaleDataError(f"rows of {work.cls.__name__} that were to be written are not there: {missing[:5]}")
-    tokens = [_token_for(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]
+    tokens = [_choose_token(work, found[key], given) for key, given in zip(wanted, parameters, strict=True)]
     return work.state.invoke_statement(params=[{ATTRIBUTE: token} for token in tokens])

@@ -14,16 +14,16 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import operators
 from sqlalchemy.sql.compiler import SQLCompiler
 
-from pgfence._orm import key_columns
+from pgfence._orm import get_key_columns
 from pgfence.fence._rows import (
     ATTRIBUTE,
     View,
+    choose_token,
     column_of,
     has_single_resource,
+    read_schema_options,
     reject_stale,
     resource_of,
-    schema_options,
-    token_for,
     undetermined_error,
 )
 from pgfence.fence._statements import values_of
@@ -46,11 +46,11 @@ def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     """Return the token for a row that is updated without a mapper event, checked before and after the change."""
     connection = context.root_connection
     if has_single_resource(cls) and cls.__fence__ == "gate":
-        return token_for(cls, resource_of(cls, None), connection)
+        return choose_token(cls, resource_of(cls, None), connection)
     row = _lock_row(cls, context)
     cls = _class_of(row, mapped(cls))
     resource = resource_of(cls, View(cls, lambda name: row._mapping[_find_column(cls, name)]))
-    token = token_for(cls, resource, connection)
+    token = choose_token(cls, resource, connection)
     if cls.__fence__ == "row":
         newest = row._mapping[_find_column(cls, ATTRIBUTE)]
         if newest > token:
@@ -58,7 +58,7 @@ def on_update(cls: type[Guarded], context: DefaultExecutionContext) -> int:
     if has_single_resource(cls):
         return token
     new = View(cls, lambda name: _read_changed(cls, context, row, _find_column(cls, name)))
-    return token_for(cls, resource_of(cls, new), connection)
+    return choose_token(cls, resource_of(cls, new), connection)
 
 
 def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
@@ -70,12 +70,12 @@ def _lock_row(cls: type[Guarded], context: DefaultExecutionContext) -> AnyRow:
     """
     table = column_of(mapped(cls)).table
     named = _find_named_row(context)
-    columns = key_columns(mapped(cls), table)
+    columns = get_key_columns(mapped(cls), table)
     # Without the whole key the statement may write several rows, of several resources.
     if not named.keys() >= set(columns):
         raise undetermined_error(cls, "the rows of this UPDATE cannot be told before it runs")
     query = select(*table.c).where(*[column == named[column] for column in columns]).with_for_update()
-    options = schema_options(context.execution_options)
+    options = read_schema_options(context.execution_options)
     row = context.root_connection.execute(query, execution_options=options).one_or_none()
     if row is None:
         key = tuple(named[column] for column in columns)

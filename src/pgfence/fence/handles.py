@@ -9,7 +9,7 @@ from pgfence._api.inputs import unwrap_session
 from pgfence._leases.request import encode_json
 from pgfence._process.coroutines import run_sync
 from pgfence.fence._entering import begin_fenced, begin_fenced_async, enter, save_checkpoint
-from pgfence.keys import SEPARATOR, qualified_name
+from pgfence.keys import SEPARATOR, qualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ def _collect_tokens(handle: FencedHeld | AsyncFencedHeld, resources: tuple[str, 
     if not resources:
         return {own: handle.token}
     namespace, separator, _ = own.partition(SEPARATOR)
-    return {qualified_name(each, namespace if separator else "", "a resource"): handle.token for each in resources}
+    return {qualify_name(each, namespace if separator else "", "a resource"): handle.token for each in resources}
 
 
 class _HasToken(_Handle):

@@ -30,7 +30,7 @@ from pgfence.errors import (
     PgfenceError,
     TransactionStateError,
 )
-from pgfence.keys import qualified_name
+from pgfence.keys import qualify_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +98,7 @@ def claim(session: Session, call: KeyCall[T]) -> Claim[T]:
     """
     connection = connection_of(session)
     place, config = table_names_of(connection), config_of(connection)
-    row = sql.KeyRow(qualified_name(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
+    row = sql.KeyRow(qualify_name(call.scope, config.namespace, "the scope"), call.key, call.fingerprint, call.keep)
     limit = config.default_timeout if call.timeout is None else call.timeout
     answer = _send(connection, place, lambda: sql.claim(connection, place, row, 0))
     if answer.outcome == "busy" and limit:

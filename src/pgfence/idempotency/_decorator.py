@@ -12,7 +12,7 @@ from types import SimpleNamespace, UnionType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pgfence._api.decorators import compile_templates
-from pgfence._api.inputs import ASYNCIO, DAY, ORM, describe_function, loaded_classes, reject_generator
+from pgfence._api.inputs import ASYNCIO, DAY, ORM, describe_function, find_loaded_classes, reject_generator
 from pgfence._values.codec import Codec
 from pgfence.idempotency._functions import idempotent
 
@@ -184,8 +184,8 @@ def _is_session(annotation: object) -> bool:
     if isinstance(annotation, str):
         return bool(_SESSION.search(annotation))
     classes = (
-        *loaded_classes(ORM, "Session", "scoped_session"),
-        *loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"),
+        *find_loaded_classes(ORM, "Session", "scoped_session"),
+        *find_loaded_classes(ASYNCIO, "AsyncSession", "async_scoped_session"),
     )
     kind = get_origin(annotation) or annotation
     if kind in (Union, UnionType):

@@ -111,7 +111,7 @@ class _KeyBase(Guided, Generic[T]):
                 stacklevel=2,
             )
 
-    def _misused(self) -> None:
+    def _note_misuse(self) -> None:
         self._used = True  # the error says it
 
     def __repr__(self) -> str:

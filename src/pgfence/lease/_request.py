@@ -11,7 +11,7 @@ from pgfence._leases import terms
 from pgfence._leases.manager import LeaseManager
 from pgfence._leases.request import Identity, LeaseRequest, encode_json, holder_of
 from pgfence.errors import UnreachableError
-from pgfence.keys import SEPARATOR, display_name, qualified_name
+from pgfence.keys import SEPARATOR, qualify_name, unqualify_name
 from pgfence.lease._engines import EngineSourceT
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
     ) -> None:
         if not isinstance(name, str):
             raise TypeError(f"a lease is kept by its name, as text: give a str, not {type(name).__name__}")
-        qualified_name(name, namespace or "", "the name of a lease")
+        qualify_name(name, namespace or "", "the name of a lease")
         check_choice("heartbeat", heartbeat, ("auto", "progress", "manual"))
         self._names: Sequence[Name] = (name,)
         self._terms = terms.build_terms(ttl, max_hold=max_hold, min_hold=min_hold, lock_delay=lock_delay)
@@ -108,7 +108,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         if self._request is None or self._request[0] != asked:
             where = namespace if self._namespace is None else self._namespace
             request = LeaseRequest(
-                stored=qualified_name(self._name, where, "the name of a lease"),
+                stored=qualify_name(self._name, where, "the name of a lease"),
                 place=place,
                 terms=self._terms,
                 identity=self._identity,
@@ -132,7 +132,7 @@ async def adopt(
     manager, place = engines.find_manager(engines.check(engine, what), what, LeaseManager)
     name, lease_id, token = _check_reference(reference)
     request = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
-    assert request.names == (display_name(name),)
+    assert request.names == (unqualify_name(name),)
     return await manager.adopt(request, {"name": name, "lease_id": lease_id, "token": token}, make)
 
 
@@ -155,5 +155,5 @@ def _check_reference(reference: object) -> tuple[str, str, int]:
     if not 0 < token < 1 << 63:
         raise ValueError(f"this reference is damaged: {token} is no token")
     if SEPARATOR not in name:
-        qualified_name(name, "", "the name of a lease")
+        qualify_name(name, "", "the name of a lease")
     return name, lease_id, token

@@ -23,7 +23,13 @@ from pgfence._leases.request import (
 from pgfence._sql.lease import build_repair, slot_sql
 from pgfence.errors import LockTimeoutError
 from pgfence.once._slots import Ahead, Due, Over, due
-from pgfence.once._zones import disagreement, other_host, same_local_time, utc_offset, zone_name
+from pgfence.once._zones import (
+    build_disagreement_error,
+    convert_to_zone_rules,
+    find_other_host,
+    get_utc_offset,
+    get_zone_name,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +98,7 @@ class SlotRequest(AcquireRequest):
     kind = "slot"
 
     def run_steps(self, style: ParamStyle, lease_id: str) -> Steps:
-        sql, zone = slot_sql(self.place, style), zone_name(self.schedule)
+        sql, zone = slot_sql(self.place, style), get_zone_name(self.schedule)
         for _ in range(MOVES):
             differing = None
             if zone is None:
@@ -100,12 +106,12 @@ class SlotRequest(AcquireRequest):
                 found = due(self.schedule, self.catch_up, now, done, tried)
             else:
                 now, done, tried, there, before = yield sql.read_zone, (zone, self.stored)
-                here = utc_offset(self.schedule, now)
+                here = get_utc_offset(self.schedule, now)
                 if there is not None and there != here:
-                    raise Refused from disagreement(self.names, self.schedule, now, here, there)
+                    raise Refused from build_disagreement_error(self.names, self.schedule, now, here, there)
                 if there is None:
-                    differing = other_host(self.names, self.schedule, done, before)
-                finished = done if differing is None else max(done, same_local_time(self.schedule, done, before))
+                    differing = find_other_host(self.names, self.schedule, done, before)
+                finished = done if differing is None else max(done, convert_to_zone_rules(self.schedule, done, before))
                 found = due(self.schedule, self.catch_up, now, finished, tried)
             if differing is not None:
                 if not isinstance(found, Due):
@@ -113,12 +119,12 @@ class SlotRequest(AcquireRequest):
                 log.warning("%s", differing)
             if isinstance(found, Ahead):
                 (schema,) = yield sql.home, (self.place.name("slot"),)
-                raise Refused from self._ahead(found, now, replace(self.place, schema=schema))
+                raise Refused from self._build_ahead_error(found, now, replace(self.place, schema=schema))
             if isinstance(found, Over):
-                raise Refused from self._over(found, now)
+                raise Refused from self._build_over_error(found, now)
             outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back, attempt = yield (
                 sql.acquire,
-                self._arguments(found, lease_id, done),
+                self._list_arguments(found, lease_id, done),
             )
             warn_of_clock(self, set_back)
             if outcome == "granted":
@@ -130,19 +136,19 @@ class SlotRequest(AcquireRequest):
             if outcome == "zone":
                 assert zone is not None
                 (there,) = yield sql.offset, (found.slot, zone)
-                raise Refused from disagreement(
-                    self.names, self.schedule, found.slot, utc_offset(self.schedule, found.slot), there
+                raise Refused from build_disagreement_error(
+                    self.names, self.schedule, found.slot, get_utc_offset(self.schedule, found.slot), there
                 )
         return Busy(0.0)
 
-    def _arguments(self, found: Due, lease_id: str, done: datetime | None) -> tuple[object, ...]:
+    def _list_arguments(self, found: Due, lease_id: str, done: datetime | None) -> tuple[object, ...]:
         terms, identity = self.terms, self.identity
         who = owner_of(identity), get_host(), os.getpid(), identity.purpose, identity.metadata
-        zone = zone_name(self.schedule)
-        rules = (None, None) if zone is None else (zone, utc_offset(self.schedule, found.slot))
+        zone = get_zone_name(self.schedule)
+        rules = (None, None) if zone is None else (zone, get_utc_offset(self.schedule, found.slot))
         return self.stored, found.slot, found.until, lease_id, terms.ttl, terms.max_hold, *who, *rules, done
 
-    def _over(self, over: Over, now: datetime) -> SlotOverError:
+    def _build_over_error(self, over: Over, now: datetime) -> SlotOverError:
         why = _WHY[over.why]
         next_one = "" if over.following is None else f"; the next begins at {over.following.isoformat()}"
         error = SlotOverError(
@@ -154,7 +160,7 @@ class SlotRequest(AcquireRequest):
         error.retry_after = None if over.following is None else max(0.0, (over.following - now).total_seconds())
         return error
 
-    def _ahead(self, found: Ahead, now: datetime, place: TableNames) -> SlotClockError:
+    def _build_ahead_error(self, found: Ahead, now: datetime, place: TableNames) -> SlotClockError:
         statement, now = build_repair(place, self.stored), now.astimezone(UTC)
         distance = str(found.slot - now).partition(".")[0]
         error = SlotClockError(

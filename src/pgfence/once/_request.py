@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar, overload
 
 from pgfence._leases.request import Refused
-from pgfence.keys import qualified_name
+from pgfence.keys import qualify_name
 from pgfence.lease._engines import EngineSourceT
 from pgfence.lease._request import HandleT, LeaseOptions
 from pgfence.once._claim import SlotOverError, SlotRequest
@@ -107,7 +107,7 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
 
     def _build_request(self, place: TableNames, namespace: str) -> SlotRequest:
         return SlotRequest(
-            stored=qualified_name(self._row(), namespace if self._namespace is None else self._namespace, WHAT),
+            stored=qualify_name(self._get_row_name(), namespace if self._namespace is None else self._namespace, WHAT),
             place=place,
             terms=self._terms,
             identity=self._identity,
@@ -116,9 +116,9 @@ class OnceOptions(LeaseOptions[EngineSourceT, HandleT]):
             catch_up=self._catch_up,
         )
 
-    def _row(self) -> str:
+    def _get_row_name(self) -> str:
         """Return what names its rows: slots that the caller names may run in any order and beside each other."""
         return f"{self._name}@{self._schedule.isoformat()}" if isinstance(self._schedule, datetime) else self._name
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._row()!r}>"
+        return f"<{type(self).__name__} {self._get_row_name()!r}>"

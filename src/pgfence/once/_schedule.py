@@ -41,12 +41,12 @@ def schedule_of(
         raise TypeError("Once needs one of every=, cron= and at=: how often, when, or which slot this is")
     check_choice("catch_up", catch_up, ("none", "last", "all"))
     if at is not None:
-        return _instant(at)
+        return _parse_instant(at)
     zone = zone_of(tz)
-    return _cron(cron, zone) if cron is not None else _every(every, zone)
+    return _parse_cron(cron, zone) if cron is not None else _parse_every(every, zone)
 
 
-def _every(every: object, zone: tzinfo) -> Every:
+def _parse_every(every: object, zone: tzinfo) -> Every:
     if not isinstance(every, timedelta):
         raise TypeError(f"every must be a timedelta, not {type(every).__name__}: every=timedelta(days=1)")
     if not SHORTEST <= every <= LONGEST:
@@ -54,18 +54,18 @@ def _every(every: object, zone: tzinfo) -> Every:
     return Every(every, zone)
 
 
-def _cron(cron: object, zone: tzinfo) -> Cron:
+def _parse_cron(cron: object, zone: tzinfo) -> Cron:
     if not isinstance(cron, str):
         raise TypeError(f"cron must be a str, not {type(cron).__name__}: cron='0 7 * * *'")
-    return _checked(cron, zone)
+    return _check_schedule(cron, zone)
 
 
 @functools.lru_cache(maxsize=128)
-def _checked(line: str, zone: tzinfo) -> Cron:
+def _check_schedule(line: str, zone: tzinfo) -> Cron:
     # Here, for importing pgfence pays for nothing that few need.
     from cronsim import CronSim, CronSimError
 
-    fields = _fields(line)
+    fields = _parse_fields(line)
     try:
         next(CronSim(fields, datetime(2024, 1, 1, tzinfo=zone)))
     except CronSimError as error:
@@ -77,7 +77,7 @@ def _checked(line: str, zone: tzinfo) -> Cron:
     return Cron(fields, zone)
 
 
-def _fields(line: str) -> str:
+def _parse_fields(line: str) -> str:
     """Return the five fields of a crontab line, which may be a nickname such as `@daily`.
 
     Raises:
@@ -119,7 +119,7 @@ def zone_of(tz: object) -> tzinfo:
         ) from None
 
 
-def _instant(at: object) -> datetime:
+def _parse_instant(at: object) -> datetime:
     if isinstance(at, str):
         try:
             found = datetime.fromisoformat(at)

@@ -57,9 +57,9 @@ class Every:
     def current(self, now: datetime) -> datetime:
         if not self.step % _DAY:
             days = (now.astimezone(self.zone).date() - _ORIGIN).days
-            return self._midnight(days - days % self.step.days)
+            return self._find_midnight(days - days % self.step.days)
         now = now.astimezone(UTC)
-        return now - (now - self._midnight(0)) % self.step
+        return now - (now - self._find_midnight(0)) % self.step
 
     def after(self, slot: datetime) -> datetime:
         current = self.current(slot)
@@ -68,10 +68,10 @@ class Every:
         days = (current.astimezone(self.zone).date() - _ORIGIN).days
         while True:  # once; again where a calendar has left out a whole day
             days += self.step.days
-            if (later := self._midnight(days)) > slot:
+            if (later := self._find_midnight(days)) > slot:
                 return later
 
-    def _midnight(self, days: int) -> datetime:
+    def _find_midnight(self, days: int) -> datetime:
         return datetime.combine(_ORIGIN + timedelta(days), time(), self.zone).astimezone(UTC)
 
 

@@ -45,12 +45,12 @@ class SlotZoneError(PgfenceError):
         self.there = there
 
 
-def zone_name(schedule: Schedule | datetime) -> str | None:
+def get_zone_name(schedule: Schedule | datetime) -> str | None:
     """Return the name of the zone of which the server's rules count; None in UTC, and for a slot that the caller names."""
     return None if isinstance(schedule, datetime) else getattr(schedule.zone, "key", None)
 
 
-def utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
+def get_utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
     """Return how many seconds local time is ahead of UTC then, as this host computes it."""
     assert not isinstance(schedule, datetime)
     offset = at.astimezone(schedule.zone).utcoffset()
@@ -58,18 +58,18 @@ def utc_offset(schedule: Schedule | datetime, at: datetime) -> int:
     return int(offset.total_seconds())
 
 
-def same_local_time(schedule: Schedule | datetime, done: datetime, offset: int) -> datetime:
+def convert_to_zone_rules(schedule: Schedule | datetime, done: datetime, offset: int) -> datetime:
     """Return when this host's clocks show what those of the host showed that ran a slot, `offset` seconds ahead of UTC."""
     assert not isinstance(schedule, datetime)
     local = (done.astimezone(UTC) + timedelta(seconds=offset)).replace(tzinfo=schedule.zone)
     return local.astimezone(UTC)
 
 
-def other_host(
+def find_other_host(
     names: tuple[str, ...], schedule: Schedule | datetime, done: datetime | None, offset: int | None
 ) -> SlotZoneError | None:
     """Return what to raise if another host ran the last slot by other rules for a zone; None where both agree."""
-    if done is None or offset is None or offset == (here := utc_offset(schedule, done)):
+    if done is None or offset is None or offset == (here := get_utc_offset(schedule, done)):
         return None
     return _error(
         names,
@@ -84,7 +84,7 @@ def other_host(
     )
 
 
-def disagreement(
+def build_disagreement_error(
     names: tuple[str, ...], schedule: Schedule | datetime, at: datetime, here: int, there: int
 ) -> SlotZoneError:
     """Return what to raise where the server has other rules for a zone."""
@@ -110,10 +110,10 @@ def _error(
     other: str,
     advice: str,
 ) -> SlotZoneError:
-    zone, at = zone_name(schedule) or "", at.astimezone(UTC)
+    zone, at = get_zone_name(schedule) or "", at.astimezone(UTC)
     return SlotZoneError(
         f"this host and {other} differ on the time zone {zone!r} for {format_names(names)}: at {at.isoformat()} local time is"
-        f" {_shown(here)} by this host's rules and {_shown(there)} by those of {other}. {advice}. {_ADVICE}",
+        f" {_format_moment(here)} by this host's rules and {_format_moment(there)} by those of {other}. {advice}. {_ADVICE}",
         zone=zone,
         at=at,
         here=timedelta(seconds=here),
@@ -122,6 +122,6 @@ def _error(
     )
 
 
-def _shown(seconds: int) -> str:
+def _format_moment(seconds: int) -> str:
     sign = "-" if seconds < 0 else "+"
     return f"UTC{sign}{timedelta(seconds=abs(seconds))}"

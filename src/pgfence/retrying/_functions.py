@@ -12,9 +12,9 @@ from typing_extensions import deprecated
 from pgfence._api.inputs import (
     check_int,
     describe_function,
+    find_loaded_classes,
     is_async_sessionmaker,
     is_sessionmaker,
-    loaded_classes,
     reject_coroutine,
     reject_generator,
 )
@@ -231,11 +231,11 @@ def _reject_session(given: object, way: str) -> None:
         TransactionStateError: its transaction is open.
         TypeError: it is not.
     """
-    scoped = loaded_classes(_ORM, "scoped_session") + loaded_classes(_ASYNCIO, "async_scoped_session")
+    scoped = find_loaded_classes(_ORM, "scoped_session") + find_loaded_classes(_ASYNCIO, "async_scoped_session")
     plain: tuple[type, ...] = (
         Connection,
-        *loaded_classes(_ORM, "Session"),
-        *loaded_classes(_ASYNCIO, "AsyncSession", "AsyncConnection"),
+        *find_loaded_classes(_ORM, "Session"),
+        *find_loaded_classes(_ASYNCIO, "AsyncSession", "AsyncConnection"),
     )
     work: Any = given
     if not isinstance(work, scoped + plain):

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from sqlalchemy.exc import DBAPIError
 
-from pgfence._api.inputs import loaded_classes
+from pgfence._api.inputs import find_loaded_classes
 from pgfence._process.clock import between
 from pgfence._sql.sqlstate import DEADLOCK_DETECTED, SERIALIZATION_FAILURE, sqlstate_of
 from pgfence.errors import DeadlockError, IdempotencyInProgressError, PgfenceError, VersionConflictError
@@ -55,7 +55,9 @@ def is_curable(error: Exception) -> bool:
         if isinstance(error, IdempotencyInProgressError):
             return error.sqlstate == SERIALIZATION_FAILURE
         return isinstance(error, (VersionConflictError, DeadlockError)) and error.retryable
-    return isinstance(error, loaded_classes("sqlalchemy.orm.exc", "StaleDataError")) or find_sqlstate(error) in _AGAIN
+    return (
+        isinstance(error, find_loaded_classes("sqlalchemy.orm.exc", "StaleDataError")) or find_sqlstate(error) in _AGAIN
+    )
 
 
 def is_snapshot_error(error: Exception) -> bool:

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from sqlalchemy import event
 
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, version_in
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ def _wrap(function: Callable[..., object]) -> Callable[..., object]:
     @wraps(function)
     def checked(target: object, *args: object, **options: object) -> object:
         cls = target if isinstance(target, type) else type(target)
-        expected = None if target is cls else version_in(target)
+        expected = None if target is cls else get_version_in(target)
         for given in (*args[:1], options.get("obj"), options.get("update"), options):
             found = _version_of(given)
             if found is not _NONE and found != expected:

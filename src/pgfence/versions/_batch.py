@@ -17,7 +17,7 @@ from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 from pgfence._orm import identity_of, will_send_update
 from pgfence.errors import TransactionStateError
 from pgfence.versions._conflicts import WrittenRow, identify, not_counted_error, not_written_error, read_failed_rows
-from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_column
+from pgfence.versions._mapping import ATTRIBUTE, get_version_column, is_versioned
 from pgfence.versions._rows import check_transaction, lock_rows, versions_of
 
 if TYPE_CHECKING:
@@ -232,4 +232,4 @@ def _group_by_table(states: list[State]) -> list[tuple[Mapper[object], list[Stat
     found: dict[object, tuple[Mapper[object], list[State]]] = {}
     for state in states:
         found.setdefault(state.mapper.base_mapper, (state.mapper, []))[1].append(state)
-    return sorted(found.values(), key=lambda pair: str(version_column(pair[0]).table))
+    return sorted(found.values(), key=lambda pair: str(get_version_column(pair[0]).table))

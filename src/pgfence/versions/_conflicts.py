@@ -11,7 +11,7 @@ from pgfence._ddl.fences import Target
 from pgfence._ddl.versions import backfill
 from pgfence._orm import identity_of, will_send_update
 from pgfence.errors import PgfenceError, SchemaError, VersionConflict, VersionConflictError
-from pgfence.versions._mapping import is_versioned, version_column, version_of, version_table
+from pgfence.versions._mapping import get_version_column, get_version_table, is_versioned, version_of
 from pgfence.versions._own_writes import find_overtaken
 from pgfence.versions._rows import find_written_here, versions_of
 
@@ -202,7 +202,7 @@ def not_written_error(what: str) -> PgfenceError:
 
 def not_counted_error(mapper: Mapper[object], version: object) -> SchemaError:
     """Return the error for a row that was written and whose version no trigger has raised."""
-    table = version_table(mapper)
+    table = get_version_table(mapper)
     command = f"pgfence.schema.add_version_trigger(engine, {mapper.base_mapper.class_.__name__})"
     return SchemaError(
         f"a row of {table.fullname} was updated and its version stayed {version}: no trigger has counted. Nothing of this"
@@ -234,8 +234,8 @@ def switched_class_error(state: State, replaced: State) -> PgfenceError:
 
 def missing_version_error(mapper: Mapper[object], key: Key) -> SchemaError:
     """Return the error for a row to be written whose version is NULL."""
-    table = version_table(mapper)
-    command = backfill(Target(table.name, table.schema).quoted, version_column(mapper).name)
+    table = get_version_table(mapper)
+    command = backfill(Target(table.name, table.schema).quoted, get_version_column(mapper).name)
     return SchemaError(
         f"{mapper.class_.__name__} {key} has no version, and without one it cannot be guarded: {command}",
         command=command,

@@ -12,7 +12,7 @@ from pgfence._orm import identity_of, sends_update
 from pgfence.errors import VersionRequiredError
 from pgfence.versions._batch import NOW, batch_of, compare
 from pgfence.versions._conflicts import missing_version_error, switched_class_error
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, mode_of, version_column
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,7 +62,7 @@ def _returns_version(mapper: Mapper[object]) -> bool:
     if mapper.version_id_generator is not False:
         return True
     asked = mapper.base_mapper.eager_defaults
-    return bool(version_column(mapper).table.implicit_returning if asked == "auto" else asked)
+    return bool(get_version_column(mapper).table.implicit_returning if asked == "auto" else asked)
 
 
 def _find_deleted(mapper: Mapper[object], state: State) -> State | None:
@@ -80,7 +80,7 @@ def _update(mapper: Mapper[object], state: State) -> None:
         check_read(mapper, state)
     if batch is None or state not in batch.locked:
         check_version(mapper, state)
-    if mode_of(mapper) == "server" and version_column(mapper).table is not mapper.local_table:
+    if mode_of(mapper) == "server" and get_version_column(mapper).table is not mapper.local_table:
         touch(state.obj())
     if batch is not None:
         if state not in batch.locked:
@@ -108,7 +108,7 @@ def touch(target: object) -> None:
 
 def _touch_switched(state: State, replaced: State) -> None:
     """Make the UPDATE that replaces a deleted row write a column: without one no trigger would run."""
-    columns = {column for column in version_column(state.mapper).table.c if not column.primary_key}
+    columns = {column for column in get_version_column(state.mapper).table.c if not column.primary_key}
     attributes = state.mapper.column_attrs
     if any(key in attributes and attributes[key].columns[0] in columns for key in state.committed_state):
         return
@@ -133,7 +133,7 @@ def _column_of(target: object) -> str:
         return name
     if mode_of(mapper) == "server":
         raise TypeError(
-            f"{mapper.class_.__name__}: there is nothing in {version_column(mapper).table} that could be written so that the"
+            f"{mapper.class_.__name__}: there is nothing in {get_version_column(mapper).table} that could be written so that the"
             " trigger counts: it needs a column beside its key and its version"
         )
     return str(mapper.get_property_by_column(mapper.primary_key[0]).key)
@@ -143,7 +143,7 @@ def _find_spare_column(target: object) -> str | None:
     """Return the attribute of a column, other than key and version, that can be written unchanged; a loaded one if possible."""
     state: State = inspect(target)
     mapper, found = state.mapper, None
-    table = version_column(mapper).table
+    table = get_version_column(mapper).table
     for name, prop in mapper.column_attrs.items():
         column = prop.columns[0]
         if not isinstance(column, Column) or name == ATTRIBUTE or column not in table.c.values() or column.primary_key:

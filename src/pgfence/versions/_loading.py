@@ -86,7 +86,7 @@ def _check_model(model: type, expected: object) -> Mapper[object]:
         raise TypeError(f"load_for_version() takes a class with the mixin Versioned or VersionedUUID, not {model!r}")
     if isinstance(expected, IfMatch):
         return mapper
-    kind = UUID if isinstance(_mapping.version_column(mapper).type, Uuid) else int
+    kind = UUID if isinstance(_mapping.get_version_column(mapper).type, Uuid) else int
     if not isinstance(expected, kind) or isinstance(expected, bool):
         raise TypeError(
             f"the version of {mapper.class_.__name__} is of type {kind.__name__}, and the expected one is {expected!r}: pass"
@@ -97,7 +97,7 @@ def _check_model(model: type, expected: object) -> Mapper[object]:
 
 def _load(session: Session, mapper: Mapper[object], pk: object, expected: object, lock: bool) -> object:
     _reject_unflushed(session, mapper)
-    version = _mapping.version_column(mapper)
+    version = _mapping.get_version_column(mapper)
     # A Session that reads from replicas reads this row from where the flush will write it.
     primary = {"bind": session.get_bind(mapper, clause=update(version.table))}
     with session.no_autoflush:

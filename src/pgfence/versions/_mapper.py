@@ -28,7 +28,7 @@ from sqlalchemy.util import HasMemoized, memoized_property
 from pgfence.versions._batch import NOW, compare, get_emitting
 from pgfence.versions._conflicts import missing_version_error, not_counted_error
 from pgfence.versions._flush import check_version, prepare_row
-from pgfence.versions._mapping import ATTRIBUTE, mode_of, version_column
+from pgfence.versions._mapping import ATTRIBUTE, get_version_column, mode_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +56,7 @@ class SentUpdate(Update):
     def of(cls, statement: Update, mapper: Mapper[object], *, batches: bool) -> Self:
         """Return the same statement for a base mapper, whose rows a batch can write or not."""
         made = cls(statement.table).where(*statement._where_criteria)
-        made.mapper, made.batches, made.version = mapper, batches, version_column(mapper)
+        made.mapper, made.batches, made.version = mapper, batches, get_version_column(mapper)
         return made
 
     def _execute_on_connection(
@@ -89,7 +89,7 @@ class SentUpdate(Update):
 
     def rows_of(self, parameters: Sequence[Parameters]) -> list[Row]:
         """Return the rows of a statement, each as its base mapper and its key."""
-        return [(self.mapper, _key_in(self.mapper, each)) for each in parameters]
+        return [(self.mapper, _get_key_in(self.mapper, each)) for each in parameters]
 
 
 class SentPostUpdate(SentUpdate):
@@ -112,7 +112,7 @@ class SentPostUpdate(SentUpdate):
         context = None
         for parameters in distilled_params:
             if parameters.get(column._label) is None:
-                raise missing_version_error(self.mapper, _key_in(self.mapper, parameters))
+                raise missing_version_error(self.mapper, _get_key_in(self.mapper, parameters))
             # One by one: executemany returns no versions, and its count does not say which row was not written.
             result = Update._execute_on_connection(self, connection, [parameters], execution_options)
             version = self._record_written(parameters, result)
@@ -171,7 +171,7 @@ class SentDelete(Delete):
         return [(self.mapper, tuple(each[column.key] for column in self.mapper.primary_key)) for each in parameters]
 
 
-def _key_in(mapper: Mapper[object], parameters: Parameters) -> Key:
+def _get_key_in(mapper: Mapper[object], parameters: Parameters) -> Key:
     return tuple(parameters[column._label] for column in mapper.primary_key)
 
 
@@ -185,7 +185,7 @@ def _raise_versions(
         tuple(state.mapper.primary_key_from_instance(state.obj())): state
         for state in flush.context.post_update_states[mapper][0]
     }
-    some = [states[_key_in(mapper, each)] for each in parameters]
+    some = [states[_get_key_in(mapper, each)] for each in parameters]
     unlocked = [each for each in some if each.key and each not in flush.locked]
     for state in unlocked:
         check_version(state.mapper, state)
@@ -195,7 +195,7 @@ def _raise_versions(
             flush.written[state] = None
         if mapper.version_id_generator and state.key is not None:
             assert isinstance(each, dict)
-            each[version_column(mapper).key] = state.dict[ATTRIBUTE] = mapper.version_id_generator(
+            each[get_version_column(mapper).key] = state.dict[ATTRIBUTE] = mapper.version_id_generator(
                 state.dict.get(ATTRIBUTE, flush.locked[state])
             )
 

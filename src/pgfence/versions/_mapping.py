@@ -34,7 +34,7 @@ def is_versioned(mapper: Mapper[object]) -> bool:
     return issubclass(mapper.class_, VersionedBase)
 
 
-def versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
+def find_versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
     """Return the class of a mapper that `is_versioned`."""
     cls: type = mapper.class_
     assert issubclass(cls, VersionedBase)
@@ -43,29 +43,29 @@ def versioned_class(mapper: Mapper[object]) -> type[VersionedBase]:
 
 def mode_of(mapper: Mapper[object]) -> Mode:
     """Return who counts: this program, a trigger, or PostgreSQL itself."""
-    return versioned_class(mapper).__version_mode__
+    return find_versioned_class(mapper).__version_mode__
 
 
-def version_column(mapper: Mapper[object]) -> Column[object]:
+def get_version_column(mapper: Mapper[object]) -> Column[object]:
     """Return the column; with joined inheritance it is in the table of the class at the base."""
     column = mapper.column_attrs[ATTRIBUTE].columns[0]
     assert isinstance(column, Column)
     return column
 
 
-def version_table(mapper: Mapper[object]) -> Table:
+def get_version_table(mapper: Mapper[object]) -> Table:
     """Return the table that has the version."""
-    table = version_column(mapper).table
+    table = get_version_column(mapper).table
     assert isinstance(table, Table)
     return table
 
 
 def is_local(mapper: Mapper[object]) -> bool:
     """Whether a statement on the class's own table reaches the column."""
-    return version_column(mapper).table is mapper.local_table
+    return get_version_column(mapper).table is mapper.local_table
 
 
-def version_in(instance: object) -> object:
+def get_version_in(instance: object) -> object:
     """Return the version that an instance was loaded at; None if it was not loaded."""
     return version_of(instance_state(instance))
 

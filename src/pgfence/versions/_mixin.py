@@ -14,7 +14,7 @@ from sqlalchemy.orm import Mapper, RelationshipDirection, declared_attr, mapped_
 from pgfence.versions import _relationships, _statements  # noqa: F401
 from pgfence.versions._assigned import assigned_error
 from pgfence.versions._mapper import VersionedMapper
-from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, is_versioned, version_in, version_table
+from pgfence.versions._mapping import ATTRIBUTE, MODES, VersionedBase, get_version_in, get_version_table, is_versioned
 from pgfence.versions._rows import Xid
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Guarded(VersionedBase):
 
     @validates(ATTRIBUTE, include_removes=True)
     def _reject_assigned(self, _name: str, value: object, deleted: bool) -> object:
-        if deleted or value != version_in(self):
+        if deleted or value != get_version_in(self):
             raise assigned_error(type(self))
         return value
 
@@ -209,14 +209,14 @@ def _check_relationships(mapper: Mapper[object], cls: type[VersionedBase]) -> No
         named = f"{cls.__name__}.{prop.key}"
         written: Mapper[object] = mapper if prop.direction is RelationshipDirection.MANYTOONE else prop.mapper
         if prop.post_update and is_versioned(written):
-            table = version_table(written)
+            table = get_version_table(written)
             for _, column in prop.synchronize_pairs:
                 if column.table is not table and not column.primary_key:
                     raise TypeError(
                         f"{named} has post_update, which writes {column} and leaves {table.fullname} as it is, where the version"
                         f" is: put the foreign key into {table.fullname}, or leave post_update out"
                     )
-        found = None if prop.secondary is None else _statements.mapper_of_table(prop.secondary)
+        found = None if prop.secondary is None else _statements.find_mapper_of_table(prop.secondary)
         if found is not None:
             raise TypeError(
                 f"{named} adds and deletes rows of {found.class_.__name__} as its secondary table, without a look at their"

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 
 from pgfence._orm import identity_of
-from pgfence.versions._mapping import ATTRIBUTE, is_versioned, version_of, versioned_class
+from pgfence.versions._mapping import ATTRIBUTE, find_versioned_class, is_versioned, version_of
 from pgfence.versions._rows import check_transaction, find_written_here, lock_rows, versions_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,11 @@ def expire_written(state: ORMExecuteState, mapper: Mapper[object], loaded: dict[
 
 def _is_pending(session: Session, state: State) -> bool:
     # A change of related rows makes the flush write this row as well.
-    return state.modified or state in session._deleted or bool(versioned_class(state.mapper).__version_relationships__)
+    return (
+        state.modified
+        or state in session._deleted
+        or bool(find_versioned_class(state.mapper).__version_relationships__)
+    )
 
 
 def _lock_current(connection: Connection, base: Mapper[object], known: dict[State, object]) -> list[State]:

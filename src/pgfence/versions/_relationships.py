@@ -14,7 +14,7 @@ from pgfence._orm import sends_update
 from pgfence.versions import _joins
 from pgfence.versions._batch import NOW
 from pgfence.versions._flush import touch
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_versioned, versioned_class
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, find_versioned_class, is_versioned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -102,7 +102,7 @@ def _count(context: UOWTransaction) -> None:
 
 def _find_changed_collections(context: UOWTransaction) -> Iterator[State]:
     for mapper, states in context.mappers.items():
-        if is_versioned(mapper) and (names := versioned_class(mapper).__version_relationships__):
+        if is_versioned(mapper) and (names := find_versioned_class(mapper).__version_relationships__):
             for state in states:
                 if any(state.get_history(name, _KNOWN).has_changes() for name in names):
                     yield state
@@ -194,7 +194,10 @@ def _deletes(context: UOWTransaction, state: State) -> bool:
 def _counts(owner: object, prop: RelationshipProperty[object]) -> bool:
     """Return whether a relationship counts for a row, whose class may be a subclass with a list of its own."""
     mapper = instance_state(owner).mapper
-    return prop.key in versioned_class(mapper).__version_relationships__ and mapper.relationships.get(prop.key) is prop
+    return (
+        prop.key in find_versioned_class(mapper).__version_relationships__
+        and mapper.relationships.get(prop.key) is prop
+    )
 
 
 def _match_keys(mapper: Mapper[object], keys: list[Values]) -> ColumnElement[bool]:

@@ -23,10 +23,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
-from pgfence._orm import key_columns
+from pgfence._orm import get_key_columns
 from pgfence._sql.transaction import read_driver_state
 from pgfence.errors import TransactionStateError
-from pgfence.versions._mapping import version_column
+from pgfence.versions._mapping import get_version_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ def versions_of(
 @lru_cache(maxsize=1000)
 def _build_query(mapper: Mapper[object], lock: tuple[tuple[str, bool], ...] | None) -> tuple[AnySelect, list[str]]:
     """Return a SELECT of versions, and the names of its parameters: an array for each column of the key."""
-    version = version_column(mapper)
+    version = get_version_column(mapper)
     wanted, same, columns, names = _build_key_table(mapper)
     query = select(wanted.c.place, version).select_from(version.table).join(wanted, same)
     if lock is not None:
@@ -76,7 +76,7 @@ def _build_key_table(
     mapper: Mapper[object],
 ) -> tuple[TableValuedAlias, ColumnElement[bool], list[Column[object]], list[str]]:
     """Return keys as a table, the condition that joins rows to it, their columns, and the names of its parameters."""
-    columns = key_columns(mapper, version_column(mapper).table)
+    columns = get_key_columns(mapper, get_version_column(mapper).table)
     names = [f"key_{place}" for place in range(len(columns))]
     arrays = [_build_array(name, each.type) for name, each in zip(names, columns, strict=True)]
     given = [column(name, each.type) for name, each in zip(names, columns, strict=True)]
@@ -134,7 +134,7 @@ def _build_written_query(mapper: Mapper[object]) -> tuple[AnySelect, list[str]]:
     wanted, same, _, names = _build_key_table(mapper)
     # Unqualified: if the table is a view, which has no xmin, the name resolves to the one of `absent`, NULL.
     name: ColumnElement[object] = literal_column("xmin")
-    xmin = select(name).select_from(version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
+    xmin = select(name).select_from(get_version_column(mapper).table).where(same).correlate(wanted).scalar_subquery()
     absent = select(null().label("xmin")).subquery("absent")
     rows = (
         select(wanted.c.place, _to_number(xmin).label("xmin")).select_from(wanted.join(absent, true())).subquery("rows")
@@ -174,7 +174,7 @@ class Xid(UserDefinedType[int]):
     def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:
         return lambda value: None if value is None else str(value)
 
-    def result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
+    def build_result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
         # psycopg and psycopg2 give a str, asyncpg an int.
         return lambda value: None if value is None else int(value)
 

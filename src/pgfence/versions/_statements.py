@@ -30,10 +30,10 @@ from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.sql import visitors
 from sqlalchemy.sql.lambdas import StatementLambdaElement
 
-from pgfence._orm import set_on_conflict, upsert_of, value_name
+from pgfence._orm import find_value_name, set_on_conflict, upsert_of
 from pgfence.errors import VersionConflict, VersionRequiredError
 from pgfence.versions._conflicts import conflict_error, not_written_error, own_statement_error
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, is_local, is_versioned, mode_of, version_column
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, is_local, is_versioned, mode_of
 from pgfence.versions._own_writes import collect_instances, expire, expire_written, find_deleted_here, follow
 from pgfence.versions._rows import find_written_here, lock_rows
 
@@ -94,10 +94,10 @@ def _mapper_of(statement: Insert | Update) -> Mapper[object] | None:
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is not None:
         return subject.mapper if is_versioned(subject.mapper) else None
-    return mapper_of_table(getattr(statement.table, "element", statement.table))
+    return find_mapper_of_table(getattr(statement.table, "element", statement.table))
 
 
-def mapper_of_table(table: FromClause) -> Mapper[object] | None:
+def find_mapper_of_table(table: FromClause) -> Mapper[object] | None:
     """Return the mapper of a versioned class whose rows are in a table."""
     found = _TABLES.get(table) if isinstance(table, Table) else None
     return found() if found else None
@@ -125,7 +125,7 @@ def _raise_versions(
         return
     if not is_local(mapper):
         raise _unversioned_error(
-            mapper, f"they are in the table {version_column(mapper).table.name!r}, which it does not change"
+            mapper, f"they are in the table {get_version_column(mapper).table.name!r}, which it does not change"
         )
     if mode_of(mapper) != "client":
         return
@@ -137,7 +137,7 @@ def _raise_versions(
     if refuse:
         raise _unversioned_error(mapper, 'the session has bulk="refuse"')
     if isinstance(statement, Insert):
-        version, upsert = version_column(mapper), upsert_of(statement)
+        version, upsert = get_version_column(mapper), upsert_of(statement)
         assert upsert is not None
         names = {ATTRIBUTE, version.key}
         state.statement = set_on_conflict(statement, upsert, names, version.key, _increment(version))
@@ -146,7 +146,7 @@ def _raise_versions(
         raise _unversioned_error(mapper, "ordered_values() has no place for them", "Use values()")
     subject = statement._propagate_attrs.get("plugin_subject")
     if subject is None:
-        name = version_column(mapper).key
+        name = get_version_column(mapper).key
         state.statement = statement.values({name: _increment(statement.table.c[name])})
     else:
         state.statement = statement.values({ATTRIBUTE: _increment(getattr(subject.entity, ATTRIBUTE))})
@@ -165,7 +165,7 @@ def _find_assigned(statement: object, parameters: object, mapper: Mapper[object]
     sets: list[Any] = parameters if isinstance(parameters, list) else [parameters]
     for given in (getattr(statement, "_values", None), getattr(statement, "_ordered_values", None), *sets):
         for key, value in dict(given or ()).items():
-            if value_name(key) in {ATTRIBUTE, version_column(mapper).key}:
+            if find_value_name(key) in {ATTRIBUTE, get_version_column(mapper).key}:
                 yield value
 
 

@@ -88,7 +88,9 @@ def etag(instance: object, /) -> str:
         raise TypeError(f"the version of {name} is xmin, which does not outlive a dump: a tag needs a column")
     if state.key is None or (state.session is not None and state.session.is_modified(instance)):
         raise ValueError(f"{name} has changes that are not flushed: commit() first, then take its tag")
-    return f'"{quote(_mapping.version_table(state.mapper).fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
+    return (
+        f'"{quote(_mapping.get_version_table(state.mapper).fullname, safe="")}-{getattr(instance, _mapping.ATTRIBUTE)}"'
+    )
 
 
 def if_match(headers: Headers, /) -> IfMatch:

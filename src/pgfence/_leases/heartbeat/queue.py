@@ -291,7 +291,7 @@ class RenewalQueue:
         wish = chore.requests[grant]
         stands = grant in self.schedule and grant.state not in ("lost", "released")
         if stands and answer.expires_at is not None:
-            stands = grant.note_renewed(chore.started, answer.remaining, answer.expires_at, chore.ttl(grant))
+            stands = grant.note_renewed(chore.started, answer.remaining, answer.expires_at, chore.get_ttl(grant))
         if not stands:
             self.schedule.remove(grant)
             return wish

@@ -93,13 +93,13 @@ class RenewTask(HeartbeatTask):
             [grant.stored for grant in grants],
             [str(grant.lease_id) for grant in grants],
             [grant.token for grant in grants],
-            [self.ttl(grant) for grant in grants],
+            [self.get_ttl(grant) for grant in grants],
         )
         self.started = clock()
         text = link.ask(sql.renew, lists, limit)
         self.results = list(zip(grants, decode_renewals(text), strict=True))
 
-    def ttl(self, grant: Grant) -> float:
+    def get_ttl(self, grant: Grant) -> float:
         wish = self.requests[grant]
         return grant.ttl if wish is None or wish.ttl is None else wish.ttl
 
