@@ -227,6 +227,15 @@ def test_a_deadlock_over_two_engines_is_found() -> None:
     assert is_deadlock(stand(here, A, owner=two))
 
 
+def test_whoever_has_left_waits_for_nothing() -> None:
+    """A wait that ended by a cancel or an interrupt is no part of a circle any more."""
+    queue, owner = LocalQueue(), Contender("thread")
+    stand(queue, A)
+    owner.waits = stand(queue, A, owner=owner)
+    queue.dequeue(owner.waits)
+    assert owner.waits is None
+
+
 def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
     """A thousand contenders, each with a hold of its own, join one line."""
     queue = LocalQueue()

@@ -57,6 +57,7 @@ def open_connection(
         connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
         dbapi_connection = fairy.dbapi_connection
         driver = engine.dialect.get_driver_connection(dbapi_connection)
+        # One round trip sets it up and tells what is to be judged. Behind a declared pooler nothing is set: it would stay there.
         facts = server.read_facts(connection, _get_driver_pid(driver), set_up=pooler in {"auto", "direct"})
         if any_pooler:
             judge_server(engine, facts)
@@ -75,6 +76,8 @@ def open_connection(
 
 
 def _connect_like(engine: Engine) -> Any:
+    # A pool of its own, with the creator, arguments and connect events of the user's engine (tokens of cloud logins live
+    # there): a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot get in the way.
     pool = engine.pool.recreate()
     for name in ("checkout", "detach"):
         # Hooks that count or judge what the user checks out: they would never see ours come back.

@@ -1,25 +1,7 @@
-"""Connections of our own: made like the user's, kept out of the user's pool, one for each hold.
+"""A connection that holds a lock: its statements, and how its end is noticed.
 
-The specification, sentence by sentence:
-
-1. A session is opened with the creator, dialect, connect arguments and `do_connect`/`connect` events of the user's engine
-   (tokens of cloud logins live there), through `pool.recreate()`: a pool of its own for each one, so a full QueuePool, a
-   StaticPool, a pre-ping or a patched `engine.connect` cannot get in the way. Pool and engine events of the user's engine
-   other than those do not run for it, and its `execution_options` do not reach it.
-2. It is in autocommit from the first statement to the last, so it is never idle in a transaction.
-3. One round trip sets it up and reads what `_sql.server.verdict` judges; nothing is sent as a start-up option. Behind a
-   declared pooler nothing is set.
-4. It is outside every pool: disposing of the engine does not end a hold, and a lock never comes back to the user's pool.
-5. Nothing here keeps the engine alive: a session knows its driver's connection and no engine.
-6. Statements go straight to the driver; when somebody listens (`before_cursor_execute`, `after_cursor_execute`, echo), they
-   go through SQLAlchemy on the same connection, so that hooks see everything.
-7. A statement that ended in anything but success or SQLSTATE 55P03 leaves the session unknown, and it is closed.
-8. The kernel's keepalive and user timeout give up on the server after 20 s, the server gives up on us after 30 s.
-9. A hang-up of the socket, an overdue statement, or a question without an answer ends the session, from any thread, and the
-   hold on it is lost at once.
-10. In a forked child every session is cut from its socket without a word and forgotten.
-11. A few are kept warm after use and closed after 30 s, at `engine.dispose()`, and when the engine is collected.
-12. At most `max_lock_connections` are open at a time; whoever needs one more waits its turn, first come first served.
+It is made like the user's and belongs to no pool, so that `engine.dispose()` does not end a hold and a lock never comes back to
+the user's pool. It is in autocommit from the first statement to the last, and so never idle in a transaction.
 """
 
 from __future__ import annotations
@@ -90,6 +72,7 @@ class LockConnection(ABC):
     """The watcher's question, and the unlock: one at a time."""
 
     def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
+        # No engine: a connection must not keep alive what its pool goes with.
         self.dbapi_connection = dbapi_connection
         self.driver = driver
         self.learn_facts(facts)
@@ -146,6 +129,7 @@ class LockConnection(ABC):
         """Tell everybody that the session is over: on the watcher's thread, or wherever it was found out."""
         if self.dead is None:
             self.dead = reason
+        # The hold first: its listeners learn of the loss before the connection is taken away from its pool.
         hold = self.hold
         lost = hold is not None and hold.lose(self.dead)
         if self.on_death is not None:
@@ -214,7 +198,7 @@ class LockConnection(ABC):
         """Run a statement of ours and return its first row, or None where it has none."""
         self.begin(limit)
         try:
-            if has_listeners(engine):
+            if has_listeners(engine):  # hooks, tracing and echo are to see our statements too
                 return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
             return await self.driver.fetch(text, args, prepare=prepare)
         except Exception as error:

@@ -57,7 +57,7 @@ class PoolState:
         """Give a turn a warm session, the right to open one, or a place in the line for one, and return it."""
         if self.pop_idle(turn):
             return turn
-        if self.open < self.limit and not self._waiting:
+        if self.open < self.limit and not self._waiting:  # whoever waits already comes first
             self.open += 1
             turn.may_open = True
         else:
@@ -65,7 +65,7 @@ class PoolState:
         return turn
 
     def pop_idle(self, user: Borrower) -> bool:
-        """Give the session that was used last, if it lives; a dead one stays for `cold`."""
+        """Give the session that was used last, if it lives; a dead one stays for `take_expired`."""
         if not self.idle or self.idle[-1].dead is not None:
             return False
         user.session = self.idle[-1]  # before it is taken out: an interrupt in between must not lose it
@@ -73,7 +73,7 @@ class PoolState:
         return True
 
     def checkin(self, session: LockConnection) -> bool:
-        """Take a session back; False: it is one too many, the caller closes it and calls `gone`."""
+        """Take a session back; False: it is one too many, the caller closes it and calls `note_closed`."""
         if session.dead or session.close_after_use:
             return False
         if self._waiting:

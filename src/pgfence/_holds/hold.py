@@ -141,6 +141,7 @@ class BaseHold:
             if self.reason is not None or self.released:
                 return False
             self.reason = reason
+            # Taken out under the mutex and called outside of it: a listener may come back here.
             listeners, self._listeners = self._end_callbacks + self._listeners, ()
         for listener in listeners:
             call_logged(listener)
@@ -161,6 +162,7 @@ class BaseHold:
         over = not self.ours
         with MUTEX:
             self._end_callbacks = (*self._end_callbacks, ender)
+            # Looked at under the same mutex: a loss or a release in between would call nobody.
             over = over or self.state in ("lost", "released")
         if over:
             ender()

@@ -1,14 +1,10 @@
 """Who is next inside this process. Pure: no I/O, no threads, no clock.
 
-All contenders for the keys of one engine (and, async, one loop) stand in lines, one line per key, first come first served;
-only whoever stands first in *every* line of its keys goes to the server, so a thousand waiters for one key use one
-connection. An entry joins all its lines at once and stays there until what it was granted is given back. As every line
-has the order of arrival, entries for several keys cannot block each other in a circle.
+All contenders for the keys of one engine (and, async, one loop) stand in lines, one line per key, first come first served. An
+entry joins all its lines at once and stays there until what it was granted is given back.
 
-A circle can still arise between *holds*: a task that holds A waits for B while the holder of B waits for A. Inside one
-process that is visible, and found before the wait begins. Between processes nobody sees it.
-
-The caller serialises every call with `MUTEX`, one for the whole process, because a circle may lead through several engines.
+The caller serialises every call with `MUTEX`, one for the whole process, because a circle may lead through several engines;
+`QueueEntry.leave` and `discard_partial` take it themselves.
 """
 
 from __future__ import annotations
@@ -134,6 +130,8 @@ class LocalQueue:
 
     def enqueue(self, entry: QueueEntry) -> bool:
         """Put an entry at the end of its lines and say whether it stands first in all of them."""
+        # All lines at once, so that every line has the order of arrival: entries for several keys cannot block each other
+        # in a circle.
         first = True
         for place in entry.places:
             line = self._lines.get(place)
@@ -146,6 +144,7 @@ class LocalQueue:
 
     def is_first(self, entry: QueueEntry) -> bool:
         """Say whether an entry stands first in all its lines."""
+        # Only then does it go to the server: a thousand waiters for one key use one connection.
         for place in entry.places:
             line = self._lines.get(place)
             if line is None or line[0] is not entry:
@@ -153,10 +152,12 @@ class LocalQueue:
         return True
 
     def dequeue(self, entry: QueueEntry) -> None:
-        """Take an entry out, first or not, and wake those who stand first in all tsuccessor lines now.
+        """Take an entry out, first or not, and wake those who stand first in all their lines now.
 
         A second time does no harm, also after a first one that an interrupt tore.
         """
+        if entry.owner.waits is entry:
+            entry.owner.waits = None
         for place in entry.places:
             line = self._lines.get(place)
             if line is None:
@@ -173,7 +174,7 @@ class LocalQueue:
                 line[0].wake()
 
     def find_successor(self, entry: QueueEntry) -> QueueEntry | None:
-        """Return who would come first by this entry leaves, if it wants exactly the same keys and may take them over."""
+        """Return who comes first when this entry leaves, if it wants exactly the same keys and may take them over."""
         line = self._lines[entry.places[0]]
         if len(line) < 2 or line[1].places != entry.places or entry.no_handoff or line[1].no_handoff:
             return None
@@ -202,7 +203,11 @@ class LocalQueue:
 
 
 def is_deadlock(entry: QueueEntry) -> bool:
-    """Say whether waiting with this entry would never end: its owner holds what somebody before it waits for."""
+    """Say whether waiting with this entry would never end: its owner holds what somebody before it waits for.
+
+    Waits alone have no circle; a task that holds A and waits for B while the holder of B waits for A does. Between processes
+    nobody sees it.
+    """
     if not entry.owner.holds:
         return False
     passed: set[tuple[Hashable, int]] = set()

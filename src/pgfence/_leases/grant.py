@@ -1,10 +1,4 @@
-"""The record of one lease held. It has no session: it stands on a row of the server and on the clock of this process.
-
-Belief ends by itself. `state`, `loss_reason` and `check` look at the clock each time they are asked, so a process that wakes
-after a pause is told "lost" by its first question, without I/O and before any thread of ours has run. What the heartbeat does
-later is to mark it and to tell the listeners. Nothing brings a grant back: a renewal that was answered after the deadline is
-a loss, whatever it says.
-"""
+"""The record of one lease held. It has no session: it stands on a row of the server and on the clock of this process."""
 
 from __future__ import annotations
 
@@ -142,6 +136,8 @@ class Grant(BaseHold):
 
     @property
     def loss_reason(self) -> LossReason | None:
+        # The clock is read at each question: a process that wakes after a pause is told "lost" by its first one, before any
+        # thread of ours has run. The heartbeat only marks it later and tells the listeners.
         if self.reason is not None or self.released or clock() < self.deadline:
             return self.reason
         if self.capped:
@@ -201,7 +197,7 @@ class Grant(BaseHold):
             expires_at: by the server's clock.
             ttl: what was asked for, from now on its TTL.
         """
-        if self.loss_reason is not None:
+        if self.loss_reason is not None:  # nothing brings a grant back, whatever a late answer says
             return False
         self.ttl = ttl
         self.failures = 0

@@ -121,7 +121,7 @@ class LeaseReleases(LeaseStatements):
         """
         if not grant.ours:
             raise grant.not_held_error()
-        grant.expire()
+        grant.expire()  # a release after the deadline is a loss, also if no thread has noticed yet
         with MUTEX:
             if not grant.begin_release():
                 raise grant.not_held_error()

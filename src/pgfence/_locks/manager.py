@@ -112,11 +112,12 @@ class LockManager:
             with MUTEX:
                 if (front := call.enqueue()) is None:
                     return None
-                if front and on is None:
+                if front and on is None:  # in the same turn of the mutex: the free path takes it once
                     self.pool.state.pop_idle(entry)
             if not front:
                 await self._wait_for_turn(call, on)
             if entry.handed_over is not None or await self._contend(call, on):
+                # Until the handle is there the clean-up below answers for the grant, from then on its finaliser.
                 return make(self, self._record(call, entry.handed_over or entry.session))
         except BaseException as error:
             # Certainly, for the exception may be a signal's, and another may follow.

@@ -35,7 +35,7 @@ def fence(
 
         with SessionLocal.begin() as session:
             fence(session, "close:2026-04", token)
-            session.getunwrap_session(Period, "2026-04").closed = True
+            session.get_one(Period, "2026-04").closed = True
 
     Guarantees: a transaction with another token than the newest cannot commit; transactions with the same token run
     concurrently. A newer holder's first transaction waits until the older ones that are inside have ended, and sees what they
