@@ -440,6 +440,7 @@ NAMES = {
     "sha256_hex15_key": "likewise",
     "hashtext_key": "likewise",
     "memo": "an override of SQLAlchemy's",
+    "result_processor": "likewise",
     "due": "reads like a question of a timetable",
     "checked": "stands for the method of the user's that it wraps",
 }

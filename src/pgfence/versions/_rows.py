@@ -174,7 +174,7 @@ class Xid(UserDefinedType[int]):
     def bind_processor(self, dialect: Dialect) -> _BindProcessorType[int]:
         return lambda value: None if value is None else str(value)
 
-    def build_result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
+    def result_processor(self, dialect: Dialect, coltype: object) -> _ResultProcessorType[int]:
         # psycopg and psycopg2 give a str, asyncpg an int.
         return lambda value: None if value is None else int(value)
 
