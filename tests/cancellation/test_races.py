@@ -7,6 +7,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import event
 
 from pgfence import AsyncAdvisoryLock
 from pgfence.errors import LockTimeoutError
@@ -183,3 +184,20 @@ async def test_a_task_group_that_fails_frees_its_locks(world: World, name: str, 
             group.create_task(fail())
     for number in range(3):
         await freed(admin, f"{name}:{number}")
+
+
+async def test_a_connection_whose_caller_has_gone_is_kept_for_the_next(
+    world: World, name: str, admin: psycopg.Connection[Any]
+) -> None:
+    """A cancel while it is opened does not close it: whoever comes next opens none."""
+    engine, opened = labelled(world, name), asyncio.Event()
+    event.listen(engine.sync_engine, "do_connect", lambda *_: opened.set())
+    first = asyncio.create_task(AsyncAdvisoryLock(engine, name).acquire())
+    await opened.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    assert first.cancelled()
+    await eventually(lambda: [session.state for session in sessions(admin, name)] == ["idle"])
+    opened.clear()
+    async with AsyncAdvisoryLock(engine, name).hold():
+        assert not opened.is_set()

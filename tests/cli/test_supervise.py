@@ -183,7 +183,7 @@ def test_a_signal_that_was_ignored_before_stays_ignored() -> None:
 def test_a_signal_interrupts_what_comes_before_the_command() -> None:
     """While there is no command a signal raises in the interruptible block, and nothing is run after one outside of it."""
     with Supervisor(grace=1) as supervisor:
-        with pytest.raises(Interrupted) as caught, supervisor.interruptible():
+        with pytest.raises(Interrupted) as caught, supervisor.allow_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(20)
         assert caught.value.signum == signal.SIGTERM

@@ -78,7 +78,7 @@ def test_adding_triggers_takes_the_documented_locks(engine: Engine, parent: str)
             # Alembic writes another docstring over it where it has registered an operation.
             words = " ".join(inspect.getsource(function).split())
             assert f"locked in {mode or WRITERS_WAIT} mode" in words
-            assert "`lock_timeout` lets it" in words
+            assert "`lock_timeout`" in words
 
 
 def test_replacing_a_trigger_takes_the_documented_locks(

@@ -179,9 +179,11 @@ class LockPool:
         finally:
             opening.mark_done()
             with MUTEX:
-                self.note_opened(
-                    session, generation, counts=opening.uses_slot and not opening.abandoned, late=opening.late
+                # One that nobody waits for any more is kept for whoever comes next, if there is a place for it.
+                counts = opening.uses_slot and (
+                    not opening.abandoned or (session is not None and self.state.take_slot())
                 )
+                self.note_opened(session, generation, counts=counts, late=opening.late)
                 opening.session, opening.error, opening.done = session, error, True
             opening.event.set()
             if opening.abandoned and session is not None:

@@ -64,6 +64,13 @@ class PoolState:
             self._waiting.append(turn)
         return turn
 
+    def take_slot(self) -> bool:
+        """Take a place for a connection that is open already; False: there is none."""
+        if self.open >= self.limit:
+            return False
+        self.open += 1
+        return True
+
     def pop_idle(self, user: Borrower) -> bool:
         """Give the session that was used last, if it lives; a dead one stays for `take_expired`."""
         if not self.idle or self.idle[-1].dead is not None:
