@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sqlalchemy import Connection, Engine
+    from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import ConnectionPoolEntry
 
     from pgfence._connections.drivers import DriverConnection
@@ -32,7 +33,11 @@ class CallerConnection(LockConnection):
     direct = False
 
     def __init__(
-        self, connection: Connection, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo
+        self,
+        connection: Connection,
+        dbapi_connection: DBAPIConnection,
+        driver: DriverConnection,
+        facts: server.ServerInfo,
     ) -> None:
         super().__init__(dbapi_connection, driver, facts)
         self.connection = connection
@@ -52,7 +57,8 @@ class CallerConnection(LockConnection):
         cls, carrier: Carrier, connection: Connection, make_driver: type[DriverConnection], limit: float
     ) -> Self:
         """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
-        dbapi_connection: Any = await carrier.call(lambda: connection.connection.dbapi_connection)
+        dbapi_connection = await carrier.call(lambda: connection.connection.dbapi_connection)
+        assert dbapi_connection is not None
         driver = make_driver(connection.dialect.get_driver_connection(dbapi_connection))
         cls.check_usable(connection, dbapi_connection, driver)
         facts = cls.get_known_facts(connection, dbapi_connection)
@@ -69,7 +75,7 @@ class CallerConnection(LockConnection):
         return session
 
     @staticmethod
-    def check_usable(connection: Connection, dbapi_connection: Any, driver: DriverConnection) -> None:
+    def check_usable(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> None:
         """Refuse a connection on which a session lock cannot be taken as it is."""
         if driver.busy:
             raise TransactionStateError(
@@ -83,13 +89,13 @@ class CallerConnection(LockConnection):
             )
 
     @staticmethod
-    def get_known_facts(connection: Connection, dbapi_connection: Any) -> server.ServerInfo | None:
+    def get_known_facts(connection: Connection, dbapi_connection: DBAPIConnection) -> server.ServerInfo | None:
         """Return what was learnt of this very connection before."""
-        known: tuple[Any, server.ServerInfo] | None = connection.info.get(_FACTS)
+        known: tuple[DBAPIConnection, server.ServerInfo] | None = connection.info.get(_FACTS)
         return known[1] if known is not None and known[0] is dbapi_connection else None
 
     @staticmethod
-    def learn(connection: Connection, dbapi_connection: Any, facts: server.ServerInfo) -> None:
+    def learn(connection: Connection, dbapi_connection: DBAPIConnection, facts: server.ServerInfo) -> None:
         """Keep with the pooled connection what one round trip told of it."""
         connection.info[_FACTS] = dbapi_connection, facts
 
@@ -100,7 +106,7 @@ class CallerConnection(LockConnection):
         else:
             self.close()
 
-    def _guard(self, connection: Connection, *_: Any) -> None:
+    def _guard(self, connection: Connection, *_: object) -> None:
         """SQLAlchemy reconnects after a lost connection without a word: refuse to go on there without the lock."""
         if connection.connection.dbapi_connection is not self.dbapi_connection:
             self.on_connection_lost(self.dead or "killed")
@@ -182,7 +188,13 @@ class CallerConnection(LockConnection):
         self.connection.invalidate()
 
     async def fetch_row(
-        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+        self,
+        engine: Engine,
+        text: str,
+        args: Sequence[object],
+        *,
+        limit: float = STATEMENT_BUDGET,
+        prepare: bool = True,
     ) -> Any:
         """Run a statement in autocommit and return its first row."""
         self.check_attached()
@@ -209,7 +221,7 @@ class CallerConnection(LockConnection):
                 await self.driver.set_autocommit(before)
 
 
-def is_in_transaction(connection: Connection, dbapi_connection: Any, driver: DriverConnection) -> bool:
+def is_in_transaction(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> bool:
     """Whether a transaction is open: by the driver's word; or by SQLAlchemy's, whose begin() sends nothing at first."""
     return driver.in_transaction is not False or (connection.in_transaction() and not dbapi_connection.autocommit)
 
@@ -218,7 +230,7 @@ _FACTS = "pgfence.facts"
 _LOCKS = "pgfence.locks"
 
 
-def _on_pool_checkin(_: Any, record: ConnectionPoolEntry) -> None:
+def _on_pool_checkin(_: object, record: ConnectionPoolEntry) -> None:
     """Called by a pool when a connection comes back: a lock must not go with it to the next user."""
     for session in list(record.info.get(_LOCKS, ())):
         if not session.shared:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from contextlib import contextmanager
 from logging import INFO
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.pool import StaticPool
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sqlalchemy import Engine
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+    from sqlalchemy.pool import PoolProxiedConnection
 
+    from pgfence._connections.drivers import RawConnection
     from pgfence.config import PoolerSetting
 
 R = TypeVar("R")
@@ -32,7 +35,7 @@ R = TypeVar("R")
 
 def open_connection(
     engine: Engine, pooler: PoolerSetting, *, any_pooler: bool = False
-) -> tuple[Any, Any, server.ServerInfo]:
+) -> tuple[DBAPIConnection, RawConnection, server.ServerInfo]:
     """Open a connection like the engine's, outside every pool, in autocommit; judge its server.
 
     This is the one place that makes "a connection like this engine's". Async engines run it inside a greenlet.
@@ -56,6 +59,7 @@ def open_connection(
         connection = Connection(engine, connection=fairy)
         connection.execution_options(isolation_level="AUTOCOMMIT")  # SQLAlchemy cannot do it after detach()
         dbapi_connection = fairy.dbapi_connection
+        assert dbapi_connection is not None
         driver = engine.dialect.get_driver_connection(dbapi_connection)
         # One round trip sets it up and tells what is to be judged. Behind a declared pooler nothing is set: it would stay there.
         facts = server.read_facts(connection, _get_driver_pid(driver), set_up=pooler in {"auto", "direct"})
@@ -75,7 +79,7 @@ def open_connection(
     return dbapi_connection, driver, facts
 
 
-def _connect_like(engine: Engine) -> Any:
+def _connect_like(engine: Engine) -> PoolProxiedConnection:
     # A pool of its own, with the creator, arguments and connect events of the user's engine (tokens of cloud logins live
     # there): a full QueuePool, a StaticPool, a pre-ping or a patched engine.connect cannot get in the way.
     pool = engine.pool.recreate()
@@ -104,7 +108,7 @@ def _locate(engine: Engine, refusal: PgfenceError) -> PgfenceError:
     return refusal
 
 
-def judge(engine: Engine, facts: server.ServerInfo, driver: Any, pooler: PoolerSetting) -> None:
+def judge(engine: Engine, facts: server.ServerInfo, driver: RawConnection, pooler: PoolerSetting) -> None:
     """Raise what is to be said against a session lock on this connection, which is idle at this moment."""
     driver_pid = _get_driver_pid(driver)
     other_pid = None
@@ -122,7 +126,7 @@ def judge(engine: Engine, facts: server.ServerInfo, driver: Any, pooler: PoolerS
         raise _locate(engine, refusal)
 
 
-def _get_driver_pid(driver: Any) -> int:
+def _get_driver_pid(driver: RawConnection) -> int:
     pid: int = driver.get_server_pid() if hasattr(driver, "get_server_pid") else driver.info.backend_pid
     return pid
 
@@ -137,7 +141,7 @@ def has_listeners(engine: Engine) -> bool:
     return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
 
 
-def wrap_dbapi(engine: Engine, dbapi_connection: Any, *, reconnects: bool = True) -> Connection:
+def wrap_dbapi(engine: Engine, dbapi_connection: DBAPIConnection, *, reconnects: bool = True) -> Connection:
     """Return a SQLAlchemy Connection over a session of ours, by a pool that knows this one connection and closes nothing.
 
     `reconnects=False`: after a lost connection SQLAlchemy would otherwise go on, silently, with a new one without the lock.
@@ -156,7 +160,7 @@ def wrong_backend_error(engine: Engine) -> PoolerError:
 
 
 @contextmanager
-def open_sqlalchemy_connection(engine: Engine, dbapi_connection: Any) -> Iterator[Connection]:
+def open_sqlalchemy_connection(engine: Engine, dbapi_connection: DBAPIConnection) -> Iterator[Connection]:
     """Yield a Connection over a session of ours for a moment; an exception is never replaced by one of the clean-up."""
     connection = wrap_dbapi(engine, dbapi_connection)
     try:

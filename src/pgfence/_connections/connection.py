@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine
+    from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.carriers import Carrier
@@ -71,12 +72,12 @@ class LockConnection(ABC):
     turn: Turn
     """The watcher's question, and the unlock: one at a time."""
 
-    def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
+    def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
         # No engine: a connection must not keep alive what its pool goes with.
         self.dbapi_connection = dbapi_connection
         self.driver = driver
         self.learn_facts(facts)
-        self.hold: Hold[Any] | None = None
+        self.hold: Hold[LockConnection] | None = None
         self.in_user_hands = False
         """The user's code runs on it (`connect()`): it may be told dead, but no statement of ours goes in between."""
         self.dead: LossReason | None = None
@@ -97,7 +98,7 @@ class LockConnection(ABC):
         self.granted_at = 0.0
         self.token = 0
         """What came with the last grant, of a lock that brings one."""
-        self.on_death: Callable[[Hold[Any] | None], object] | None = None
+        self.on_death: Callable[[Hold[LockConnection] | None], object] | None = None
 
     def learn_facts(self, facts: server.ServerInfo) -> None:
         """Store the facts about the server and this session."""
@@ -151,7 +152,7 @@ class LockConnection(ABC):
             self.probe(hold)
 
     @abstractmethod
-    def probe(self, hold: Hold[Any]) -> None:
+    def probe(self, hold: Hold[LockConnection]) -> None:
         """Ask the server whether the session lives, without waiting for the answer here."""
 
     def abort(self) -> None:
@@ -187,13 +188,25 @@ class LockConnection(ABC):
     # ------------------------------------------------------------ statements
 
     async def fetch_value(
-        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+        self,
+        engine: Engine,
+        text: str,
+        args: Sequence[object],
+        *,
+        limit: float = STATEMENT_BUDGET,
+        prepare: bool = True,
     ) -> Any:
         """Run a statement of ours and return the first column of its one row."""
         return (await self.fetch_row(engine, text, args, limit=limit, prepare=prepare))[0]
 
     async def fetch_row(
-        self, engine: Engine, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET, prepare: bool = True
+        self,
+        engine: Engine,
+        text: str,
+        args: Sequence[object],
+        *,
+        limit: float = STATEMENT_BUDGET,
+        prepare: bool = True,
     ) -> Any:
         """Run a statement of ours and return its first row, or None where it has none."""
         self.begin(limit)
@@ -330,7 +343,7 @@ class LockConnection(ABC):
         """End what the user's code left open, before the unlock."""
 
         def reclaim() -> None:
-            engine.dialect.do_rollback(self.dbapi_connection)
+            self.dbapi_connection.rollback()
             engine.dialect.set_isolation_level(self.dbapi_connection, "AUTOCOMMIT")
 
         await self._call(reclaim)
@@ -344,7 +357,7 @@ class LockConnection(ABC):
 
 
 _OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()
-_LEAKED_AFTER_FORK: list[Any] = []
+_LEAKED_AFTER_FORK: list[LockConnection] = []
 
 
 def _forget_in_child() -> None:

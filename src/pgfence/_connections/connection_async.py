@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._connections.caller_connection import CallerConnection
 from pgfence._connections.connect import run_without_loop
@@ -13,6 +13,8 @@ from pgfence._process.lifecycle import make_weak_method
 from pgfence._process.monitor import reason_of
 
 if TYPE_CHECKING:
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
     from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.hold import Hold
     from pgfence._sql import server
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 class AsyncLockConnection(LockConnection):
     """One connection of ours, or the caller's own, driven by the task that needs it."""
 
-    def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
+    def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
         super().__init__(dbapi_connection, driver, facts)
         self.loop = asyncio.get_running_loop()
         self.carrier = TaskCarrier(self.loop)
@@ -32,7 +34,7 @@ class AsyncLockConnection(LockConnection):
             self._listener = make_weak_method(self._on_termination)
             driver.raw.add_termination_listener(self._listener)
 
-    def _on_termination(self, _: Any) -> None:
+    def _on_termination(self, _: object) -> None:
         if not self.closed:
             self.on_connection_lost(reason_of(self.dup) if self.dup >= 0 else "killed")
 
@@ -54,7 +56,7 @@ class AsyncLockConnection(LockConnection):
             self.abort()  # the watcher's question has no answer either, and ends with the connection
             await asyncio.wait({self._probing})
 
-    def probe(self, hold: Hold[Any]) -> None:
+    def probe(self, hold: Hold[LockConnection]) -> None:
         async def ask() -> None:
             self.begin(STATEMENT_BUDGET)
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._connections.caller_connection import CallerConnection
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET, LockConnection
@@ -12,6 +12,8 @@ from pgfence._process.coroutines import run_sync
 from pgfence._process.monitor import MONITOR
 
 if TYPE_CHECKING:
+    from sqlalchemy.engine.interfaces import DBAPIConnection
+
     from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.hold import Hold
     from pgfence._sql import server
@@ -22,7 +24,7 @@ class SyncLockConnection(LockConnection):
 
     carrier = THREADS
 
-    def __init__(self, dbapi_connection: Any, driver: DriverConnection, facts: server.ServerInfo) -> None:
+    def __init__(self, dbapi_connection: DBAPIConnection, driver: DriverConnection, facts: server.ServerInfo) -> None:
         super().__init__(dbapi_connection, driver, facts)
         self.turn = self._turn = threading.Lock()
 
@@ -31,7 +33,7 @@ class SyncLockConnection(LockConnection):
             self.abort()  # the watcher's question has no answer either, and ends with the connection
             self._turn.acquire()
 
-    def probe(self, hold: Hold[Any]) -> None:
+    def probe(self, hold: Hold[LockConnection]) -> None:
         def ask() -> None:
             with self._turn:
                 if self.hold is not hold:

@@ -6,18 +6,22 @@ statement that takes 30 microseconds. Everything here works on a connection in a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pgfence.errors import UnsupportedServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable
 
     from sqlalchemy import Dialect
 
 
 _PING = "SELECT 1"
 
+RawConnection: TypeAlias = Any
+"""A driver's own connection: psycopg's, psycopg2's or asyncpg's. None of them is installed for certain."""
+Row: TypeAlias = Sequence[Any]
 Heard: TypeAlias = "Callable[[str, str], object]"
 """Called with channel and payload of a NOTIFY."""
 
@@ -25,12 +29,12 @@ Heard: TypeAlias = "Callable[[str, str], object]"
 class DriverConnection(Protocol):
     """What both worlds need to know of a driver's connection."""
 
-    raw: Any
+    raw: RawConnection
     """The driver's own connection."""
     pooled: bool
     """A pooler may stand in between: nothing that is prepared may outlive its transaction. Set by whoever opened it."""
 
-    def __init__(self, driver: Any) -> None: ...
+    def __init__(self, driver: RawConnection) -> None: ...
 
     def close(self) -> None:
         """End the connection without waiting for anything."""
@@ -55,7 +59,7 @@ class DriverConnection(Protocol):
         """Whether the connection is in a mode in which a result cannot be read at once (a pipeline)."""
         ...
 
-    def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+    def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Awaitable[Row]:
         """Run a statement and return its first row."""
         ...
 
@@ -94,7 +98,7 @@ class _PsycopgBase:
     reads_alone = False
     _on_notify: Heard
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: RawConnection) -> None:
         from psycopg.rows import tuple_row
 
         self.raw = driver
@@ -144,10 +148,10 @@ class PsycopgConnection(_PsycopgBase):
     async def ping(self) -> None:
         self.raw.execute(_PING)
 
-    async def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
         self.cursor.execute(text, args, prepare=prepare and not self.pooled)
-        row: Sequence[Any] = self.cursor.fetchone()
+        row: Row = self.cursor.fetchone()
         return row
 
     async def execute_script(self, text: str) -> bool:
@@ -171,9 +175,9 @@ class AsyncPsycopgConnection(_PsycopgBase):
     async def ping(self) -> None:
         await self.raw.execute(_PING)
 
-    async def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
         await self.cursor.execute(text, args, prepare=prepare and not self.pooled)
-        row: Sequence[Any] = await self.cursor.fetchone()
+        row: Row = await self.cursor.fetchone()
         return row
 
     async def execute_script(self, text: str) -> bool:
@@ -194,7 +198,7 @@ class Psycopg2Connection:
     reads_alone = False
     _on_notify: Heard
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: RawConnection) -> None:
         from psycopg2.extensions import cursor
 
         self.raw = driver
@@ -237,9 +241,9 @@ class Psycopg2Connection:
         with self.raw.cursor() as cursor:
             cursor.execute(text)
 
-    async def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Sequence[Any]:
+    async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
         self.cursor.execute(text, args)
-        row: Sequence[Any] = self.cursor.fetchone()
+        row: Row = self.cursor.fetchone()
         return row
 
     async def execute_script(self, text: str) -> bool:
@@ -261,7 +265,7 @@ class AsyncpgConnection:
     reads_alone = True
     _on_notify: Heard
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver: RawConnection) -> None:
         self.raw = driver
 
     @property
@@ -295,20 +299,20 @@ class AsyncpgConnection:
         change = self.raw.add_listener if on else self.raw.remove_listener
         await change(channel, self._on_notification)
 
-    def _on_notification(self, _driver: Any, _pid: int, channel: str, payload: str) -> None:
+    def _on_notification(self, _driver: object, _pid: int, channel: str, payload: str) -> None:
         self._on_notify(channel, payload)
 
-    def fetch(self, text: str, args: Sequence[Any], *, prepare: bool = False) -> Awaitable[Sequence[Any]]:
+    def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Awaitable[Row]:
         if self.pooled:
             return self._fetch_unprepared(text, args)
-        row: Awaitable[Sequence[Any]] = self.raw.fetchrow(text, *args)
+        row: Awaitable[Row] = self.raw.fetchrow(text, *args)
         return row
 
-    async def _fetch_unprepared(self, text: str, args: Sequence[Any]) -> Sequence[Any]:
+    async def _fetch_unprepared(self, text: str, args: Sequence[object]) -> Row:
         # The driver prepares always, in a trip of its own, which a transaction keeps on the same server.
         async with self.raw.transaction():
             statement = await self.raw.prepare(text, name="")
-            row: Sequence[Any] = await statement.fetchrow(*args)
+            row: Row = await statement.fetchrow(*args)
             return row
 
     async def execute_script(self, text: str) -> bool:
@@ -346,7 +350,7 @@ def choose_driver_connection(dialect: Dialect) -> type[DriverConnection]:
     return drivers[dialect.driver]
 
 
-def find_descriptor(driver: Any) -> int:
+def find_descriptor(driver: RawConnection) -> int:
     """Return the socket's descriptor of a driver's connection, as `fileno`; -1 where it shows none."""
     if hasattr(driver, "fileno"):
         fd: int = driver.fileno()

@@ -209,7 +209,7 @@ class TaskCarrier:
         run_on_loop(self.loop, work)
 
 
-_CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[Any], Contender] = weakref.WeakKeyDictionary()
+_CONTENDERS: weakref.WeakKeyDictionary[asyncio.Task[object], Contender] = weakref.WeakKeyDictionary()
 
 
 def find_task_contender() -> Contender | None:

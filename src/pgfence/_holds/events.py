@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._process.callbacks import call_logged
 from pgfence.types import Event
@@ -29,7 +29,7 @@ def emit_event(
     lease_id: UUID | None = None,
 ) -> None:
     """Tell `configure(on_event=...)` of an event; its exception is logged."""
-    hook: Callable[[Event], Any] | None = config.on_event
+    hook: Callable[[Event], object] | None = config.on_event
     if hook is not None:
         what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
         call_logged(lambda: hook(what))

@@ -63,7 +63,7 @@ class BaseHold:
         self.stored = ""
         """The name that the token belongs to, as it stands in the tables."""
         self.pid = PROCESS.known_pid  # the same call has asked before
-        self.handle: Callable[[], Any] = _find_nothing
+        self.handle: Callable[[], object] = _find_nothing
         """A weak reference to what the user has in hand."""
         self.reason: LossReason | None = None
         """What it was marked lost for."""

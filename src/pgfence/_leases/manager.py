@@ -10,7 +10,7 @@ for a lease that would expire sooner), and is woken by a release where notificat
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET
 from pgfence._holds.cancellation import Cancelled, build_cancelled_error, expect_uncancelled
@@ -79,7 +79,7 @@ class LeaseManager(LeaseReleases):
         self,
         claim: AcquireRequest,
         timeout: Seconds | None,
-        make: Callable[[Any, Grant], HandleT],
+        make: Callable[[Self, Grant], HandleT],
         *,
         lasts: bool = False,
     ) -> HandleT | None:
@@ -249,7 +249,9 @@ class LeaseManager(LeaseReleases):
             self.give_back_later(grant)
         entry.discard_partial()
 
-    async def adopt(self, claim: AcquireRequest, reference: LeaseRef, make: Callable[[Any, Grant], HandleT]) -> HandleT:
+    async def adopt(
+        self, claim: AcquireRequest, reference: LeaseRef, make: Callable[[Self, Grant], HandleT]
+    ) -> HandleT:
         """Take over a lease by its reference.
 
         Raises:

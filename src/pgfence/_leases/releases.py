@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pgfence._connections.connection import RELEASE_BUDGET
 from pgfence._holds.events import emit_event, format_names
@@ -192,7 +192,7 @@ class LeaseReleases(LeaseStatements):
         emit_event(self.config, kind, grant.names, grant.token, owner=grant.label, lease_id=grant.lease_id)
 
 
-def _release_statement(grant: Grant, style: ParamStyle) -> tuple[str, tuple[Any, ...]]:
+def _release_statement(grant: Grant, style: ParamStyle) -> tuple[str, tuple[object, ...]]:
     """Return the statement that gives a lease back, and its arguments."""
     sql = lease_sql(grant.place, style)
     args = grant.stored, str(grant.lease_id), grant.token

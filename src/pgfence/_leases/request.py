@@ -60,7 +60,7 @@ class Refused(Exception):
 
 
 Outcome: TypeAlias = Granted | Busy
-Steps: TypeAlias = Generator[tuple[str, "Sequence[Any]"], Any, Outcome]
+Steps: TypeAlias = Generator[tuple[str, "Sequence[object]"], Any, Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def owner_of(identity: Identity) -> str:
 
 def build_adoption(
     style: ParamStyle, claim: AcquireRequest, reference: LeaseRef, new: str
-) -> tuple[str, tuple[Any, ...]]:
+) -> tuple[str, tuple[object, ...]]:
     """Return the statement that takes a lease over, and its arguments."""
     owner = claim.identity.owner
     args = (claim.stored, reference["lease_id"], reference["token"], new, owner, get_host(), os.getpid())
@@ -202,7 +202,7 @@ def read_adoption(claim: AcquireRequest, token: int, row: Sequence[Any]) -> tupl
     return found, Granted(token, expires_at, remaining, hold_remaining, decode_json(checkpoint))
 
 
-def encode_json(value: Any, what: str) -> str | None:
+def encode_json(value: object, what: str) -> str | None:
     """Return a value as JSON that PostgreSQL takes.
 
     Raises:

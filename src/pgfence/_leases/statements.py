@@ -75,7 +75,9 @@ class LeaseStatements:
             return call.build_no_connection_error()
         return UnreachableError("all connections for leases are in use (max_lock_connections)")
 
-    async def _ask(self, place: TableNames, text: str, args: Sequence[Any], *, limit: float = STATEMENT_BUDGET) -> Any:
+    async def _ask(
+        self, place: TableNames, text: str, args: Sequence[object], *, limit: float = STATEMENT_BUDGET
+    ) -> Any:
         """Run one statement on a session that holds nothing, and return its row."""
         session = await self._checkout()
         kept = False
@@ -95,7 +97,7 @@ class LeaseStatements:
         self,
         place: TableNames,
         text: str,
-        args: Sequence[Any],
+        args: Sequence[object],
         seconds: float,
         again: Callable[[BaseException], bool] = is_retryable,
     ) -> Any:

@@ -11,10 +11,9 @@ import contextlib
 import selectors
 import socket
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgfence._connections.connect import open_connection
-from pgfence._connections.connection import LockConnection
 from pgfence._connections.connection_async import AsyncLockConnection
 from pgfence._connections.connection_sync import SyncLockConnection
 from pgfence._connections.drivers import choose_driver_connection
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+    from pgfence._connections.connection import LockConnection
     from pgfence._connections.drivers import Heard
     from pgfence.config import Config
 
 R = TypeVar("R")
-S = TypeVar("S", bound=LockConnection)
 
 
-class HeartbeatConnection(ABC, Generic[S]):
+class HeartbeatConnection(ABC):
     """One connection and its thread. Only `wake` and `cut` may be called from another thread."""
 
-    session: S | None = None
+    session: LockConnection | None = None
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         self.engine = engine
@@ -54,7 +53,7 @@ class HeartbeatConnection(ABC, Generic[S]):
         """Whether LISTEN works: not behind a pooler that may change the server under it."""
         return self.session is not None and (not self.session.driver.pooled or self.config.pooler == "session")
 
-    def configure(self, session: S) -> None:
+    def configure(self, session: LockConnection) -> None:
         """Make a new session ready for its work."""
         driver = session.driver
         driver.pooled = self.config.pooler in ("session", "transaction") or driver.pid != session.facts.backend_pid
@@ -71,7 +70,7 @@ class HeartbeatConnection(ABC, Generic[S]):
         """Open the connection; close an earlier one."""
 
     @abstractmethod
-    def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
+    def ask(self, text: str, args: Sequence[object], limit: float) -> Any:
         """Run a statement and return the first column of its one row; the watcher gives up after `limit` seconds, too."""
 
     @abstractmethod
@@ -95,7 +94,7 @@ class HeartbeatConnection(ABC, Generic[S]):
         """Close everything; the thread ends."""
 
 
-class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
+class SyncHeartbeatConnection(HeartbeatConnection):
     """Over a sync driver."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
@@ -118,7 +117,7 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
             else:
                 session.close()
 
-    def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
+    def ask(self, text: str, args: Sequence[object], limit: float) -> Any:
         assert self.session is not None
         answer = run_sync(self.session.fetch_value, self.engine, text, args, limit=limit)
         self._poll_notifies(self.session)
@@ -141,7 +140,7 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
         if session is not None:
             self._poll_notifies(session)
 
-    def _poll_notifies(self, session: SyncLockConnection) -> None:
+    def _poll_notifies(self, session: LockConnection) -> None:
         try:
             session.driver.poll_notifies()
         except Exception:
@@ -163,7 +162,7 @@ class SyncHeartbeatConnection(HeartbeatConnection[SyncLockConnection]):
         self._wake_writer.close()
 
 
-class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
+class AsyncHeartbeatConnection(HeartbeatConnection):
     """Over an async driver, on a loop of our own."""
 
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
@@ -192,7 +191,7 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
             else:
                 session.close()
 
-    def ask(self, text: str, args: Sequence[Any], limit: float) -> Any:
+    def ask(self, text: str, args: Sequence[object], limit: float) -> Any:
         assert self.session is not None
         return self._run(self.session.fetch_value(self.engine, text, args, limit=limit))
 
@@ -237,6 +236,6 @@ class AsyncHeartbeatConnection(HeartbeatConnection[AsyncLockConnection]):
         self._loop.close()
 
 
-def choose_heartbeat_connection(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection[Any]:
+def choose_heartbeat_connection(engine: Engine, config: Config, on_notify: Heard) -> HeartbeatConnection:
     """Return a link of the engine's own world, not yet open."""
     return (AsyncHeartbeatConnection if engine.dialect.is_async else SyncHeartbeatConnection)(engine, config, on_notify)

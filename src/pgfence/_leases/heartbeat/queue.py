@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._leases import terms
 from pgfence._leases.heartbeat.tasks import CheckTask, ListenTask, NotifyListeners, ReleaseTask, RenewRequest, RenewTask
@@ -316,7 +316,7 @@ class RenewalQueue:
     def note_failure(self, chore: HeartbeatTask, now: float) -> list[RenewRequest]:
         """Note a chore without an answer, which is tried again, and return the wishes that are answered with it."""
         self.failures += 1
-        wishes: list[Any] = []
+        wishes: list[RenewRequest | None] = []
         if isinstance(chore, RenewTask):
             wishes += chore.requests.values()
             for grant in chore.requests:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases import terms
@@ -68,7 +68,7 @@ class HeartbeatService:
         """When the timekeeper wakes by itself."""
         self._timer: threading.Thread | None = None
         self._queue = RenewalQueue(listens=config.pooler != "transaction")
-        self._connection: HeartbeatConnection[Any] | None = None
+        self._connection: HeartbeatConnection | None = None
         self._task: tasks.HeartbeatTask | None = None
         """What the connection is at."""
         self._cut_at = math.inf
@@ -220,7 +220,7 @@ class HeartbeatService:
             if stuck is not None:
                 self._note_failure(stuck, TimeoutError("no connection in time"))
 
-    def _find_hung(self, now: float) -> tuple[HeartbeatConnection[Any] | None, tasks.HeartbeatTask | None]:
+    def _find_hung(self, now: float) -> tuple[HeartbeatConnection | None, tasks.HeartbeatTask | None]:
         """Return (the link whose chore takes too long, that chore if it hangs in the opening: its thread is given up)."""
         if now < self._cut_at or self._connection is None:
             return None, None
@@ -238,7 +238,7 @@ class HeartbeatService:
 
     # ------------------------------------------------------------ the connection's thread
 
-    def _run_worker(self, link: HeartbeatConnection[Any]) -> None:
+    def _run_worker(self, link: HeartbeatConnection) -> None:
         try:
             while (step := self._choose_step(link)) is not None:
                 if isinstance(step, tasks.HeartbeatTask):
@@ -252,14 +252,14 @@ class HeartbeatService:
                     self._cut_at = math.inf
             link.close()
 
-    def _wait(self, link: HeartbeatConnection[Any], seconds: float) -> None:
+    def _wait(self, link: HeartbeatConnection, seconds: float) -> None:
         try:
             link.wait(seconds)
         except Exception:  # the connection is not what it was: the next chore opens another
             log.debug("the heartbeat's connection broke at rest", exc_info=True)
             link.close_connection()
 
-    def _run_task(self, link: HeartbeatConnection[Any], chore: tasks.HeartbeatTask) -> None:
+    def _run_task(self, link: HeartbeatConnection, chore: tasks.HeartbeatTask) -> None:
         try:
             if not link.live:
                 link.open()
@@ -278,7 +278,7 @@ class HeartbeatService:
             if self._finish_task(link):
                 self._note_success(chore)
 
-    def _finish_task(self, link: HeartbeatConnection[Any]) -> bool:
+    def _finish_task(self, link: HeartbeatConnection) -> bool:
         """End the chore, unless the timekeeper has done so already and given up this very thread."""
         with self._lock:
             if self._connection is not link:
@@ -287,7 +287,7 @@ class HeartbeatService:
             self._cut_at = math.inf
             return True
 
-    def _choose_step(self, link: HeartbeatConnection[Any]) -> tasks.HeartbeatTask | float | None:
+    def _choose_step(self, link: HeartbeatConnection) -> tasks.HeartbeatTask | float | None:
         """Return what to do: a chore, a rest of some seconds, or to end."""
         with self._lock:
             if self._connection is not link:

@@ -66,7 +66,7 @@ class HeartbeatTask(ABC):
         """Return the seconds it may take, a new connection included."""
 
     @abstractmethod
-    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         """Send it. Raises whatever went wrong."""
 
 
@@ -85,7 +85,7 @@ class RenewTask(HeartbeatTask):
             max(0.0, min((grant.deadline for grant in self.requests), default=math.inf) - now)
         )
 
-    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         grants = list(self.requests)
         for grant in grants:
             grant.progressed = False
@@ -115,7 +115,7 @@ class CheckTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return 10 * terms.SHORTEST_PATIENCE
 
-    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         assert isinstance(sql, LeaseSql)
         lists = (
             [grant.stored for grant in self.grants],
@@ -133,7 +133,7 @@ class ReleaseTask(HeartbeatTask):
         self,
         place: TableNames,
         text: Callable[[Any], str],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         until: float,
         family: LeaseKind = "lease",
     ) -> None:
@@ -150,7 +150,7 @@ class ReleaseTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return terms.compute_statement_budget(max(terms.SHORTEST_PATIENCE, self.until - now))
 
-    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         self.answer = link.ask(self.text(sql), self.args, limit)
 
     def plan_retry(self, now: float) -> bool:
@@ -166,7 +166,7 @@ class ReleaseTask(HeartbeatTask):
 
 def release_of(grant: Grant) -> ReleaseTask:
     """Return the release of a grant; of a slot it says whether it is done."""
-    args: tuple[Any, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
+    args: tuple[object, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
         return ReleaseTask(grant.place, lambda sql: sql.release_late, args, compute_row_deadline(grant), grant.family)
     return ReleaseTask(
@@ -189,7 +189,7 @@ class RevokeTask(ReleaseTask):
         self,
         place: TableNames,
         text: Callable[[Any], str],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         until: float,
         family: LeaseKind = "lease",
     ) -> None:
@@ -233,7 +233,7 @@ class ListenTask(HeartbeatTask):
     def limit(self, now: float) -> float:
         return 10 * SHORTEST_PATIENCE
 
-    def run(self, link: HeartbeatConnection[Any], sql: Texts, limit: float) -> None:
+    def run(self, link: HeartbeatConnection, sql: Texts, limit: float) -> None:
         if link.can_listen:
             link.listen(f"{'LISTEN' if self.on else 'UNLISTEN'} {quote(self.channel)}", self.channel, on=self.on)
 
