@@ -114,14 +114,14 @@ def _refuse_by_name(method: F) -> F:
     """Return the method such that a call with wrong arguments raises with the right form in the message."""
     verb, names = method.__name__, method.__kwdefaults__ or {}
 
-    def refuse_misuse(self: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TypeError | None:
+    def refuse_misuse(self: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> TypeError | None:
         unknown = [f"{name}={value!r}" for name, value in kwargs.items() if name not in names]
         got = repr(args[0]) if args else next(iter(unknown), None)
         if got is None:
             return None
         return TypeError(f"{type(self).__name__}.{verb}() does not take {got}: {_FORMS[verb]}")
 
-    def expect_known(self: object, error: TypeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def expect_known(self: object, error: TypeError, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
             return  # raised inside the method, and not by the call
         if told := refuse_misuse(self, args, kwargs):
@@ -130,7 +130,7 @@ def _refuse_by_name(method: F) -> F:
     if inspect.iscoroutinefunction(method):
 
         @wraps(method)
-        async def check_async_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        async def check_async_call(self: object, *args: object, **kwargs: object) -> object:
             try:
                 return await method(self, *args, **kwargs)
             except TypeError as error:
@@ -142,7 +142,7 @@ def _refuse_by_name(method: F) -> F:
     if list(names) == ["timeout"]:
 
         @wraps(method)
-        def check_call_quickly(self: Any, *args: Any, timeout: Any = None, **kwargs: Any) -> Any:
+        def check_call_quickly(self: object, *args: object, timeout: object = None, **kwargs: object) -> object:
             # For `acquire`, which is called most: to pass args and kwargs on costs more than a look at them.
             if (args or kwargs) and (told := refuse_misuse(self, args, kwargs)):
                 raise told
@@ -151,7 +151,7 @@ def _refuse_by_name(method: F) -> F:
         return check_call_quickly  # type: ignore[return-value]
 
     @wraps(method)
-    def check_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_call(self: object, *args: object, **kwargs: object) -> object:
         try:
             return method(self, *args, **kwargs)
         except TypeError as error:

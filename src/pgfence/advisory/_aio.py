@@ -14,6 +14,7 @@ from pgfence._api.contexts import AsyncSafeContext
 from pgfence._api.handles import AsyncHeld, forget_user_connection, register_user_connection
 from pgfence._api.inputs import resolve_async_engine
 from pgfence._api.locks import AH, AsyncLockBase
+from pgfence._holds.hold import Hold
 from pgfence._locks.looks import look
 from pgfence._locks.manager import get_manager
 from pgfence._process.lifecycle import PROCESS
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
 
-    from pgfence._holds.hold import Hold
-    from pgfence._locks.manager import LockManager
+    from pgfence._locks.manager import LockManager, SessionHold
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.keys import Name
@@ -95,7 +95,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
             )
         super().__init__(engine, names, namespace, token)
 
-    def _handle(self, manager: LockManager, hold: Hold[Any]) -> AH:
+    def _handle(self, manager: LockManager, hold: SessionHold) -> AH:
         return (AsyncFencedHeld if self._token else AsyncHeld)(manager, hold)  # type: ignore[return-value]
 
     async def try_acquire(self) -> AH | None:
@@ -157,7 +157,8 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         manager, _, _ = self._place()
         engine = self._locked_on
         handle = await self.acquire(timeout=timeout)
-        hold: Any = handle._hold
+        hold = handle._hold
+        assert isinstance(hold, Hold)
         watching = CancelOnLoss()
         watching.start(handle)
         async with watching:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from pgfence._locks.manager import LockManager
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
     from pgfence.config import Config
@@ -49,7 +50,7 @@ class LockNames:
     _labels: tuple[str, ...]
     _made: tuple[str, ParamStyle, TableNames | None, LockSql]
     """The statements, and what they were made with: namespace, style, and where our tables are if they are needed."""
-    _found: tuple[Any, LockSql] | None = None
+    _found: tuple[LockManager, LockSql] | None = None
     """The manager that was found last, and the statements for it, for an engine that is its own lock engine."""
 
     def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None, token: bool) -> None:
@@ -107,7 +108,7 @@ def look_on_connection(connection: Connection, keys: tuple[LockKey, ...]) -> lis
             connection.rollback()
 
 
-def lock_engine(engine: Any, config: Any) -> Any:
+def lock_engine(engine: Any, config: Config) -> Any:
     other = config.lock_engine
     if other is None:
         return engine

@@ -12,6 +12,7 @@ from pgfence._api.contexts import SafeContext
 from pgfence._api.handles import Held, forget_user_connection, register_user_connection
 from pgfence._api.inputs import resolve_engine
 from pgfence._api.locks import H, LockBase
+from pgfence._holds.hold import Hold
 from pgfence._locks.looks import look
 from pgfence._locks.manager import get_manager
 from pgfence._process.coroutines import run_sync
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy.orm import Session, scoped_session
 
-    from pgfence._holds.hold import Hold
-    from pgfence._locks.manager import LockManager
+    from pgfence._connections.connection import LockConnection
+    from pgfence._locks.manager import LockManager, SessionHold
     from pgfence._process.clock import Seconds
     from pgfence._sql.advisory import LockSql
     from pgfence.keys import Name
@@ -114,7 +115,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
             )
         super().__init__(engine, names, namespace, token)
 
-    def _handle(self, manager: LockManager, hold: Hold[Any]) -> H:
+    def _handle(self, manager: LockManager, hold: SessionHold) -> H:
         return (FencedHeld if self._token else Held)(manager, hold)  # type: ignore[return-value]
 
     def try_acquire(self) -> H | None:
@@ -176,7 +177,8 @@ class AdvisoryLock(LockNames, LockBase[H]):
     def _connect(self, timeout: Seconds | None) -> Iterator[Connection]:
         manager, _, _ = self._place()
         handle = self.acquire(timeout=timeout)
-        hold: Any = handle._hold
+        hold = handle._hold
+        assert isinstance(hold, Hold)
         try:
             connection = run_sync(hold.session.as_user_connection, manager.engine)
             register_user_connection(connection, handle)
@@ -215,7 +217,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         return manager, sql, None
 
 
-def _close(session: Any, connection: Connection | None) -> None:
+def _close(session: LockConnection, connection: Connection | None) -> None:
     if connection is not None:
         forget_user_connection(connection)
         try:
