@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import event
 
 from pgfence import AsyncAdvisoryLock
+from pgfence._holds.registry import ManagerRegistry
 from pgfence.errors import LockTimeoutError
 from support.locking import elsewhere, freed, give, is_free, labelled, sessions, take, waits
 from support.waiting import eventually
@@ -186,9 +187,7 @@ async def test_a_task_group_that_fails_frees_its_locks(world: World, name: str, 
         await freed(admin, f"{name}:{number}")
 
 
-async def test_a_connection_whose_caller_has_gone_is_kept_for_the_next(
-    world: World, name: str, admin: psycopg.Connection[Any]
-) -> None:
+async def test_a_connection_whose_caller_has_gone_is_kept_for_the_next(world: World, name: str) -> None:
     """A cancel while it is opened does not close it: whoever comes next opens none."""
     engine, opened = labelled(world, name), asyncio.Event()
     event.listen(engine.sync_engine, "do_connect", lambda *_: opened.set())
@@ -197,7 +196,8 @@ async def test_a_connection_whose_caller_has_gone_is_kept_for_the_next(
     first.cancel()
     await asyncio.wait([first])
     assert first.cancelled()
-    await eventually(lambda: [session.state for session in sessions(admin, name)] == ["idle"])
+    (manager,) = ManagerRegistry.of(engine.sync_engine).values()
+    await eventually(lambda: manager.pool.state.idle)
     opened.clear()
     async with AsyncAdvisoryLock(engine, name).hold():
         assert not opened.is_set()
