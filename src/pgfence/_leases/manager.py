@@ -107,12 +107,12 @@ class LeaseManager(LeaseReleases):
             grant = await self._contend(call)
             if grant is not None:
                 return make(self, grant)
+            call.entry.leave()
         except BaseException as error:
             self.carrier.run_cleanup(lambda: self._abort_acquire(call.entry))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(claim.names) from None
             raise
-        call.entry.leave()
         return None
 
     async def _contend(self, call: LeaseAcquisition) -> Grant | None:

@@ -119,13 +119,13 @@ class LockManager:
             if entry.handed_over is not None or await self._contend(call, on):
                 # Until the handle is there the clean-up below answers for the grant, from then on its finaliser.
                 return make(self, self._record(call, entry.handed_over or entry.session))
+            entry.leave()
         except BaseException as error:
             # Certainly, for the exception may be a signal's, and another may follow.
             self.carrier.run_cleanup(lambda: self._abort_acquire(call))
             if isinstance(error, Cancelled):
                 raise build_cancelled_error(names) from None
             raise
-        entry.leave()
         return None
 
     async def _wait_for_turn(self, call: LockAcquisition, on: Connection | None) -> None:
