@@ -308,6 +308,12 @@ def test_a_value_that_cannot_be_stored_is_refused() -> None:
     assert Codec.of(None).encode("x" * (LIMIT - 2))
 
 
+def test_a_model_that_lacks_a_field_is_refused_by_name() -> None:
+    """`model_construct()` checks nothing; what cannot come back as it was is not stored."""
+    with pytest.raises(IdempotencyMisuseError, match="Answer that lacks ident,"):
+        Codec.of(Answer).encode(Answer.model_construct(raw=b""))
+
+
 def test_two_classes_of_one_name_are_told_apart() -> None:
     """They are stored with their module."""
     other = Enum("Money", {"ONE": 1}, module="elsewhere")  # type: ignore[misc]

@@ -166,6 +166,11 @@ class Codec(Generic[T]):
 
     def _write_model(self, value: BaseModel) -> dict[str, object]:
         held, names = vars(value), type(value).model_fields.keys()
+        if missing := [one for one in names if one not in held]:
+            raise IdempotencyMisuseError(
+                f"the result holds an instance of {type(value).__qualname__} that lacks {', '.join(missing)}, and cannot be stored:"
+                " model_construct() left it out. Validate the model, or give each field a value"
+            )
         written: dict[str, object] = {"v": {one: self._write(held[one]) for one in names}}
         if value.__pydantic_fields_set__ != names:
             written["set"] = sorted(value.__pydantic_fields_set__)
