@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pgfence.config import config_of
 
@@ -45,16 +44,11 @@ def block(body: str) -> str:
     return f"DO ${tag}$\n{body}\n${tag}$"
 
 
-@dataclass(frozen=True, slots=True)
-class TableNames:
+class TableNames(NamedTuple):
     """One set of tables and functions."""
 
     schema: str | None = None
     prefix: str = "pgfence_"
-
-    def __hash__(self) -> int:
-        # Asked for ten times by each acquire.
-        return hash(self.prefix)
 
     def name(self, what: str) -> str:
         """Return the quoted name of a table or function, ready to stand in a statement."""

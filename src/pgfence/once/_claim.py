@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING
 
@@ -119,7 +119,7 @@ class SlotRequest(AcquireRequest):
                 log.warning("%s", differing)
             if isinstance(found, Ahead):
                 (schema,) = yield sql.home, (self.place.name("slot"),)
-                raise Refused from self._build_ahead_error(found, now, replace(self.place, schema=schema))
+                raise Refused from self._build_ahead_error(found, now, self.place._replace(schema=schema))
             if isinstance(found, Over):
                 raise Refused from self._build_over_error(found, now)
             outcome, token, expires_at, remaining, hold_remaining, checkpoint, *holder, set_back, attempt = yield (
