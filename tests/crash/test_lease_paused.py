@@ -134,7 +134,8 @@ async def test_a_process_that_stood_still_is_warned_while_it_holds(
     holder.wait_for("held")
     stopped = time.monotonic()
     holder.kill(signal.SIGSTOP)
-    await eventually(lambda: time.monotonic() - stopped > 2)  # it sleeps for a second at most, and the margin is 2 s
+    # It sleeps for a second at most, and warns of what is twice as long as any pause before, which a busy machine makes too.
+    await eventually(lambda: time.monotonic() - stopped > 4)
     holder.kill(signal.SIGCONT)
     assert holder.read_line().startswith("WARNING this process stood still for ")
     assert row(admin, name).token == 1
