@@ -119,6 +119,9 @@ class Said(logging.Handler):
         if "stood still" in record.getMessage():
             say(record.levelname, record.getMessage().partition(":")[0])
 logging.getLogger("pgfence.lease").addHandler(Said())
+# Its thread must be asleep when the process is stopped: one that has not begun yet finds itself on time.
+while not held._manager.heartbeat._wakes_at:
+    time.sleep(0.01)
 say("held")
 while True:
     time.sleep(0.1)
