@@ -78,13 +78,17 @@ async def test_a_first_use_cancelled_at_every_await(world: World, name: str) -> 
 
 
 async def test_a_release_that_is_cancelled_frees_the_lease(world: World, name: str) -> None:
-    """The handle is released, and the server learns of it in the background."""
-    one = AsyncLease(labelled(world, name), name, ttl=TTL)
+    """The handle is released, on_event hears of it, and the server learns of it in the background."""
+    engine, heard = labelled(world, name), []
+    configure(engine, on_event=lambda e: heard.append(e.event))
+    one = AsyncLease(engine, name, ttl=TTL)
     for times in (1, 2):
         held = await one.acquire(timeout=SOON)
         cancelled, _ = await stepped(held.release, 0, times)
         assert cancelled
         assert held.state == "released"
+        assert heard == ["acquired", "released"]
+        heard.clear()
     await (await one.acquire(timeout=SOON)).release()
 
 

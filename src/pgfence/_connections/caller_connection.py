@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sqlalchemy import event
 
-from pgfence._connections.connection import STATEMENT_BUDGET, ConnectionGoneError, LockConnection
+from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._process.lifecycle import PROCESS
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK
-from pgfence._sql.encoding import text_error
 from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import ConnectionPoolEntry
 
+    from pgfence._connections.connect import R
     from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.carriers import Carrier
 
@@ -187,37 +187,20 @@ class CallerConnection(LockConnection):
         """Tell SQLAlchemy that the connection is gone."""
         self.connection.invalidate()
 
-    async def fetch_row(
-        self,
-        engine: Engine,
-        text: str,
-        args: Sequence[object],
-        *,
-        limit: float = STATEMENT_BUDGET,
-        prepare: bool = True,
-    ) -> Any:
-        """Run a statement in autocommit and return its first row."""
-        self.check_attached()
-        self.begin(limit)
-        before = await self.driver.set_autocommit(True)
-        try:
-            return await self.driver.fetch(text, args)
-        except Exception as error:
-            if told := text_error(error, args, lambda: self.driver.raw):
-                raise told from error
-            raise
-        finally:
-            self.statement_started = 0.0
-            with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
-                await self.driver.set_autocommit(before)
+    async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Any:
+        return await self._use_autocommit(lambda: self.driver.fetch(text, args))
 
     async def run_script(self, engine: Engine, wait: str) -> bool:
+        return await self._use_autocommit(lambda: self.driver.execute_script(f"{wait}; {QUIET_CHECK}"))
+
+    async def _use_autocommit(self, ask: Callable[[], Awaitable[R]]) -> R:
+        """Send a statement in autocommit, and leave the mode as it was."""
         self.check_attached()
         before = await self.driver.set_autocommit(True)
         try:
-            return await self.driver.execute_script(f"{wait}; {QUIET_CHECK}")
+            return await ask()
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # the statement's own error says more; a dead connection has no mode
                 await self.driver.set_autocommit(before)
 
 

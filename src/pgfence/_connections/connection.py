@@ -211,15 +211,18 @@ class LockConnection(ABC):
         """Run a statement of ours and return its first row, or None where it has none."""
         self.begin(limit)
         try:
-            if has_listeners(engine):  # hooks, tracing and echo are to see our statements too
-                return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
-            return await self.driver.fetch(text, args, prepare=prepare)
+            return await self._send(engine, text, args, prepare)
         except Exception as error:
             if told := text_error(error, args, lambda: self.driver.raw):
                 raise told from error
             raise
         finally:
             self.statement_started = 0.0
+
+    async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Any:
+        if has_listeners(engine):  # hooks, tracing and echo are to see our statements too
+            return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
+        return await self.driver.fetch(text, args, prepare=prepare)
 
     async def run_with_sqlalchemy(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:
         """Run sync code on this session by way of SQLAlchemy."""

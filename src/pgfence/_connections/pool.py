@@ -166,7 +166,9 @@ class LockPool:
 
     async def _open_for(self, opening: PendingConnection) -> None:
         session: LockConnection | None = None
-        error: Exception | None = UnreachableError("the thread that opened a session was ended")
+        error: Exception | None = UnreachableError(
+            f"the opening of a connection was broken off: try again. {LOCK_OUTCOME_UNKNOWN}"
+        )
         generation = self.generation
         try:
             if self._close_with_loop is not None:

@@ -106,8 +106,3 @@ def wait(waits: Callable[[float], bool], left: float, cancel: CancelEvent | None
             return True
         if left <= SLICE:
             return False
-
-
-def pause(seconds: float, cancel: CancelEvent | None) -> None:
-    """Sleep, unless the wait is cancelled."""
-    wait(lambda length: threading.Event().wait(length), seconds, cancel)

@@ -109,11 +109,11 @@ class ThreadCarrier:
 
     def get_contender(self) -> Contender:
         try:
-            me: Contender = self._here.get_contender
+            me: Contender = self._here.contender
         except AttributeError:
-            me = self._here.get_contender = Contender("thread")
+            me = self._here.contender = Contender("thread")
         if me.pid != PROCESS.known_pid:
-            me = self._here.get_contender = Contender("thread")
+            me = self._here.contender = Contender("thread")
         return me
 
     cancel_event = staticmethod(cancel_here)

@@ -15,6 +15,8 @@ from pgfence.errors import UnreachableError
 from pgfence.types import Holder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pgfence._holds.cancellation import CancelEvent
     from pgfence._holds.queue import Contender, LocalQueue
     from pgfence._leases.request import Busy
@@ -47,6 +49,7 @@ class HoldersSeen:
 class LeaseAcquisition(Acquisition[AcquireRequest]):
     """One call of acquire for a lease, a slot or an attempt."""
 
+    noun: ClassVar[str] = "lease"
     once_only: ClassVar[str] = "a lease is not re-entrant. Pass the handle on"
 
     __slots__ = ("_began", "_logged", "_seen")
@@ -69,16 +72,21 @@ class LeaseAcquisition(Acquisition[AcquireRequest]):
         self._logged = False
 
     def note_busy(self, busy: Busy) -> None:
-        """Note who holds it, and how long that may last without a server; say once in the log that the wait is long."""
+        """Note who holds it, and how long that may last without a server; say in the log that the wait is long."""
         holders = [busy.holder] if busy.holder else []
         self.entry.last_holder = busy.holder
         self.note_held(holders)
         if holders:
             self._seen.note(self.wanted, busy)
         age = clock() - self._began
-        if age > WARN_AFTER and not self._logged:
-            self._logged = True
+        if age > WARN_AFTER:
             self.log_wait(logging.WARNING, age, holders)
+
+    def log_wait(self, level: int, age: float, holders: Sequence[Holder]) -> None:
+        """Say in the log who is waited for: once, whether the wait became long behind this process or another one."""
+        if not self._logged:
+            self._logged = True
+            super().log_wait(level, age, holders)
 
     def build_outage_error(self, error: Away) -> Away:
         ended = super().build_outage_error(error)

@@ -72,8 +72,9 @@ class LeaseReleases(LeaseStatements):
             return {"name": grant.stored, "lease_id": str(grant.lease_id), "token": grant.token}
         except LockNotHeldError:
             raise
-        except BaseException:  # nobody has the reference
-            self.carrier.run_cleanup(lambda: self._finish_interrupted_release(grant))
+        except BaseException as error:  # nobody has the reference
+            interrupt = error
+            self.carrier.run_cleanup(lambda: self._finish_interrupted_release(grant, interrupt))
             raise
 
     async def release(self, grant: Grant, *, leaving: bool = False, failing: bool = False) -> None:
@@ -93,8 +94,9 @@ class LeaseReleases(LeaseStatements):
             await self._release(grant)
         except (LockNotHeldError, LockLostError):
             raise
-        except BaseException:
-            self.carrier.run_cleanup(lambda: self._finish_interrupted_release(grant))
+        except BaseException as error:
+            interrupt = error
+            self.carrier.run_cleanup(lambda: self._finish_interrupted_release(grant, interrupt))
             raise
 
     async def _release(self, grant: Grant) -> None:
@@ -129,7 +131,7 @@ class LeaseReleases(LeaseStatements):
                 grant.owner.holds.remove(grant)
         self.heartbeat.drop(grant)
 
-    def _finish_interrupted_release(self, grant: Grant) -> None:
+    def _finish_interrupted_release(self, grant: Grant, error: BaseException) -> None:
         """End a grant whose release was interrupted, wherever that was; a second time does nothing more."""
         with MUTEX:
             grant.begin_release()
@@ -137,7 +139,7 @@ class LeaseReleases(LeaseStatements):
                 grant.owner.holds.remove(grant)
         self.heartbeat.drop(grant)
         grant.entry.leave()
-        self.heartbeat.release_later(grant)
+        self.note_unanswered(grant, error)
 
     def _check_lost(self, grant: Grant) -> bool:
         """Say whether a grant was lost before its release; then the row is given back in the background, if it is ours still."""
@@ -166,9 +168,8 @@ class LeaseReleases(LeaseStatements):
     def note_unanswered(self, grant: Grant, error: BaseException) -> None:
         """A release had no answer: it is repeated in the background, and at the latest the TTL ends it."""
         self.heartbeat.release_later(grant)
-        log.warning(
-            "the end of the %s %s had no answer, trying again: %s", grant.noun, format_names(grant.names), error
-        )
+        why = str(error) or type(error).__name__
+        log.warning("the end of the %s %s had no answer, trying again: %s", grant.noun, format_names(grant.names), why)
         self._emit("released", grant)
 
     def let_lapse(self, grant: Grant) -> None:

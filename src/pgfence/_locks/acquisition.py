@@ -61,6 +61,7 @@ W = TypeVar("W", bound=Wanted)
 class Acquisition(Generic[W]):
     """One call of acquire."""
 
+    noun: ClassVar[str] = "lock"
     once_only: ClassVar[str] = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
 
     __slots__ = (
@@ -280,11 +281,10 @@ class Acquisition(Generic[W]):
     def log_wait(self, level: int, age: float, holders: Sequence[Holder]) -> None:
         """Say in the log who is waited for."""
         if log.isEnabledFor(level):
-            keys = ", ".join(str(key.value) for key in self.wanted.keys)
+            keys = f" ({', '.join(str(key.value) for key in self.wanted.keys)})" if self.wanted.keys else ""
             by = ", ".join(map(str, holders)) or "nobody by now"
-            log.log(
-                level, "waiting for the lock %s (%s) for %.1f s, held by %s", format_names(self.names), keys, age, by
-            )
+            what = f"{self.noun} {format_names(self.names)}{keys}"
+            log.log(level, "waiting for the %s for %.1f s, held by %s", what, age, by)
 
 
 def _list_held_names(owner: Contender) -> tuple[str, ...]:

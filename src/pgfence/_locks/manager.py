@@ -276,7 +276,8 @@ class LockManager:
                         if session.in_user_hands:
                             await session.reclaim(self.engine)
                         kept = await session.unlock(self.engine, hold.sql)
-                        hold.reason = None if kept else "killed"
+                        if not kept:
+                            hold.reason = "killed"
                     except Exception as error:
                         if not (session.dead or is_connection_lost(error)):
                             raise

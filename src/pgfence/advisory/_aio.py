@@ -208,7 +208,8 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
 
 async def _start(connection: AsyncConnection | None) -> Connection | None:
     """Return what is below an AsyncConnection, once it has begun."""
-    if connection is not None:
-        await connection.get_raw_connection()
-        return connection.sync_connection
-    return None
+    if connection is None:
+        return None
+    if connection.sync_connection is None:
+        await connection.get_raw_connection()  # it says that nothing has begun
+    return connection.sync_connection

@@ -104,8 +104,8 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
 
     def _build_request(self, place: TableNames, namespace: str) -> AcquireRequest:
         """Return what to ask for, created again only where it differs from the last time."""
-        asked = place, namespace, self._names
-        if self._request is None or self._request[0] != asked:
+        asked, known = (place, namespace, self._names), self._request
+        if known is None or known[0] != asked:
             where = namespace if self._namespace is None else self._namespace
             request = LeaseRequest(
                 stored=qualify_name(self._name, where, "the name of a lease"),
@@ -114,8 +114,9 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
                 identity=self._identity,
                 heartbeat=self._heartbeat,
             )
-            self._request = asked, request
-        return self._request[1]
+            # Returned as it is read here: another thread may be at another engine's tables with this same lease.
+            self._request = known = asked, request
+        return known[1]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r}, ttl={self._terms.ttl:g}>"
