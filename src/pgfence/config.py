@@ -7,7 +7,7 @@ Nothing here is needed for the defaults. The settings live on the engine's diale
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 from pgfence._process.clock import Seconds, seconds
 from pgfence.keys import LockKey
@@ -125,7 +125,16 @@ def expect_place(schema: str | None, prefix: str) -> None:
         raise ValueError("schema and prefix must not contain NUL")
 
 
-def config_of(thing: Any, *, pin: bool = False) -> Config:
+class HasDialect(Protocol):
+    """An Engine, AsyncEngine, Connection or AsyncConnection."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """What SQLAlchemy knows of the server and its driver."""
+        ...
+
+
+def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
     """Return the settings for an Engine, AsyncEngine, Connection or AsyncConnection.
 
     Args:
@@ -142,7 +151,7 @@ def _expect(value: object, kind: type | tuple[type, ...], what: str) -> None:
         raise TypeError(f"{what} has the wrong type: {type(value).__name__}")
 
 
-def _get_dialect(thing: Any) -> Dialect:
+def _get_dialect(thing: HasDialect) -> Dialect:
     try:
         dialect: Dialect = thing.dialect
     except AttributeError:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, overload
 from pgfence._api.inputs import is_async_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from typing import Any
+    from collections.abc import Callable
 
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from pgfence._process.coroutines import Coro
     from pgfence.errors import PgfenceError
 
     Translate: TypeAlias = Callable[[Engine, Exception], PgfenceError | None]
@@ -23,9 +23,7 @@ _ISOLATION = "READ COMMITTED"
 
 
 @overload
-def run_on_engine(
-    engine: AsyncEngine, work: Callable[[Connection], R], translate: Translate
-) -> Coroutine[Any, Any, R]: ...
+def run_on_engine(engine: AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> Coro[R]: ...
 @overload
 def run_on_engine(engine: Engine, work: Callable[[Connection], R], translate: Translate) -> R: ...
 def run_on_engine(engine: Engine | AsyncEngine, work: Callable[[Connection], R], translate: Translate) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
@@ -19,11 +19,12 @@ from pgfence._sql.transaction import read_driver_state
 from pgfence.errors import SchemaError, TransactionStateError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+    from pgfence._process.coroutines import Coro
     from pgfence.errors import PgfenceError
 
 _CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)
@@ -31,7 +32,7 @@ _CONTEXT = ErrorContext(on_primary="Create and drop on the primary", owner=True)
 
 def perform(
     engine: Engine | AsyncEngine | Connection | AsyncConnection, work: Callable[[Connection, TableNames], None]
-) -> Coroutine[Any, Any, None] | None:
+) -> Coro[None] | None:
     """Do it in a separate transaction, or in the one of the Connection; for the async ones return a coroutine."""
     place = table_names_of(engine)
     style_of(engine.dialect)

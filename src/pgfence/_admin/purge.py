@@ -12,18 +12,17 @@ from pgfence._sql.storage import table_names_of
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
-
     from sqlalchemy import Connection, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pgfence._process.coroutines import Coro
 
 LARGEST_BATCH = 100_000
 _NO_SESSION = ("08", "28", "3D", "533", "57P")
 
 
 @overload
-def purge(engine: AsyncEngine, batch: int) -> Coroutine[Any, Any, int]: ...
+def purge(engine: AsyncEngine, batch: int) -> Coro[int]: ...
 @overload
 def purge(engine: Engine, batch: int) -> int: ...
 def purge(engine: Engine | AsyncEngine, batch: int) -> object:

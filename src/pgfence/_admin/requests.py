@@ -21,12 +21,12 @@ from pgfence.errors import PgfenceError
 from pgfence.keys import LockKey, qualify_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-    from typing import Any
+    from collections.abc import Callable
 
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from pgfence._process.coroutines import Coro
     from pgfence._sql.errors import ErrorContext
     from pgfence._sql.evict import Found
     from pgfence._sql.storage import TableNames
@@ -74,7 +74,7 @@ def build_audit_fields(reason: str, actor: str | None) -> tuple[str, str]:
 
 
 @overload
-def perform(engine: AsyncEngine, work: Callable[[Connection, O], R], request: O) -> Coroutine[Any, Any, R]: ...
+def perform(engine: AsyncEngine, work: Callable[[Connection, O], R], request: O) -> Coro[R]: ...
 @overload
 def perform(engine: Engine, work: Callable[[Connection, O], R], request: O) -> R: ...
 def perform(engine: Engine | AsyncEngine, work: Callable[[Connection, O], R], request: O) -> object:

@@ -9,7 +9,7 @@ from alembic.util import CommandError, PriorityDispatchResult
 from sqlalchemy import MetaData
 
 from pgfence._alembic.models import fence_of, join_resource, place_of_own, version_of
-from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, UpgradePgfence
+from pgfence._alembic.operations import AddFence, AddVersionTrigger, CreatePgfence, TableOptions, UpgradePgfence
 from pgfence._ddl import migration_scripts
 from pgfence._sql import columns, tables
 from pgfence._sql.storage import VERSION, TableNames, table_names_of
@@ -99,7 +99,7 @@ def _list_wanted(context: AutogenContext, connection: Connection, home: TableNam
         if not context.run_object_filters(table, table.name, "table", False, None):
             continue
         schema = _key_of(context, table.schema, table.name)[0]
-        where: dict[str, str | None] = {"schema": schema, "pgfence_schema": home.schema, "prefix": home.prefix}
+        where: TableOptions = {"schema": schema, "pgfence_schema": home.schema, "prefix": home.prefix}
         try:
             if (resource := fence_of(table)) is not None:
                 yield AddFence(table.name, resource=resource, namespace=namespace, **where)
@@ -118,7 +118,7 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
         resource = join_resource((rest, *fence.parts[1:]) if separator else fence.parts)
         # Of another installation it is another fence: the way back puts that one back.
         functions = home.schema if fence.functions == settled else _key_of(context, fence.functions, "")[0]
-        where: dict[str, str | None] = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
+        where: TableOptions = {"schema": fence.schema, "pgfence_schema": functions, "prefix": home.prefix}
         added = AddFence(fence.table, resource=resource, namespace=namespace, **where)
         yield _Found(added, fence.holds, fence.copied)
     for trigger in migration_scripts.list_version_triggers(connection, home):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from alembic.operations import MigrateOperation
 from alembic.operations.ops import CreateIndexOp, DropIndexOp
@@ -13,6 +13,8 @@ from pgfence.config import expect_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from sqlalchemy import ColumnElement, TextClause
 
 PREFIX = TableNames().prefix
 VERSION_COLUMN = "version"
@@ -37,7 +39,7 @@ class CreatePgfence(PlaceOperation):
         """Return what undoes it."""
         return DropPgfence(self.place.schema, self.place.prefix, self.version)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "create_pgfence", self.place.schema, self.place.prefix, self.version
 
@@ -53,7 +55,7 @@ class DropPgfence(PlaceOperation):
         """Return what undoes it; the rows are gone."""
         return CreatePgfence(self.place.schema, self.place.prefix, self.version)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "drop_pgfence", self.place.schema, self.place.prefix
 
@@ -70,7 +72,7 @@ class UpgradePgfence(PlaceOperation):
         """Return what undoes it."""
         return UpgradePgfence(self.to, self.from_, self.place.schema, self.place.prefix)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "upgrade_pgfence", self.from_, self.to, self.place.schema, self.place.prefix
 
@@ -88,7 +90,7 @@ def check_version(version: int) -> int:
     return version
 
 
-def _check_name(value: Any, what: str, hint: str = "") -> Any:
+def _check_name(value: object, what: str, hint: str = "") -> str:
     """Return a name, which may stand in a statement.
 
     Raises:
@@ -102,8 +104,16 @@ def _check_name(value: Any, what: str, hint: str = "") -> Any:
     return value
 
 
-def _check_table(value: Any) -> Any:
+def _check_table(value: object) -> str:
     return _check_name(value, "a table", ", and its schema by schema=")
+
+
+class TableOptions(TypedDict, total=False):
+    """Where a table and pgfence's own are."""
+
+    schema: str | None
+    pgfence_schema: str | None
+    prefix: str
 
 
 class TableOperation(PlaceOperation):
@@ -117,7 +127,7 @@ class TableOperation(PlaceOperation):
         self.target = Target(_check_table(table), schema)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> TableOptions:
         """The table and the installation, as arguments."""
         return {"schema": self.target.schema, "pgfence_schema": self.place.schema, "prefix": self.place.prefix}
 
@@ -125,14 +135,14 @@ class TableOperation(PlaceOperation):
 class AddFence(TableOperation):
     """Let a table refuse every write outside the gate of its resource."""
 
-    def __init__(self, table: str, *, resource: str, namespace: str = "", **options: Any) -> None:
+    def __init__(self, table: str, *, resource: str, namespace: str = "", **options: Unpack[TableOptions]) -> None:
         super().__init__(table, **options)
         self.parts = parts_of(resource, namespace)
         self.resource = resource
         self.namespace = namespace
 
     @property
-    def definition(self) -> Any:
+    def definition(self) -> object:
         """What two fences of one table may differ in."""
         return self.parts, self.place
 
@@ -140,7 +150,7 @@ class AddFence(TableOperation):
         """Return what undoes it."""
         return DropFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "add_fence", self.target.schema, self.target.name, self.resource
 
@@ -148,7 +158,9 @@ class AddFence(TableOperation):
 class DropFence(TableOperation):
     """Take the fence off a table."""
 
-    def __init__(self, table: str, *, resource: str | None = None, namespace: str = "", **options: Any) -> None:
+    def __init__(
+        self, table: str, *, resource: str | None = None, namespace: str = "", **options: Unpack[TableOptions]
+    ) -> None:
         super().__init__(table, **options)
         if resource is not None:
             parts_of(resource, namespace)
@@ -167,7 +179,7 @@ class DropFence(TableOperation):
             )
         return AddFence(self.target.name, resource=self.resource, namespace=self.namespace, **self.options)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "drop_fence", self.target.schema, self.target.name, self.resource
 
@@ -175,12 +187,12 @@ class DropFence(TableOperation):
 class AddVersionTrigger(TableOperation):
     """Let the server count the version of each row of a table."""
 
-    def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
+    def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Unpack[TableOptions]) -> None:
         super().__init__(table, **options)
         self.column = _check_name(column, "a column")
 
     @property
-    def definition(self) -> Any:
+    def definition(self) -> object:
         """What two triggers of one table may differ in."""
         return self.column
 
@@ -188,7 +200,7 @@ class AddVersionTrigger(TableOperation):
         """Return what undoes it."""
         return DropVersionTrigger(self.target.name, column=self.column, **self.options)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "add_version_trigger", self.target.schema, self.target.name, self.column
 
@@ -196,7 +208,7 @@ class AddVersionTrigger(TableOperation):
 class DropVersionTrigger(TableOperation):
     """Take the trigger off a table."""
 
-    def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Any) -> None:
+    def __init__(self, table: str, *, column: str = VERSION_COLUMN, **options: Unpack[TableOptions]) -> None:
         super().__init__(table, **options)
         self.column = _check_name(column, "a column")
 
@@ -204,7 +216,7 @@ class DropVersionTrigger(TableOperation):
         """Return what undoes it."""
         return AddVersionTrigger(self.target.name, column=self.column, **self.options)
 
-    def to_diff_tuple(self) -> tuple[Any, ...]:
+    def to_diff_tuple(self) -> tuple[object, ...]:
         """Return how `alembic check` names it."""
         return "drop_version_trigger", self.target.schema, self.target.name
 
@@ -212,7 +224,13 @@ class DropVersionTrigger(TableOperation):
 class CreateIndexSafely(CreateIndexOp):
     """Build an index beside running writers; what an interrupted build left behind is dropped first."""
 
-    def __init__(self, index_name: str, table_name: str, columns: Sequence[Any], **options: Any) -> None:
+    def __init__(
+        self,
+        index_name: str,
+        table_name: str,
+        columns: Sequence[str | TextClause | ColumnElement[Any]],
+        **options: Any,
+    ) -> None:
         expect_place(options.get("schema"), PREFIX)
         if not columns:
             raise ValueError("an index needs columns")

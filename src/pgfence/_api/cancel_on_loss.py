@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._holds.carriers import run_on_loop
 
@@ -22,7 +22,7 @@ class CancelOnLoss:
     def __init__(self, *, flag: bool = False) -> None:
         self._flag = flag
         self._cancelled = False
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[object] | None = None
 
     def start(self, handle: AsyncHeld) -> None:
         """Watch this handle, for the running task."""
@@ -36,10 +36,10 @@ class CancelOnLoss:
         if not self._flag:
             handle._hold.subscribe(lambda: run_on_loop(task.get_loop(), lambda: self._cancel(handle, task)))
 
-    async def __aenter__(self) -> Any:
+    async def __aenter__(self) -> AsyncHeld:
         return self._handle
 
-    def _cancel(self, handle: AsyncHeld, task: asyncio.Task[Any]) -> None:
+    def _cancel(self, handle: AsyncHeld, task: asyncio.Task[object]) -> None:
         if self._handle is handle and not handle._hold.released:
             self._cancelled = True
             task.cancel("the lock was lost")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import string
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from typing import TYPE_CHECKING, Any, Literal, Never, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import TYPE_CHECKING, Literal, Never, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from typing_extensions import deprecated
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
     from pgfence.keys import Name
 
 P = ParamSpec("P")
 R = TypeVar("R")
 H_co = TypeVar("H_co", covariant=True)
 
-Coro: TypeAlias = Coroutine[Any, Any, R]
-AnyGenerator: TypeAlias = Generator[Any, Any, Any] | AsyncGenerator[Any, Any]
+# Never is what every generator accepts from send(): this fits all of them.
+AnyGenerator: TypeAlias = Generator[object, Never, object] | AsyncGenerator[object, Never]
 
 Busy = Literal["raise", "skip"] | Callable[[LockTimeoutError], BaseException]
 Unreachable = Literal["raise", "skip", "run"]

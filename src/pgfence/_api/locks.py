@@ -10,7 +10,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, Literal, Never, Self, overload
+from typing import TYPE_CHECKING, Generic, Literal, Never, ParamSpec, Self, overload
 
 from typing_extensions import TypeVar
 
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable, Wrap, WrapSkip
     from pgfence._holds.queue import Contender
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
     from pgfence.keys import Name
     from pgfence.types import Holder, OnLoss
 
 _GENERATOR = "the lock would end before its body runs. Use hold() inside it"
+P = ParamSpec("P")
+R = TypeVar("R")
 H = TypeVar("H", bound=Held, default=Held)
 AH = TypeVar("AH", bound=AsyncHeld, default=AsyncHeld)
 
@@ -114,7 +117,9 @@ class LockBase(Guided, ABC, Generic[H]):
         busy: Callable[[LockTimeoutError], BaseException],
         unreachable: Literal["raise", "run"] = "raise",
     ) -> Wrap: ...
-    def wrap(self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise") -> Any:
+    def wrap(
+        self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise"
+    ) -> object:
         """Return a decorator: the function runs while the lock is held.
 
         Names that are text are `str.format` templates over the arguments of the call: `"close:{tenant_id}"`; `{{` stands for
@@ -135,18 +140,19 @@ class LockBase(Guided, ABC, Generic[H]):
         """
         policy = Policy(timeout, busy, unreachable)
 
-        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
             reject_coroutine(fn, "a sync lock would end before it runs. Use the Async twin")
             reject_generator(fn, _GENERATOR)
             choose_names = compile_templates(self._names, fn)
 
             @functools.wraps(fn)
-            def run_guarded(*args: Any, **kwargs: Any) -> Any:
+            def run_guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
                 lock = self._rename(choose_names(args, kwargs)) if choose_names else self
                 try:
                     handle = acquire_for_call(lock, policy)
                 except LockTimeoutError as error:
-                    return policy.handle_busy(error)
+                    policy.handle_busy(error)
+                    return None
                 except UnreachableError as error:
                     if policy.skips(error):
                         return None
@@ -261,14 +267,16 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
         busy: Callable[[LockTimeoutError], BaseException],
         unreachable: Literal["raise", "run"] = "raise",
     ) -> AsyncWrap: ...
-    def wrap(self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise") -> Any:
+    def wrap(
+        self, *, timeout: Seconds | None = None, busy: Busy = "raise", unreachable: Unreachable = "raise"
+    ) -> object:
         """Return a decorator for coroutine functions: the function runs while the lock is held, and is cancelled at a loss.
 
         Arguments and errors are those of the sync twin; anything but a coroutine function is a TypeError at decoration.
         """
         policy = Policy(timeout, busy, unreachable)
 
-        def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def decorate(fn: Callable[P, Coro[R]]) -> Callable[P, Coro[R | None]]:
             reject_generator(fn, _GENERATOR)
             if not inspect.iscoroutinefunction(fn):
                 raise TypeError(
@@ -277,12 +285,13 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
             choose_names = compile_templates(self._names, fn)
 
             @functools.wraps(fn)
-            async def run_guarded(*args: Any, **kwargs: Any) -> Any:
+            async def run_guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
                 lock = self._rename(choose_names(args, kwargs)) if choose_names else self
                 try:
                     handle = await acquire_for_call_async(lock, policy)
                 except LockTimeoutError as error:
-                    return policy.handle_busy(error)
+                    policy.handle_busy(error)
+                    return None
                 except UnreachableError as error:
                     if policy.skips(error):
                         return None
@@ -306,7 +315,7 @@ class AsyncHoldContext(CancelOnLoss, AbstractAsyncContextManager[AH, None]):
         super().__init__(flag=flag)
         self._lock = lock
         self._timeout = timeout
-        self._others: dict[asyncio.Task[Any] | None, CancelOnLoss] = {}
+        self._others: dict[asyncio.Task[object] | None, CancelOnLoss] = {}
         """The blocks of further tasks, while the first one's goes on."""
 
     async def __aenter__(self) -> AH:

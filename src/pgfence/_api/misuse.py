@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-F = TypeVar("F", bound="Callable[..., Any]")
+F = TypeVar("F", bound="Callable[..., object]")
 
 _FORMS = {
     "acquire": "acquire(timeout=5) waits up to 5 seconds, and try_acquire() does not wait",
@@ -59,7 +59,7 @@ class Guided:
     _absent: ClassVar[Mapping[str, str]] = {}
     """Attributes of other libraries, and what to use instead."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         for verb in _FORMS.keys() & vars(cls).keys():
             setattr(cls, verb, _refuse_by_name(vars(cls)[verb]))

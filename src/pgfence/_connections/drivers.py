@@ -6,22 +6,22 @@ statement that takes 30 microseconds. Everything here works on a connection in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pgfence.errors import UnsupportedServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from sqlalchemy import Dialect
+
+    from pgfence._sql.params import Row
 
 
 _PING = "SELECT 1"
 
 RawConnection: TypeAlias = Any
 """A driver's own connection: psycopg's, psycopg2's or asyncpg's. None of them is installed for certain."""
-Row: TypeAlias = Sequence[Any]
 Heard: TypeAlias = "Callable[[str, str], object]"
 """Called with channel and payload of a NOTIFY."""
 

@@ -7,7 +7,7 @@ import random
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy.orm import sessionmaker
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
+Message: TypeAlias = "dict[str, Any]"
+"""A line of JSON between the demo and its processes."""
 
 _REPORT_EVERY = 0.1
 

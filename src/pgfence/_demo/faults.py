@@ -7,7 +7,7 @@ back already, and the blow is dealt again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import text
 
@@ -17,10 +17,11 @@ from pgfence._process.clock import clock
 from pgfence.advisory import AdvisoryLock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import Engine
 
+    from pgfence._demo.context import Message
     from pgfence._demo.workers import Worker, WorkerPool
 
 # Only while it holds one: the session of somebody who has just given it back is made anew, and nobody is told.
@@ -64,7 +65,7 @@ class Faults:
         open_ = [TakeOver(self._struck.blow, self._struck.lock, None)] if self._struck else []
         return (*self._takeovers, *open_, *(TakeOver(blow, "", None) for _, blow in self._due))
 
-    def hear(self, member: Worker, words: Mapping[str, Any]) -> None:
+    def hear(self, member: Worker, words: Message) -> None:
         """Take note of what a process tells, and strike it if that is due."""
         if "asks" in words:
             self._asking[member] = words["asks"]

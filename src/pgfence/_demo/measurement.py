@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pgfence._demo.errors import DemoError
 from pgfence._demo.faults import Faults
@@ -11,12 +11,11 @@ from pgfence._demo.workload import Figures, Verdict
 from pgfence._process.clock import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from sqlalchemy import Engine
 
     from pgfence._api.handles import Held
     from pgfence._demo.bank import Accounts
+    from pgfence._demo.context import Message
     from pgfence._demo.workers import Worker, WorkerPool
     from pgfence._demo.workload import Workload
 
@@ -87,7 +86,7 @@ class Measurement:
         for member, words in self._crew.listen(_LISTEN):
             self._hear(member, words)
 
-    def _hear(self, member: Worker, words: Mapping[str, Any]) -> None:
+    def _hear(self, member: Worker, words: Message) -> None:
         self._blows.hear(member, words)
         if "transfers" in words:
             self._transfers += words["transfers"]

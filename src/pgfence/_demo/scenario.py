@@ -8,7 +8,7 @@ import sys
 import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from sqlalchemy import create_engine
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Engine
 
+    from pgfence._demo.context import Message
     from pgfence._demo.workload import Verdict
 
 _PATIENCE = 60.0
@@ -75,7 +76,7 @@ def create_engine_for(url: str | URL) -> Engine:
 class ScenarioProcess:
     """A process that plays a part: told its part on standard input, it tells what it does in lines of JSON."""
 
-    def __init__(self, module: str, url: URL, errors: Any, **part: object) -> None:
+    def __init__(self, module: str, url: URL, errors: IO[bytes], **part: object) -> None:
         self._errors = errors
         self.popen = subprocess.Popen(
             (sys.executable, "-P", "-m", module),
@@ -96,7 +97,7 @@ class ScenarioProcess:
             self._stdin.write(f"{json.dumps(words)}\n")
             self._stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self) -> Message:
         """Wait for what it tells next.
 
         Raises:
@@ -107,7 +108,7 @@ class ScenarioProcess:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
             raise DemoError(": ".join(["a process of the demo ended unasked", *last]))
-        words: dict[str, Any] = json.loads(line)
+        words: Message = json.loads(line)
         return words
 
     def hear_of(self, what: str) -> Any:
@@ -149,7 +150,7 @@ def say(**words: object) -> None:
     sys.stdout.flush()
 
 
-def read_part() -> dict[str, Any]:
+def read_part() -> Message:
     """Return the next line from whoever plays the scene."""
-    words: dict[str, Any] = json.loads(sys.stdin.readline() or "{}")
+    words: Message = json.loads(sys.stdin.readline() or "{}")
     return words

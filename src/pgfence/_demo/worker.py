@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import create_engine
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -22,6 +22,7 @@ from pgfence._demo.workloads import ACTS
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
+    from pgfence._demo.context import Message
     from pgfence._demo.workload import Workload
 
 _PAUSE = 0.05
@@ -32,10 +33,10 @@ class Orders:
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
-        self._acts: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._acts: SimpleQueue[Message] = SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def next(self) -> dict[str, Any]:
+    def next(self) -> Message:
         """Wait for the next act."""
         return self._acts.get()
 

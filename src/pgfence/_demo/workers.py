@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pgfence._demo.errors import DemoError
 from pgfence._process.clock import clock
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from sqlalchemy import URL
+
+    from pgfence._demo.context import Message
 
 _PROGRAM = (sys.executable, "-P", "-m", "pgfence._demo.worker")
 _START = 120.0
@@ -49,7 +51,7 @@ class Worker:
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
 
-    def hear(self) -> list[dict[str, Any]] | None:
+    def hear(self) -> list[Message] | None:
         """Return what it has said since; None: it has ended."""
         piece = os.read(self.stdout.fileno(), 1 << 16)
         *lines, self._unread = (self._unread + piece).split(b"\n")
@@ -112,7 +114,7 @@ class WorkerPool:
         for member in self._members:
             member.tell(order)
 
-    def listen(self, timeout: float) -> Iterator[tuple[Worker, dict[str, Any]]]:
+    def listen(self, timeout: float) -> Iterator[tuple[Worker, Message]]:
         """Yield who said what, after waiting for at most `timeout` seconds.
 
         Raises:

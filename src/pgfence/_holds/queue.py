@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
-    from pgfence.types import State
+    from pgfence.types import Holder, State
 
 
 BURST = 16
@@ -97,7 +97,7 @@ class QueueEntry:
         """Why the server could not be asked for it, while that is so."""
         self.found_held = False
         """Whether the server has responded that another process holds it."""
-        self.last_holder: Any = None
+        self.last_holder: Holder | None = None
         """Whom it found when it last asked; for messages."""
         self.wake: Callable[[], object] | None = None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from pgfence._leases.terms import Heartbeat, LeaseTerms
-    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.params import ParamStyle, Row
     from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
     from pgfence.types import Holder, Json, LeaseRef
@@ -146,7 +146,7 @@ class LeaseRequest(AcquireRequest):
         return Busy(remaining, holder_of(self, (*who, token, since, expires_at)))
 
 
-def holder_of(claim: AcquireRequest, row: Sequence[Any]) -> Holder:
+def holder_of(claim: AcquireRequest, row: Row) -> Holder:
     """Return the holder that a row of `look` describes."""
     return build_lease_holder(claim.names[0], row)
 
@@ -188,7 +188,7 @@ def build_adoption(
     return lease_sql(claim.place, style).adopt, args
 
 
-def read_adoption(claim: AcquireRequest, token: int, row: Sequence[Any]) -> tuple[AcquireRequest, Granted] | str:
+def read_adoption(claim: AcquireRequest, token: int, row: Row) -> tuple[AcquireRequest, Granted] | str:
     """Return what was adopted, with the terms it has in the table; or why it was not."""
     outcome, expires_at, remaining, hold_remaining, ttl, checkpoint, purpose, set_back = row
     warn_of_clock(claim, set_back)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Coro: TypeAlias = Coroutine[Any, Any, T]
+"""What calling an `async def` function returns: a coroutine whose result is a T."""
 
-def run_sync(function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
+
+def run_sync(function: Callable[P, Coro[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a coroutine function to its end on this thread, where everything that it awaits blocks instead of suspending.
 
     Raises:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _WIPE_ON_FORK = 18
 """MADV_WIPEONFORK, for which Python has no name."""
+
+
+P = ParamSpec("P")
 
 
 class Mark(Protocol):
@@ -148,18 +151,18 @@ MUTEX = threading.Lock()
 PROCESS.renew_in_child(MUTEX._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def make_weak_method(method: Any) -> Any:
+def make_weak_method(method: Callable[P, object]) -> Callable[P, object]:
     """Return a call of a bound method that does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> object:
         target = reference()
-        return None if target is None else target(*args)
+        return None if target is None else target(*args, **kwargs)
 
     return call
 
 
-def on_disposed(engine: Engine, method: Any) -> None:
+def on_disposed(engine: Engine, method: Callable[[Engine], object]) -> None:
     """Have a bound method called after each `engine.dispose()`, without keeping its object alive.
 
     `event.listen` would mark the engine as one with events, and from then on each statement of each of its connections would

@@ -26,7 +26,7 @@ class TextError(ValueError):
     """A text of a statement cannot be sent over this connection. The statement has done nothing."""
 
 
-def text_error(error: BaseException, values: object, driver: Callable[[], Any]) -> TextError | None:
+def text_error(error: BaseException, values: object, driver: Callable[[], object]) -> TextError | None:
     """Return what an error of a statement means if it is about one of its texts; None if it is about something else.
 
     Args:

@@ -31,7 +31,7 @@ from pgfence.types import Holder
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, CursorResult
 
     from pgfence._sql.params import Row
     from pgfence._sql.storage import TableNames
@@ -235,7 +235,7 @@ def _to_data(holder: Holder) -> Mapping[str, object]:
     return {name: getattr(holder, name) for name in known} | times
 
 
-def _run(connection: Connection, place: TableNames, text: str, *args: object) -> Any:
+def _run(connection: Connection, place: TableNames, text: str, *args: object) -> CursorResult[*tuple[Any, ...]]:
     """Run a text with the names of this place, and its parameters in the style of this driver."""
     style = style_of(connection.dialect)
     names = {what: place.name(what) for what in ("lease", "audit", "evict_lease_v2")}

@@ -13,6 +13,8 @@ from pgfence.config import config_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from pgfence.config import HasDialect
+
 VERSION = 3
 """The version of the tables and functions that this release creates. Fences and guards need only version 1."""
 KEYS = 2
@@ -87,7 +89,7 @@ class TableNames(NamedTuple):
         return f"pgfence install{schema}{prefix}"
 
 
-def table_names_of(thing: Any) -> TableNames:
+def table_names_of(thing: HasDialect) -> TableNames:
     """Return the place for an Engine, AsyncEngine, Connection or AsyncConnection.
 
     It is what was configured, and a `schema_translate_map` on top of it, so that each tenant's schema may have its own.
@@ -101,10 +103,10 @@ def _place(schema: str | None, prefix: str) -> TableNames:
     return TableNames(schema, prefix)
 
 
-def translate_schema(thing: Any, schema: str | None) -> str | None:
+def translate_schema(thing: HasDialect, schema: str | None) -> str | None:
     """Return what a schema is called in statements of this Engine or Connection, sync or async."""
     # An AsyncConnection has options of its own on top of its engine's.
-    real = getattr(thing, "sync_connection", None) or getattr(thing, "sync_engine", thing)
+    real: Any = getattr(thing, "sync_connection", None) or getattr(thing, "sync_engine", thing)
     options: Mapping[str, Any] = real.get_execution_options()
     found: str | None = (options.get("schema_translate_map") or {}).get(schema, schema)
     return found

@@ -177,7 +177,7 @@ def is_model(one: type[object]) -> TypeGuard[type[BaseModel]]:
     return isinstance(getattr(one, "model_fields", None), dict) and hasattr(one, "__pydantic_validator__")
 
 
-def is_named_tuple(one: type[object]) -> TypeGuard[type[Any]]:
+def is_named_tuple(one: type[object]) -> TypeGuard[type[NamedTuple]]:
     """Return whether a class is a named tuple."""
     return issubclass(one, tuple) and hasattr(one, "_make")
 

@@ -24,6 +24,8 @@ from pgfence.config import config_of, configure
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from sqlalchemy.engine.interfaces import Dialect
+
 DRIVERS = ("psycopg", "psycopg2")
 # Those of libpq's variables that say where to go, and not only as whom.
 WHERE = ("PGDATABASE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")
@@ -80,7 +82,7 @@ def _create_unnamed() -> Engine:
     engine = _create(URL.create("postgresql"), "the environment")
 
     @event.listens_for(engine, "do_connect")
-    def connect(dialect: Any, _record: object, words: list[object], options: Any) -> Any:
+    def connect(dialect: Dialect, _record: object, words: list[Any], options: dict[str, Any]) -> object:
         failure = dialect.loaded_dbapi.OperationalError
         try:
             return dialect.connect(*words, **options)

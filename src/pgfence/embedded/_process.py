@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,11 +41,22 @@ def find_other_user() -> pwd.struct_passwd | None:
     return pwd.getpwnam("nobody")
 
 
-def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], dict[str, Any]]:
+class ProcessOptions(TypedDict, total=False):
+    """Arguments of `Popen` for a program of PostgreSQL."""
+
+    env: dict[str, str]
+    stdin: int
+    cwd: str
+    user: int
+    group: int
+    extra_groups: list[int]
+
+
+def build_command(words: Sequence[str | Path]) -> tuple[list[str | Path], ProcessOptions]:
     """Return how to run a program of PostgreSQL, which refuses root: the words, and arguments for `Popen`."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_"))}
     environment |= {"LC_ALL": "C", "TZ": "UTC"}
-    options: dict[str, Any] = {"env": environment, "stdin": subprocess.DEVNULL, "cwd": "/"}
+    options: ProcessOptions = {"env": environment, "stdin": subprocess.DEVNULL, "cwd": "/"}
     if user := find_other_user():
         options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
     prefix = _NAMESPACE if os.geteuid() == 0 and user is None else ()
@@ -67,8 +78,8 @@ class ServerProcess:
             OSError: the program cannot be started.
         """
         self.ended = threading.Event()
-        self._watchdog: subprocess.Popen[Any] | None = None
-        started: Future[subprocess.Popen[Any]] = Future()
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        started: Future[subprocess.Popen[bytes]] = Future()
         # The kernel sends the death signal when the *thread* that started the child ends, so one that lasts starts it.
         keeper = threading.Thread(target=self._keep, args=(words, log, keep_open, started), daemon=True)
         keeper.name = "pgfence-embedded"
@@ -77,7 +88,7 @@ class ServerProcess:
         self.pid = self._popen.pid
 
     def _keep(
-        self, words: Sequence[str | Path], log: Path, keep_open: int, started: Future[subprocess.Popen[Any]]
+        self, words: Sequence[str | Path], log: Path, keep_open: int, started: Future[subprocess.Popen[bytes]]
     ) -> None:
         try:
             popen = self._start(words, log, keep_open)
@@ -91,7 +102,7 @@ class ServerProcess:
             self._watchdog.communicate()
         self.ended.set()
 
-    def _start(self, words: Sequence[str | Path], log: Path, keep_open: int) -> subprocess.Popen[Any]:
+    def _start(self, words: Sequence[str | Path], log: Path, keep_open: int) -> subprocess.Popen[bytes]:
         words, options = build_command([*(_DEATH_SIGNAL if _works(_DEATH_SIGNAL) else ()), *words])
         with log.open("ab") as output:
             # A session of its own: Ctrl-C in the terminal is for us, and we still need the server to clean up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
+from typing import TYPE_CHECKING, Literal, ParamSpec, overload
 
 from pgfence._api.inputs import AsyncEngineSource
 from pgfence._api.locks import AsyncLockBase
@@ -12,10 +12,11 @@ from pgfence.once._handles import AsyncSlot
 from pgfence.once._request import OnceOptions, R, list_rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
     from pgfence.errors import LockTimeoutError
     from pgfence.types import Holder
 
@@ -87,20 +88,20 @@ class AsyncOnce(OnceOptions[AsyncEngineSource, AsyncSlot], AsyncLockBase[AsyncSl
     ) -> AsyncWrap: ...
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
-    ) -> Any:
+    ) -> object:
         """Return a decorator: the function runs once in each slot, and calls beyond that return None.
 
         With `catch_up="all"` it runs once for each slot that is due, and the last result is returned;
         `pgfence.current(AsyncSlot).slot` says which it is at. Otherwise as the `wrap` of a lock, but that `busy="skip"` is the
         default.
         """
-        once: Any = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
+        once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
         if self._catch_up != "all":
             return once
         lenient: Unreachable = "raise" if unreachable == "raise" else "skip"
-        further: Any = super().wrap(busy="skip", unreachable=lenient)
+        further = super().wrap(busy="skip", unreachable=lenient)
 
-        def decorate(fn: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, Coroutine[Any, Any, R | None]]:
+        def decorate(fn: Callable[P, Coro[R]]) -> Callable[P, Coro[R | None]]:
             once(fn)  # raises now if the function cannot be wrapped
 
             @functools.wraps(fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
+from typing import TYPE_CHECKING, Literal, ParamSpec, overload
 
 from pgfence._api.inputs import EngineSource
 from pgfence._api.locks import LockBase
@@ -121,18 +121,18 @@ class Once(OnceOptions[EngineSource, Slot], LockBase[Slot]):
     ) -> Wrap: ...
     def wrap(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, *, timeout: Seconds | None = None, busy: Busy = "skip", unreachable: Unreachable = "raise"
-    ) -> Any:
+    ) -> object:
         """Return a decorator: the function runs once in each slot, and calls beyond that return None.
 
         With `catch_up="all"` it runs once for each slot that is due, and the last result is returned;
         `pgfence.current(Slot).slot` says which it is at. Otherwise as the `wrap` of a lock, but that `busy="skip"` is the
         default.
         """
-        once: Any = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
+        once = super().wrap(timeout=timeout, busy=busy, unreachable=unreachable)  # type: ignore[arg-type]
         if self._catch_up != "all":
             return once
         lenient: Unreachable = "raise" if unreachable == "raise" else "skip"
-        further: Any = super().wrap(busy="skip", unreachable=lenient)
+        further = super().wrap(busy="skip", unreachable=lenient)
 
         def decorate(fn: Callable[P, R]) -> Callable[P, R | None]:
             once(fn)  # raises now if the function cannot be wrapped

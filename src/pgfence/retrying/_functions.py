@@ -252,7 +252,7 @@ def _reject_session(given: object, way: str) -> None:
     raise TypeError(f"{way}, not a {type(given).__name__}")
 
 
-def _check_session_argument(fn: Callable[..., Any]) -> inspect.Signature | None:
+def _check_session_argument(fn: Callable[..., object]) -> inspect.Signature | None:
     """Return the signature of a function whose first argument can be the session; None if the signature is unknown.
 
     Raises:

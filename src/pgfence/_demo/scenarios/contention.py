@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sqlalchemy import BigInteger, ForeignKey, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -184,7 +184,10 @@ def _move(session: Session, source: int, target: int) -> None:
     session.add_all([VersionedEntry(account=source, cents=-100), VersionedEntry(account=target, cents=100)])
 
 
-GUARDS: dict[str, Callable[[Any, int, int], int]] = {"lock": _move_under_lock, "version": _move_by_version}
+GUARDS: dict[str, Callable[[sessionmaker[VersionedSession], int, int], int]] = {
+    "lock": _move_under_lock,
+    "version": _move_by_version,
+}
 SCENE = Scenario(name="contention", title=_TITLE, play=play)
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import MetaData, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from multiprocessing.pool import Pool
 
     from sqlalchemy import Engine
+
+    from pgfence._demo.context import Message
 
 PROCESSES = 8
 PAYMENTS = 100
@@ -126,7 +128,7 @@ def play(engine: Engine) -> ScenarioResult:
     )
 
 
-def _run_storm(engine: Engine, told: dict[str, Any], *, keyed: bool) -> Storm:
+def _run_storm(engine: Engine, told: Message, *, keyed: bool) -> Storm:
     with engine.connect() as connection:
         made, paid, twice = connection.execute(_PAID, {"keyed": keyed}).one()
     answers = [ClientAnswer(*answer) for answer in told["answers"]]
@@ -167,7 +169,7 @@ def main() -> None:
             say(**{what: _play_one(pool, engine, ask, requests)})
 
 
-def _play_one(pool: Pool, engine: Engine, ask: Callable[[int], ClientAnswer], requests: list[int]) -> dict[str, Any]:
+def _play_one(pool: Pool, engine: Engine, ask: Callable[[int], ClientAnswer], requests: list[int]) -> Message:
     working, ended = pool.map_async(ask, requests, chunksize=1), 0
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         while not working.ready():

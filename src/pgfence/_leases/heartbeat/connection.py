@@ -22,12 +22,13 @@ from pgfence._process.coroutines import run_sync
 from pgfence._process.lifecycle import PROCESS
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import Engine
 
     from pgfence._connections.connection import LockConnection
     from pgfence._connections.drivers import Heard
+    from pgfence._process.coroutines import Coro
     from pgfence.config import Config
 
 R = TypeVar("R")
@@ -171,7 +172,7 @@ class AsyncHeartbeatConnection(HeartbeatConnection):
         self._loop = asyncio.SelectorEventLoop()
         self._wake_reader = asyncio.Event()
 
-    def _run(self, work: Coroutine[Any, Any, R]) -> R:
+    def _run(self, work: Coro[R]) -> R:
         return self._loop.run_until_complete(work)
 
     def open(self) -> None:
