@@ -173,15 +173,51 @@ async def test_limits_of_the_site_end_no_wait_and_hold_for_what_migrates(world: 
     await on(world, work)
 
 
-async def test_a_lock_that_is_free_costs_three_statements_and_two_to_give_back(world: World, key: LockKey) -> None:
-    """The facts of the server, what a holder needs of its session, the lock; unlock, and the settings as they were."""
+async def test_the_settings_of_a_holder_cost_one_statement_and_one_to_put_back(world: World, key: LockKey) -> None:
+    """The lock itself goes through the driver, like any lock on a connection of the caller's."""
     asked: list[str] = []
 
     def work(connection: Connection) -> None:
         event.listen(connection.engine, "before_cursor_execute", lambda *what: asked.append(what[2]))
         with migration_lock(connection, key=key):
-            assert len(asked) == 3
-        assert len(asked) == 5
+            assert len(asked) == 1
+        assert len(asked) == 2
+
+    await on(world, work)
+
+
+@pytest.mark.twins
+async def test_settings_that_changed_between_two_locks_are_put_back_as_they_were_last(
+    world: World, key: LockKey
+) -> None:
+    """What was learnt of the connection for the first lock is not what the second one puts back."""
+
+    def work(connection: Connection) -> None:
+        with migration_lock(connection, key=key):
+            pass
+        connection.execute(text("SET idle_session_timeout = 60000"))
+        connection.commit()
+        with migration_lock(connection, key=key):
+            assert connection.scalar(text("SHOW idle_session_timeout")) == "0"
+        assert connection.scalar(text("SHOW idle_session_timeout")) == "1min"
+
+    await on(world, work)
+
+
+@pytest.mark.twins
+async def test_a_lock_that_this_thread_holds_is_waited_for_until_the_timeout(
+    world: World, dsn: str, key: LockKey, admin: psycopg.Connection[Any]
+) -> None:
+    """A second connection of the same thread or task is one more process that waits; the first one goes on."""
+
+    def work(connection: Connection) -> None:
+        pid = pid_of(connection)
+        with migration_lock(connection, key=key):
+            other = Connection(connection.engine)
+            with pytest.raises(LockTimeoutError, match=str(pid)):
+                migration_lock(other, key=key, timeout=0.3).__enter__()
+            other.close()
+            assert locks(admin, pid) == 1
 
     await on(world, work)
 

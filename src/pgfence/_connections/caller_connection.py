@@ -53,26 +53,24 @@ class CallerConnection(LockConnection):
         event.listen(connection, "before_cursor_execute", self._guard)
 
     @classmethod
-    async def borrow(
-        cls, carrier: Carrier, connection: Connection, make_driver: type[DriverConnection], limit: float
-    ) -> Self:
-        """Borrow a connection that is outside a transaction; its first question may take `limit` seconds."""
+    async def borrow(cls, carrier: Carrier, connection: Connection, make_driver: type[DriverConnection]) -> Self:
+        """Borrow a connection that is outside a transaction. The server is not asked for anything."""
         dbapi_connection = await carrier.call(lambda: connection.connection.dbapi_connection)
         assert dbapi_connection is not None
         driver = make_driver(connection.dialect.get_driver_connection(dbapi_connection))
         cls.check_usable(connection, dbapi_connection, driver)
-        facts = cls.get_known_facts(connection, dbapi_connection)
-        session = cls(connection, dbapi_connection, driver, facts or server.UNKNOWN)
-        if facts is None:
-            try:
-                row = await session.fetch_row(connection.engine, server.READ_FACTS, (), limit=limit)
-                facts = server.ServerInfo.of(row, set_up=False)
-            except BaseException:
-                session.give_up()
-                raise
-            session.learn_facts(facts)
-            cls.learn(connection, dbapi_connection, facts)
-        return session
+        known: tuple[DBAPIConnection, server.ServerInfo] | None = connection.info.get(_FACTS)
+        facts = known[1] if known is not None and known[0] is dbapi_connection else server.UNKNOWN
+        return cls(connection, dbapi_connection, driver, facts)
+
+    async def fetch_facts(self, limit: float) -> None:
+        """Ask the server for the facts; the question may take `limit` seconds."""
+        row = await self.fetch_row(self.connection.engine, server.READ_FACTS, (), limit=limit)
+        self.learn_facts(server.ServerInfo.of(row, set_up=False))
+
+    def keep_facts(self) -> None:
+        """Keep the facts with the pooled connection for the next lock: they have been judged."""
+        self.connection.info[_FACTS] = self.dbapi_connection, self.facts
 
     @staticmethod
     def check_usable(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> None:
@@ -87,17 +85,6 @@ class CallerConnection(LockConnection):
                 "a session lock must be taken outside a transaction: commit or roll back first, or use an AUTOCOMMIT"
                 " connection, or AdvisoryLock(engine, ...).connect(), or TransactionLock for a lock that ends with it"
             )
-
-    @staticmethod
-    def get_known_facts(connection: Connection, dbapi_connection: DBAPIConnection) -> server.ServerInfo | None:
-        """Return what was learnt of this very connection before."""
-        known: tuple[DBAPIConnection, server.ServerInfo] | None = connection.info.get(_FACTS)
-        return known[1] if known is not None and known[0] is dbapi_connection else None
-
-    @staticmethod
-    def learn(connection: Connection, dbapi_connection: DBAPIConnection, facts: server.ServerInfo) -> None:
-        """Keep with the pooled connection what one round trip told of it."""
-        connection.info[_FACTS] = dbapi_connection, facts
 
     def give_up(self) -> None:
         """Leave the connection to its owner after a first statement that failed; if it was cut off, close it."""

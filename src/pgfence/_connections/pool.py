@@ -205,20 +205,29 @@ class LockPool:
                 return session
             session.close()
 
-    async def borrow(self, connection: Connection, limit: float) -> LockConnection:
-        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+    async def borrow_unjudged(self, connection: Connection) -> CallerConnection:
+        """Make the caller's own connection a session without asking the server, for statements that hold nothing."""
         try:
-            session = await self._callers_kind.borrow(self.carrier, connection, self._driver_kind, limit)
+            return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
         except Exception as error:
             if told := translate_connect_error(self.engine, error):
                 raise told from error
             raise
-        engine, facts, driver, pooler = self.engine, session.facts, session.driver.raw, self.config.pooler
-        try:
-            await self.carrier.call(lambda: judge(engine, facts, driver, pooler))
-        except BaseException:
-            session.detach()
-            raise
+
+    async def borrow(self, connection: Connection, limit: float) -> LockConnection:
+        """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
+        session = await self.borrow_unjudged(connection)
+        if session.facts is server.UNKNOWN:
+            engine, driver, pooler = self.engine, session.driver.raw, self.config.pooler
+            try:
+                await session.fetch_facts(limit)
+                await self.carrier.call(lambda: judge(engine, session.facts, driver, pooler))
+            except BaseException as error:
+                session.give_up()
+                if isinstance(error, Exception) and (told := translate_connect_error(engine, error)):
+                    raise told from error
+                raise
+            session.keep_facts()
         session.on_death = self.on_death
         return session
 

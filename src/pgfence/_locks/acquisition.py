@@ -65,6 +65,7 @@ class Acquisition(Generic[W]):
     once_only: ClassVar[str] = "a session lock is not re-entrant. Pass the handle on, or use one lock with many names"
 
     __slots__ = (
+        "_budget",
         "_known_patience",
         "_lasts",
         "cancel",
@@ -90,6 +91,7 @@ class Acquisition(Generic[W]):
         lasts: bool = False,
         no_handoff: bool = False,
         cancel: CancelEvent | None = None,
+        budget: float | None = None,
     ) -> None:
         """Describe a call.
 
@@ -103,6 +105,7 @@ class Acquisition(Generic[W]):
             lasts: whether it waits for a server that is away from its first question on.
             no_handoff: whether each of its grants has something of its own, a token.
             cancel: ends the wait of a thread.
+            budget: seconds that one statement may take; None: by the timeout.
         """
         self.queue = queue
         self.config = config
@@ -114,6 +117,7 @@ class Acquisition(Generic[W]):
         """When its time is over, on the clock of this process."""
         self.cancel = cancel
         self.entry = QueueEntry(wanted.places, owner, queue, no_handoff=no_handoff)
+        self._budget = budget
         self._lasts = lasts and timeout > 0
         self._known_patience: Patience | None = None
 
@@ -135,6 +139,8 @@ class Acquisition(Generic[W]):
     @property
     def budget(self) -> float:
         """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
+        if self._budget is not None:
+            return self._budget
         left = self.ends_at - clock()
         if left >= STATEMENT_BUDGET - RELEASE_BUDGET:
             return STATEMENT_BUDGET

@@ -71,7 +71,13 @@ class LockManager:
         return self.carrier.loop
 
     def begin_call(
-        self, names: tuple[str, ...], sql: LockSql, timeout: Seconds | None, *, lasts: bool = False
+        self,
+        names: tuple[str, ...],
+        sql: LockSql,
+        timeout: Seconds | None,
+        *,
+        lasts: bool = False,
+        budget: float | None = None,
     ) -> LockAcquisition:
         """Return a call of this contender, which is in no queue yet."""
         carrier, no_handoff = self.carrier, isinstance(sql, TokenSql)
@@ -79,7 +85,16 @@ class LockManager:
         limit = timeout_of(self.config, timeout, owner)
         cancel = carrier.cancel_event() if limit else None
         return Acquisition(
-            self.queue, self.config, names, sql, owner, limit, lasts=lasts, no_handoff=no_handoff, cancel=cancel
+            self.queue,
+            self.config,
+            names,
+            sql,
+            owner,
+            limit,
+            lasts=lasts,
+            no_handoff=no_handoff,
+            cancel=cancel,
+            budget=budget,
         )
 
     async def acquire(
@@ -90,6 +105,7 @@ class LockManager:
         make: Callable[[LockManager, SessionHold], HandleT],
         *,
         on: Connection | None = None,
+        budget: float | None = None,
     ) -> HandleT | None:
         """Return a handle, or None when somebody else has the lock and `timeout` is 0.
 
@@ -99,12 +115,13 @@ class LockManager:
             timeout: seconds; None is the default, which does not wait for a server that is away at the first question.
             make: makes the handle. From then on its finaliser answers for the lock, until then we do.
             on: the caller's own connection; None takes one of ours.
+            budget: seconds that one statement may take, for a caller that polls; None: by the timeout.
 
         Raises:
             LockTimeoutError: it was not free within the timeout.
             SelfDeadlockError: it would never be, inside this process.
         """
-        call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None)
+        call = self.begin_call(names, sql, timeout, lasts=timeout is not None and on is None, budget=budget)
         entry = call.entry
         try:
             if call.cancel is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
+from pgfence._sql import server
 from pgfence._sql.params import style_of
 from pgfence._sql.sqlstate import sqlstate_of
 
@@ -21,7 +23,7 @@ _DOING = (
 )
 # What would end a session that holds the lock and is quiet, e.g. while a script computes; what lets the server notice that the
 # client is gone, also while a statement runs. The site's limits for statements stay: the migration's own count on them.
-_OURS = {
+_OURS = dict.fromkeys(server.OURS) | {
     "idle_session_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
     "tcp_keepalives_idle": "10",
@@ -31,12 +33,10 @@ _OURS = {
     "client_connection_check_interval": "1000",
 }
 # Behind a pooler the next statement may reach a session of somebody else's.
-_SET_UP = (
-    "SELECT pg_catalog.set_config(s.name, o.value, false)"
-    f" FROM (VALUES {', '.join(str(each) for each in _OURS.items())}) AS o(name, value)"
-    " JOIN pg_catalog.pg_settings AS s ON s.name = o.name"
-    " WHERE pg_catalog.pg_backend_pid() = CAST({0} AS integer) AND (s.name <> 'client_connection_check_interval'"
-    " OR pg_catalog.strpos(pg_catalog.version(), 'linux') > 0)"
+_SET_UP = "SELECT " + server.SETTINGS.format(
+    values=", ".join(f"('{name}', {'NULL' if value is None else repr(value)})" for name, value in _OURS.items()),
+    action="CASE WHEN o.value IS NULL OR pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.<>) CAST({0} AS integer)"
+    " THEN true ELSE pg_catalog.set_config(s.name, o.value, false) IS NOT NULL END",
 )
 _MARKS = {"format": "%s", "numeric": "$1"}
 _HAS_WRITTEN = "SELECT pg_catalog.pg_current_xact_id_if_assigned() IS NOT NULL"
@@ -87,14 +87,16 @@ def describe_lockers(connection: Connection) -> list[str]:
     ]
 
 
-def set_up(connection: Connection, backend_pid: int) -> None:
-    """Make the session fit for holding the lock; `server.restore` puts everything back.
+def set_up(connection: Connection, backend_pid: int) -> dict[str, str]:
+    """Make the session fit for holding the lock, and return the settings before for `server.restore`.
 
     Args:
         connection: in autocommit.
-        backend_pid: the server process that was asked for its facts.
+        backend_pid: the server process that has granted the lock.
     """
-    connection.exec_driver_sql(_SET_UP.format(_MARKS[style_of(connection.dialect)]), (backend_pid,))
+    row = connection.exec_driver_sql(_SET_UP.format(_MARKS[style_of(connection.dialect)]), (backend_pid,)).one()
+    settings: dict[str, str] = json.loads(row[0])
+    return settings
 
 
 def has_written(connection: Connection) -> bool:

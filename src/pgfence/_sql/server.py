@@ -24,7 +24,7 @@ from pgfence.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import Dialect
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 OLDEST = 14
 
-_OURS = {
+OURS = {
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_session_timeout": "0",
@@ -65,17 +65,17 @@ _FACTS = (
     " {settings} FROM probe"
 )
 # What was set before is read from the view's own snapshot, so the filter may set in passing.
-_SETTINGS = (
+SETTINGS = (
     "(SELECT pg_catalog.json_object_agg(s.name, s.setting) FILTER (WHERE {action})::text"
     " FROM (VALUES {values}) AS o(name, value) JOIN pg_catalog.pg_settings AS s ON s.name = o.name"
     " WHERE s.name <> 'client_connection_check_interval' OR pg_catalog.strpos(pg_catalog.version(), 'linux') > 0)"
 )
-_VALUES = ", ".join(f"('{name}', '{value}')" for name, value in _OURS.items())
-READ_FACTS = _FACTS.format(settings=_SETTINGS.format(values=_VALUES, action="true"))
+_VALUES = ", ".join(f"('{name}', '{value}')" for name, value in OURS.items())
+READ_FACTS = _FACTS.format(settings=SETTINGS.format(values=_VALUES, action="true"))
 # Nothing is set where another server process answers than the driver connected to: behind a pooler that session is somebody
 # else's the next moment.
 _SET_UP = _FACTS.format(
-    settings=_SETTINGS.format(
+    settings=SETTINGS.format(
         values=_VALUES,
         action="CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) CAST({0} AS integer)"
         " THEN pg_catalog.set_config(s.name, o.value, false) IS NOT NULL ELSE true END",
@@ -152,18 +152,14 @@ def put_back(connection: Connection, facts: ServerInfo) -> None:
 
     The idle timeouts stay off: they would end the session that holds the lock.
     """
-    _put_back(connection, facts, _THEIRS)
+    restore(connection, {name: value for name, value in facts.settings.items() if name in _THEIRS})
 
 
-def restore(connection: Connection, facts: ServerInfo) -> None:
-    """Put back everything that `read_facts` has set, on a connection that goes on to be somebody's."""
-    _put_back(connection, facts, tuple(_OURS))
-
-
-def _put_back(connection: Connection, facts: ServerInfo, names: Sequence[str]) -> None:
-    values = {name: facts.settings[name].replace("'", "''") for name in names if name in facts.settings}
-    asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())
-    if asked:
+def restore(connection: Connection, settings: Mapping[str, str]) -> None:
+    """Put settings into force as they were before."""
+    values = {name: value.replace("'", "''") for name, value in settings.items()}
+    if values:
+        asked = ", ".join(f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items())
         connection.exec_driver_sql(f"SELECT {asked}")
 
 

@@ -15,7 +15,7 @@ from pgfence.config import config_of
 from pgfence.errors import TransactionStateError
 from pgfence.keys import LockKey
 from pgfence.migrations import _command
-from pgfence.migrations._session import SessionLock
+from pgfence.migrations._session import MigrationLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ def _hold_lock(connection: Connection, limit: float | None, key: LockKey | None,
             " keep a snapshot, and what Alembic commits would not be committed. Enter migration_lock() right after connect()"
         )
     _command.expect_one_head()
-    lock = SessionLock(
+    lock = MigrationLock(
         connection, key or _default_key(), config_of(connection).default_timeout if limit is None else limit
     )
     if key is None and lock.ask(_command.is_at_head):
