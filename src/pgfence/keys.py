@@ -11,13 +11,14 @@ PostgreSQL has two spaces of advisory keys that never meet: one bigint, and pair
 from __future__ import annotations
 
 import hashlib
+import struct
 from functools import lru_cache, total_ordering
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from sqlalchemy import BigInteger, cast, func, literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from sqlalchemy.sql.elements import ColumnElement
 
@@ -77,8 +78,12 @@ class LockKey:
     @classmethod
     def _make(cls, value: int, space: Literal["bigint", "pair"], name: str | None, hashed: str | None) -> LockKey:
         key = object.__new__(cls)
-        for slot, content in (("_value", value), ("_space", space), ("_name", name), ("_hashed", hashed)):
-            object.__setattr__(key, slot, content)
+        # Written out: a lock of a thousand names makes a thousand keys.
+        fill = object.__setattr__
+        fill(key, "_value", value)
+        fill(key, "_space", space)
+        fill(key, "_name", name)
+        fill(key, "_hashed", hashed)
         return key
 
     @classmethod
@@ -205,14 +210,22 @@ class LockKey:
         return f"<LockKey {self.label!r}, {self._space} {self._value}>"
 
 
+def _hash_names(names: Sequence[str], namespace: str) -> list[LockKey]:
+    """Return the keys of names that were checked."""
+    hashed = [namespace + SEPARATOR + name for name in names]
+    values = struct.unpack(f">{len(names)}q", b"".join([hashlib.sha256(text.encode()).digest()[:8] for text in hashed]))
+    return [LockKey._make(value, "bigint", name, text) for value, name, text in zip(values, names, hashed, strict=True)]
+
+
 @lru_cache(maxsize=1024)
 def _key_of(name: str, namespace: str) -> LockKey:
-    hashed = namespace + SEPARATOR + name
-    value = int.from_bytes(hashlib.sha256(hashed.encode()).digest()[:8], "big", signed=True)
-    return LockKey._make(value, "bigint", name, hashed)
+    return _hash_names((name,), namespace)[0]
 
 
 Name: TypeAlias = str | LockKey
+
+_FEW = 100
+"""More names in one lock would push those of other locks out of the cache, and are checked at once."""
 
 
 def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
@@ -222,10 +235,32 @@ def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:
         ValueError: no name was given, or one is not usable.
         TypeError: one is neither a str nor a LockKey.
     """
-    keys = [n if isinstance(n, LockKey) else LockKey.of(n, namespace=namespace) for n in names]
-    if not keys:
+    names = tuple(names)
+    if not names:
         raise ValueError("a lock needs at least one name")
-    return tuple(sorted(set(keys)) if len(keys) > 1 else keys)
+    if texts := _find_plain(names) if len(names) > _FEW else []:
+        keys = _hash_names(texts, _check_text(namespace, "a namespace"))
+    else:
+        keys = [name if isinstance(name, LockKey) else LockKey.of(name, namespace=namespace) for name in names]
+    if len(keys) == 1:
+        return (keys[0],)
+    # Sorted as numbers: to compare two keys costs more than to hash a name.
+    bigints = {key._value: key for key in reversed(keys) if key._space == "bigint"}
+    pairs = {key._value: key for key in reversed(keys) if key._space == "pair"}
+    return tuple([one[value] for one in (bigints, pairs) for value in sorted(one)])
+
+
+def _find_plain(names: Sequence[Name]) -> list[str]:
+    """Return the names if all are texts that `LockKey.of` accepts, which one look at the whole tells; else an empty list."""
+    texts = [name for name in names if type(name) is str]
+    whole = SEPARATOR.join(texts)
+    if len(texts) < len(names) or not all(texts) or whole.count(SEPARATOR) >= len(texts) or "\x00" in whole:
+        return []
+    try:
+        whole.encode()
+    except UnicodeEncodeError:
+        return []
+    return texts
 
 
 LONGEST_STORED = 255

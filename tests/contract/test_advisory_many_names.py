@@ -146,23 +146,25 @@ async def test_order_of_asking_does_not_matter(world: World, name: str) -> None:
 
 
 @pytest.mark.every_driver
-async def test_hundreds_of_names_are_one_lock(
+async def test_thousands_of_names_are_one_lock(
     world: World, name: str, dsn: str, advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """300 names: a try, a refused try that leaves none, a wait, and a release that frees all."""
-    names = [f"{name}:{n}" for n in range(300)]
-    one = lock(world, world.engine(), *names)
+    """2,000 names and pairs: a try, tries that are refused in the middle and leave none, a wait, a release that frees all."""
+    names = [f"{name}:{n}" for n in range(1_900)]
+    one = lock(world, world.engine(), *names, *(LockKey.pair(-n, n) for n in range(100)))
     async with world.enter(one.hold()) as held:
-        assert len(advisory_rows()) == 300
-        assert len(held.keys) == 300
-    with elsewhere(dsn, held.keys[-1]) as holder:
-        assert await world.call(one.try_acquire) is None
-        assert len(advisory_rows()) == 1
+        assert len(advisory_rows()) == 2_000
+        assert held.keys == tuple(sorted(held.keys))
+    for middle in (held.keys[1_000], held.keys[1_950]):
+        with elsewhere(dsn, middle) as holder:
+            assert await world.call(one.try_acquire) is None
+            assert [row.pid for row in advisory_rows()] == [holder.info.backend_pid]
+    with elsewhere(dsn, held.keys[1_000]) as holder:
         async with background(world.call(one.acquire, timeout=10)) as task:
-            await eventually(waits(holder, held.keys[-1]))
-            give(holder, held.keys[-1])
+            await eventually(waits(holder, held.keys[1_000]))
+            give(holder, held.keys[1_000])
             again = await task
-        assert len(advisory_rows()) == 300
+        assert len(advisory_rows()) == 2_000
         await world.call(again.release)
         assert advisory_rows() == []
 

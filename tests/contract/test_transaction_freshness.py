@@ -226,7 +226,7 @@ async def test_what_the_holder_committed_is_read_after_a_wait(world: World, engi
 @pytest.mark.every_driver
 @pytest.mark.matrix
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-@pytest.mark.parametrize("names", [1, 2])
+@pytest.mark.parametrize("names", [1, 2, 20])
 async def test_a_snapshot_older_than_the_lock_is_refused(
     world: World, name: str, level: str, names: int, advisory_rows: Any
 ) -> None:

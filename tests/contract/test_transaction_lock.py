@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from pgfence.config import configure
 from pgfence.errors import LockTimeoutError, TransactionStateError
-from pgfence.keys import LockKey
+from pgfence.keys import LockKey, resolve
 from pgfence.transaction import AsyncTransactionLock, TransactionLock
 from support.rows import every_row
 from support.transactions import connection, factory, lock, run, scoped, session, statements, value
@@ -96,6 +96,44 @@ async def test_a_new_transaction_asks_again(world: World, name: str, opener: Any
             assert len(sent) == 1
             await world.call(end)
             await run(world, work, "SELECT 1")
+
+
+@pytest.mark.every_driver
+async def test_thousands_of_names_are_one_statement(world: World, name: str, advisory_rows: Any) -> None:
+    """2,000 names and pairs, first in the transaction: taken by one statement, all or none of them."""
+    engine = world.engine()
+    keys = [*(f"{name}:{n}" for n in range(1_900)), *(LockKey.pair(-n, n) for n in range(100))]
+    ordered = resolve(keys, "")
+    async with session(world, engine) as work, connection(world, engine) as other:
+        with statements(engine) as sent:
+            assert await world.call(lock(work, *keys).try_acquire)
+        assert len([statement for statement in sent if "try_advisory" in statement]) == 1
+        assert len(advisory_rows()) == 2_000
+        assert not await world.call(lock(other, ordered[0]).try_acquire)
+        assert not await world.call(lock(other, ordered[-1]).try_acquire)
+        await world.call(work.rollback)
+        assert advisory_rows() == []
+
+
+@pytest.mark.every_driver
+@pytest.mark.matrix
+@pytest.mark.parametrize("position", [1_000, 1_950], ids=["name", "pair"])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+async def test_a_refusal_among_thousands_leaves_none(
+    world: World, name: str, first: bool, position: int, advisory_rows: Any
+) -> None:
+    """2,000 keys of which one in the middle is held: none is left, and the transaction goes on."""
+    engine = world.engine()
+    keys = resolve([*(f"{name}:{n}" for n in range(1_900)), *(LockKey.pair(-n, n) for n in range(100))], "")
+    async with connection(world, engine) as holder, connection(world, engine) as work:
+        await world.call(lock(holder, keys[position]).acquire)
+        if not first:
+            await run(world, work, "SELECT 1")
+        assert not await world.call(lock(work, *keys).try_acquire)
+        assert len(advisory_rows()) == 1
+        await world.call(holder.rollback)
+        assert await world.call(lock(work, *keys).try_acquire)
+        assert len(advisory_rows()) == 2_000
 
 
 # ---------------------------------------------------------------- exclusion

@@ -77,7 +77,7 @@ async def test_a_standby_is_refused(world: World, name: str, standby: Any) -> No
     engine = world.engine(dsn=standby.dsn)
     async with session(world, engine) as work:
         for _ in range(2):
-            for names in ((name,), (name, name + ":2")):
+            for names in ((name,), (name, name + ":2"), [f"{name}:{n}" for n in range(20)]):
                 for call in (lock(work, *names).acquire, lock(work, *names).try_acquire):
                     with pytest.raises(StandbyError, match="primary"):
                         await world.call(call)

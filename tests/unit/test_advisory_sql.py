@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._sql import advisory, server
+from pgfence._sql import advisory, server, transaction
 from pgfence._sql.advisory import QUIET_CHECK, LockSql
+from pgfence._sql.key_arrays import encode_keys
 from pgfence.keys import LockKey, resolve
 from support.rows import every_row
 
@@ -191,6 +192,44 @@ def test_the_keys_of_a_set_are_taken_in_its_order(dsn: str, session: psycopg.Con
         assert answer[0] is False
         assert answer[1] == 0
         holder.execute(first.unlock_text, first.unlock_args)
+
+
+@each_set
+def test_a_try_asks_for_no_key_behind_a_refused_one(
+    keys: Any, dsn: str, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
+) -> None:
+    """C032: it stops at a key in the middle, gives back exactly what came before, and no setting makes a parallel plan of it."""
+    sql, middle = LockSql(keys, "format"), len(keys) // 2
+    asked = (session.info.backend_pid, *sql.unlock_args)
+    newer = session.info.server_version >= 160000
+    session.execute(f"SET {'debug_parallel_query' if newer else 'force_parallel_mode'} = on")
+    session.execute("SET parallel_setup_cost = 0; SET parallel_tuple_cost = 0; SET min_parallel_table_scan_size = 0")
+    with psycopg.connect(dsn, autocommit=True) as holder:
+        busy = LockSql(keys[middle : middle + 1], "format")
+        holder.execute(busy.try_text, (holder.info.backend_pid, *busy.unlock_args))
+        (answer,) = rows(session, sql.try_text, asked)
+        assert answer == ((False,) if len(keys) == 1 and keys[0].space == "bigint" else (False, middle))
+        plan = "\n".join(line for (line,) in rows(session, f"EXPLAIN (ANALYZE, TIMING off) {sql.try_text}", asked))
+        assert "Gather" not in plan
+        assert len(answer) == 1 or re.search(rf"Recursive Union .*actual rows={middle + 2}[. ]", plan)
+        assert len(advisory_rows()) == 1
+
+
+@pytest.mark.parametrize("size", [17, 300])
+def test_a_transactions_request_asks_for_no_key_behind_a_refused_one(
+    dsn: str, size: int, session: psycopg.Connection[Any], advisory_rows: Callable[[], Any]
+) -> None:
+    """The text for many keys counts what it was granted, and has asked for one more."""
+    keys = resolve([LockKey.raw(n) for n in range(size - 5)] + [LockKey.pair(-1, -n) for n in range(5)], "")
+    for shared, middle in ((False, size // 2), (True, size - 2)):
+        text, asked = transaction._request_many("format", shared, False), encode_keys(keys, "format")
+        with session.transaction(), psycopg.connect(dsn, autocommit=True) as holder:
+            busy = LockSql(keys[middle : middle + 1], "format")
+            holder.execute(busy.try_text, (holder.info.backend_pid, *busy.unlock_args))
+            assert rows(session, text, asked) == [(f"{middle} 0 0",)]
+            assert len(advisory_rows()) == middle + 1
+            plan = "\n".join(line for (line,) in rows(session, f"EXPLAIN (ANALYZE, TIMING off) {text}", asked))
+            assert re.search(rf"Recursive Union .*actual rows={middle + 2}[. ]", plan)
 
 
 def test_a_hostile_search_path_changes_nothing(

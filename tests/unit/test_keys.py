@@ -116,6 +116,38 @@ def test_moving_the_split_between_namespace_and_name_changes_the_key(text: str, 
     assert LockKey.of(text[one:], namespace=text[:one]) != LockKey.of(text[two:], namespace=text[:two])
 
 
+@given(st.lists(names, min_size=1, max_size=5), texts)
+def test_many_names_give_the_keys_that_each_gives_alone(some: list[str], namespace: str) -> None:
+    """C025: hashed together or one by one, a name has the same key, and the keys come sorted, each once."""
+    many = [*some, *(f"{some[0]}:{n}" for n in range(101)), *some]
+    found = resolve(many, namespace)
+    assert found == tuple(sorted({LockKey.of(name, namespace=namespace) for name in many}))
+    assert [key.name for key in found] == [key.label for key in found]
+    assert {str(key.sql.compile(dialect=postgresql.dialect()).params) for key in found[:3]} == {
+        str(LockKey.of(key.label, namespace=namespace).sql.compile(dialect=postgresql.dialect()).params)
+        for key in found[:3]
+    }
+
+
+@every_row("bad", ["", "a\x00b", "a\x1fb", "\ud800", 7, None, b"a"])
+def test_an_unusable_name_among_many_is_rejected_like_one_alone(bad: object) -> None:
+    """The error is the one that the name brings by itself."""
+    with pytest.raises((TypeError, ValueError)) as alone:
+        LockKey.of(bad)  # type: ignore[arg-type]
+    with pytest.raises(alone.type) as caught:
+        resolve([*(f"n{n}" for n in range(200)), bad], "")  # type: ignore[list-item]
+    assert str(caught.value) == str(alone.value)
+
+
+def test_ready_keys_and_other_texts_among_many_are_resolved_too() -> None:
+    """A lock of many names takes everything that one of a few takes."""
+    plain = [f"n{n}" for n in range(200)]
+    found = resolve([*plain, Colour.RED, LockKey.pair(1, 2), LockKey.raw(LockKey.of("n7").value)], "space")
+    assert len(found) == 203
+    assert found[-1] == LockKey.pair(1, 2)
+    assert LockKey.of("red", namespace="space") in found
+
+
 def test_an_empty_namespace_is_none() -> None:
     """C026: a name without a namespace has the key of the empty namespace."""
     assert LockKey.of("alembic") == LockKey.of("alembic", namespace="")

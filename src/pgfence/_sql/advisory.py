@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pgfence._sql import activity
 from pgfence._sql.errors import ErrorContext
+from pgfence._sql.key_arrays import KEYS, build_try, call_on_nth, call_on_row, encode_keys
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -44,36 +45,27 @@ _WAIT_ONE = (
 _UNLOCK_ONE = "SELECT pg_catalog.pg_advisory_unlock(CAST({1} AS bigint))"
 
 
-def _call(function: str, value: str = "v", pair: str = "p") -> str:
-    """The function on one row of keys: a bigint, or the two halves of a pair."""
-    return (
-        f"CASE WHEN {pair} THEN pg_catalog.{function}(({value} >> 32)::integer, (({value} << 32) >> 32)::integer)"
-        f" ELSE pg_catalog.{function}({value}) END"
-    )
-
-
-_KEYS = "ROWS FROM (pg_catalog.unnest({0}::bigint[]), pg_catalog.unnest({1}::boolean[])) WITH ORDINALITY AS u(v, p, i)"
-
-# Key by key, stopping at the first refusal; what was taken until then goes back in the same statement.
+# What was taken before a refusal goes back in the same statement.
 _TRY_MANY = (
-    "WITH RECURSIVE b AS MATERIALIZED (SELECT pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer AS mine),"
-    " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + "),"
-    " t(i, got) AS (SELECT 0::bigint, b.mine FROM b UNION ALL"
-    f" SELECT k.i, {_call('pg_try_advisory_lock', 'k.v', 'k.p')} FROM t JOIN k ON k.i = t.i + 1 WHERE t.got),"
+    "WITH RECURSIVE b AS MATERIALIZED (SELECT pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer AS mine,"
+    " {2}::bigint AS bigints, {3}::bigint[] AS keys),"
+    f" {build_try('pg_try_advisory_lock', 'b.mine')},"
     " d AS MATERIALIZED (SELECT pg_catalog.count(*) - 1 AS asked, pg_catalog.bool_and(got) AS got FROM t)"
     " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
-    f" (SELECT pg_catalog.count({_call('pg_advisory_unlock')}) FROM k WHERE NOT d.got AND k.i < d.asked) FROM d"
+    f" (SELECT pg_catalog.count({call_on_nth('pg_advisory_unlock', 't.i')}) FROM t WHERE NOT d.got AND t.got AND t.i > 0) FROM d"
 )
 # The counts make one phase depend on the other; a CTE that nobody reads is never run.
 _WAIT_MANY = (
     "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set),"
-    " k AS MATERIALIZED (SELECT v, p, i FROM " + _KEYS.format("{2}", "{3}") + " ORDER BY i),"
-    f" x AS MATERIALIZED (SELECT {_call('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
+    " k AS MATERIALIZED (" + KEYS.format("{2}", "{3}") + " ORDER BY i),"
+    f" x AS MATERIALIZED (SELECT {call_on_row('pg_advisory_xact_lock')} FROM s, k WHERE s.set IS NOT NULL),"
     " n AS MATERIALIZED (SELECT pg_catalog.count(*) AS taken FROM x)"
     # One row: a driver that reads only the first would leave the rest of the locks untaken.
-    f" SELECT pg_catalog.count({_call('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
+    f" SELECT pg_catalog.count({call_on_row('pg_advisory_lock')}) FROM n, k WHERE n.taken > 0"
 )
-_UNLOCK_MANY = f"SELECT pg_catalog.bool_and({_call('pg_advisory_unlock')}) FROM " + _KEYS.format("{1}", "{2}")
+_UNLOCK_MANY = (
+    f"SELECT pg_catalog.bool_and({call_on_row('pg_advisory_unlock')}) FROM (" + KEYS.format("{1}", "{2}") + ") AS k"
+)
 
 _GRANTED = "pgfence.granted"
 _QUIET_WAIT = (
@@ -129,7 +121,7 @@ class LockSql:
             self._values = (keys[0].value,)
             self.unlock_text = self._texts.unlock_one
         else:
-            self._values = ([k.value for k in keys], [k.space == "pair" for k in keys])
+            self._values = encode_keys(keys, style)
             self.unlock_text = self._texts.unlock_many
         self.try_text = self._texts.try_one if self._one else self._texts.try_many
         """Takes the backend's pid and the keys; answers true (all held), false (none held) or null (another server process

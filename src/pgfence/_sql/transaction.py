@@ -1,7 +1,7 @@
 """The statements of a transaction-level advisory lock: ask, wait, give back.
 
-Asking is one statement of one CASE, whose branches PostgreSQL takes in order: a standby and an old snapshot are refused before
-anything is taken; then each key is tried in its order until one is refused.
+Asking is one statement: a standby and an old snapshot are refused before anything is taken; then each key is tried in its order
+until one is refused. For a few keys it is one CASE, whose branches PostgreSQL takes in order, for many a recursive query.
 
 A transaction lock cannot be unlocked. What a refused request has taken so far goes back in one of two ways. If the request
 was the first statement of its transaction, there is nothing else in it, and the server's transaction is begun anew.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy.util import immutabledict
 
 from pgfence._sql.encoding import translate_text_errors
+from pgfence._sql.key_arrays import build_try, encode_keys
 from pgfence._sql.params import style_of
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
 _PLAIN: immutabledict[str, bool | None] = immutabledict({"stream_results": False, "yield_per": None})
 
-# Longer texts are made anew: they would fill a cache, and take longer in the server than to make.
-_KEPT = 16
+_FEW = 16
+"""Up to so many keys are parameters of their own, which costs the server less than an array."""
 
 STANDBY = -1
 OLD_SNAPSHOT = -2
@@ -77,18 +78,37 @@ class LockResult(NamedTuple):
     lock_timeout: str
 
 
+def _list_rejections(stale_snapshot_ok: bool) -> list[str]:
+    """Return the branches for the reasons why nothing is tried."""
+    standby, old_snapshot = "pg_catalog.pg_is_in_recovery() THEN -1", f"{_SNAPSHOT_IS_OLD} THEN -2"
+    return [standby] if stale_snapshot_ok else [standby, old_snapshot]
+
+
+def _name_try(shared: bool) -> str:
+    return "pg_try_advisory_xact_lock" + ("_shared" if shared else "")
+
+
 @lru_cache(maxsize=128)
 def _request(style: ParamStyle, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:
-    call = "pg_catalog.pg_try_advisory_xact_lock" + ("_shared" if shared else "")
     marks = iter(f"${n + 1}" if style == "numeric" else "%s" for n in range(2 * len(spaces)))
-    branches = ["pg_catalog.pg_is_in_recovery() THEN -1"]
-    if not stale_snapshot_ok:
-        branches.append(f"{_SNAPSHOT_IS_OLD} THEN -2")
+    branches = _list_rejections(stale_snapshot_ok)
     for n, space in enumerate(spaces):
         kinds = ("bigint",) if space == "bigint" else ("integer", "integer")
         halves = ", ".join(f"CAST({next(marks)} AS {kind})" for kind in kinds)
-        branches.append(f"NOT {call}({halves}) THEN {n}")
+        branches.append(f"NOT pg_catalog.{_name_try(shared)}({halves}) THEN {n}")
     return _ANSWER.format(f"CASE WHEN {' WHEN '.join(branches)} ELSE {len(spaces)} END")
+
+
+@lru_cache(maxsize=8)
+def _request_many(style: ParamStyle, shared: bool, stale_snapshot_ok: bool) -> str:
+    bigints, keys = ("$1", "$2") if style == "numeric" else ("%s", "%s")
+    rejection = f"CASE WHEN {' WHEN '.join(_list_rejections(stale_snapshot_ok))} END"
+    taken = "COALESCE(b.rejection, (SELECT pg_catalog.count(*) - 1 FROM t WHERE t.got))"
+    return (
+        f"WITH RECURSIVE b AS MATERIALIZED (SELECT {rejection} AS rejection,"
+        f" {bigints}::bigint AS bigints, {keys}::bigint[] AS keys),"
+        f" {build_try(_name_try(shared), 'b.rejection IS NULL')} {_ANSWER.format(taken)} FROM b"
+    )
 
 
 @lru_cache(maxsize=8)
@@ -147,9 +167,15 @@ def _is_observed(connection: Connection) -> bool:
 
 def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> LockResult:
     """Try the keys in their order and stop at the first that is refused. One round trip, never waits."""
-    build = _request if len(keys) <= _KEPT else _request.__wrapped__
-    text = build(style_of(connection.dialect), tuple(key.space for key in keys), shared, stale_snapshot_ok)
-    taken, statement_timeout, lock_timeout = send(connection, text, _flatten_keys(keys)).scalar_one().split(" ")
+    style = style_of(connection.dialect)
+    values: tuple[object, ...]
+    if len(keys) <= _FEW:
+        text = _request(style, tuple(key.space for key in keys), shared, stale_snapshot_ok)
+        values = _flatten_keys(keys)
+    else:
+        text = _request_many(style, shared, stale_snapshot_ok)
+        values = encode_keys(keys, style)
+    taken, statement_timeout, lock_timeout = send(connection, text, values).scalar_one().split(" ")
     return LockResult(int(taken), statement_timeout, lock_timeout)
 
 
