@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, overload
 
 from sqlalchemy import Connection, Text, cast, func, literal, select
 
@@ -23,8 +23,6 @@ from pgfence._sql.encoding import translate_text_errors
 from pgfence.keys import LockKey
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from sqlalchemy.ext.asyncio import AsyncConnection
 
 __all__ = ["dlock_key", "hashtext_key", "pals_key", "pglock_key", "sha256_hex15_key", "with_advisory_lock_key"]
@@ -97,7 +95,7 @@ def sha256_hex15_key(name: str) -> LockKey:
 async def hashtext_key(connection: AsyncConnection, name: str) -> LockKey: ...
 @overload
 def hashtext_key(connection: Connection, name: str) -> LockKey: ...
-def hashtext_key(connection: Connection | AsyncConnection, name: str) -> LockKey | Coroutine[Any, Any, LockKey]:
+def hashtext_key(connection: Connection | AsyncConnection, name: str) -> object:
     """Return the key of `pg_advisory_lock(hashtext(name))`, as this server computes it: one round trip.
 
     Only a server knows: PostgreSQL promises nothing about `hashtext` across its releases, so ask the one that the lock is

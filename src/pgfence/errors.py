@@ -25,7 +25,7 @@ LossReason: TypeAlias = Literal["expired", "superseded", "evicted", "overdue", "
 PoolerMode: TypeAlias = Literal["direct", "session", "transaction", "unknown"]
 
 
-def _restore(cls: type[PgfenceError], args: tuple[Any, ...], state: dict[str, Any]) -> PgfenceError:
+def _restore(cls: type[PgfenceError], args: tuple[object, ...], state: dict[str, object]) -> PgfenceError:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)
@@ -43,7 +43,7 @@ class PgfenceError(DontWrapMixin, Exception):
         super().__init__(message)
         self.sqlstate = sqlstate
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _restore, (type(self), self.args, self.__dict__.copy())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from sqlalchemy import event
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pgfence._connections.connect import R
     from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.carriers import Carrier
+    from pgfence._sql.params import Row
 
 
 class CallerConnection(LockConnection):
@@ -174,7 +175,7 @@ class CallerConnection(LockConnection):
         """Tell SQLAlchemy that the connection is gone."""
         self.connection.invalidate()
 
-    async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Any:
+    async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
         return await self._use_autocommit(lambda: self.driver.fetch(text, args))
 
     async def run_script(self, engine: Engine, wait: str) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pgfence._holds.carriers import Carrier
     from pgfence._holds.hold import Hold
     from pgfence._sql.advisory import LockSql
+    from pgfence._sql.params import Row
     from pgfence.errors import LossReason
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
@@ -219,7 +220,7 @@ class LockConnection(ABC):
         finally:
             self.statement_started = 0.0
 
-    async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Any:
+    async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
         if has_listeners(engine):  # hooks, tracing and echo are to see our statements too
             return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
         return await self.driver.fetch(text, args, prepare=prepare)

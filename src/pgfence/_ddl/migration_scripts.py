@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pgfence._ddl import versions
 from pgfence._ddl.fences import (
@@ -315,7 +315,7 @@ def is_partitioned(connection: Connection, table: Target) -> bool:
 
 def find_index(connection: Connection, table: Target, name: str) -> Index | None:
     """Return what has the name of an index, None if nothing has."""
-    row: Any = execute_plain(
+    row = execute_plain(
         connection,
         "SELECT x.oid::pg_catalog.regclass::text, i.indexrelid IS NOT NULL, COALESCE(i.indisvalid, false),"
         " COALESCE(i.indrelid = t.oid, false) FROM pg_catalog.pg_class AS t"

@@ -12,7 +12,7 @@ from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Row
 
     from pgfence._ddl.fences import Target
 
@@ -123,7 +123,7 @@ def drop(connection: Connection, place: TableNames, target: Target) -> None:
     execute_plain(connection, build_removal(place, target.quoted))
 
 
-def _find_trigger(connection: Connection, place: TableNames, target: Target) -> Any:
+def _find_trigger(connection: Connection, place: TableNames, target: Target) -> Row[*tuple[Any, ...]] | None:
     """Return the function of the trigger that has our name, quoted, and whether it is switched on; None if there is none."""
     found = execute_plain(
         connection,

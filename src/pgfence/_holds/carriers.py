@@ -12,7 +12,7 @@ import math
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from pgfence._holds.cancellation import cancel_here, wait
 from pgfence._holds.queue import Contender
@@ -232,10 +232,10 @@ def get_task_contender() -> Contender:
     return me
 
 
-_TASKS: set[asyncio.Future[Any]] = set()
+_TASKS: set[asyncio.Task[object]] = set()
 
 
-def keep_task(task: asyncio.Future[Any]) -> None:
+def keep_task(task: asyncio.Task[object]) -> None:
     """Keep a task alive until it is done: the loop itself refers to it weakly."""
     _TASKS.add(task)
     task.add_done_callback(_TASKS.discard)

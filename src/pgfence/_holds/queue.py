@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from pgfence._sql.storage import TableNames
+    from pgfence.errors import StandbyError, UnreachableError
     from pgfence.keys import LockKey
     from pgfence.types import Holder, State
 
@@ -91,9 +92,9 @@ class QueueEntry:
         """The session on which these very keys are held already: handed over by the one before."""
         self.session: Any = None
         """The session that it is at, from before the server is asked."""
-        self.hold: Any = None
+        self.hold: Holding | None = None
         """What it was granted."""
-        self.away: Any = None
+        self.away: UnreachableError | StandbyError | None = None
         """Why the server could not be asked for it, while that is so."""
         self.found_held = False
         """Whether the server has responded that another process holds it."""

@@ -244,9 +244,8 @@ class LeaseManager(LeaseReleases):
 
     def _abort_acquire(self, entry: QueueEntry) -> None:
         """Leave nothing behind of an acquire that ends here, whatever happened."""
-        grant: Grant | None = entry.hold
-        if grant is not None:
-            self.give_back_later(grant)
+        if isinstance(entry.hold, Grant):
+            self.give_back_later(entry.hold)
         entry.discard_partial()
 
     async def adopt(

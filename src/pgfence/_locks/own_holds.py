@@ -6,7 +6,7 @@ session that holds the key, and is one of the contender's own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from pgfence._holds.events import format_names
 from pgfence._holds.hold import Hold
@@ -14,16 +14,27 @@ from pgfence._sql import activity, server
 from pgfence.errors import SelfDeadlockError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from sqlalchemy import Connection
 
+    from pgfence._connections.connection import LockConnection
     from pgfence._holds.queue import Contender, LocalQueue
+    from pgfence._sql.storage import TableNames
     from pgfence.keys import LockKey
     from pgfence.types import Holder
 
 
-def is_held_by(owner: Contender, queue: LocalQueue, wanted: Any) -> bool:
+class Wanted(Protocol):
+    """What is asked for: the lines it stands in, and the row of the lease table, if it uses one."""
+
+    @property
+    def places(self) -> Sequence[Hashable]: ...
+    @property
+    def row(self) -> tuple[TableNames, str] | None: ...
+
+
+def is_held_by(owner: Contender, queue: LocalQueue, wanted: Wanted) -> bool:
     """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
 
     A lease and a session lock with a token wait in different lines, and exclude each other by their row.
@@ -40,7 +51,7 @@ def is_held_by(owner: Contender, queue: LocalQueue, wanted: Any) -> bool:
     return False
 
 
-def find_holds_on(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
+def find_holds_on(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[LockConnection]]:
     """Return the session locks of a contender on any of these keys, in whatever database."""
     wanted = set(keys)
     return [
@@ -51,7 +62,11 @@ def find_holds_on(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[Any]]:
 
 
 def find_self_deadlock(
-    owner: Contender, names: tuple[str, ...], holds: Sequence[Hold[Any]], found: Sequence[Holder], started: str
+    owner: Contender,
+    names: tuple[str, ...],
+    holds: Sequence[Hold[LockConnection]],
+    found: Sequence[Holder],
+    started: str,
 ) -> SelfDeadlockError | None:
     """Return the error of a wait for a lock that the contender holds itself; None: others hold it.
 

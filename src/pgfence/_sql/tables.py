@@ -353,7 +353,7 @@ def drop(connection: Connection, place: TableNames) -> None:
         execute_plain(connection, statement)
 
 
-def execute_plain(connection: Connection, statement: str) -> CursorResult[Any]:
+def execute_plain(connection: Connection, statement: str) -> CursorResult[*tuple[Any, ...]]:
     """Execute a text as it stands: no sign in it is a parameter."""
     with translate_text_errors(connection, statement):
         return connection.exec_driver_sql(statement, execution_options=_PLAIN)

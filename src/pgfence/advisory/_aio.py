@@ -83,7 +83,7 @@ class AsyncAdvisoryLock(LockNames, AsyncLockBase[AH]):
         namespace: str | None = None,
         token: Literal[True],
     ) -> None: ...
-    def __init__(self, engine: Any, *names: Name, namespace: str | None = None, token: bool = False) -> None:
+    def __init__(self, engine: object, *names: Name, namespace: str | None = None, token: bool = False) -> None:
         expect_no_session(engine)
         if isinstance(engine, (Engine, Connection)):
             raise TypeError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pgfence._locks.manager import LockManager
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
-    from pgfence.config import Config
+    from pgfence.config import Config, HasDialect
     from pgfence.keys import LockKey, Name
     from pgfence.types import Holder
 
@@ -53,7 +53,7 @@ class LockNames:
     _found: tuple[LockManager, LockSql] | None = None
     """The manager that was found last, and the statements for it, for an engine that is its own lock engine."""
 
-    def __init__(self, engine: Any, names: Sequence[Name], namespace: str | None, token: bool) -> None:
+    def __init__(self, engine: object, names: Sequence[Name], namespace: str | None, token: bool) -> None:
         self._engine = engine
         self._names = tuple(names)
         self._namespace = namespace
@@ -69,7 +69,7 @@ class LockNames:
         LockNames.__init__(other, self._engine, names, self._namespace, self._token)
         return other
 
-    def _in_terms_of(self, engine: Any, config: Config, style: ParamStyle) -> LockSql:
+    def _in_terms_of(self, engine: HasDialect, config: Config, style: ParamStyle) -> LockSql:
         """The statements for this engine's namespace, driver and tables, made once."""
         namespace = config.namespace if self._namespace is None else self._namespace
         place = table_names_of(engine) if self._token else None

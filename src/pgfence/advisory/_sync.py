@@ -100,7 +100,7 @@ class AdvisoryLock(LockNames, LockBase[H]):
         namespace: str | None = None,
         token: Literal[True],
     ) -> None: ...
-    def __init__(self, engine: Any, *names: Name, namespace: str | None = None, token: bool = False) -> None:
+    def __init__(self, engine: object, *names: Name, namespace: str | None = None, token: bool = False) -> None:
         if isinstance(engine, (Engine, Connection)):
             super().__init__(engine, names, namespace, token)
             return

@@ -201,7 +201,7 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
         reached: the classes that `result` reaches; None if it was not given.
     """
     try:
-        alone: Any = SimpleNamespace(__annotations__={"return": getattr(fn, "__annotations__", {}).get("return")})
+        alone = SimpleNamespace(__annotations__={"return": getattr(fn, "__annotations__", {}).get("return")})
         returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
     except Exception:  # an annotation that cannot be evaluated, whatever that raises, tells nothing
         return None

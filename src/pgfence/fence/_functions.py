@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from pgfence._api.inputs import AsyncWork, SyncWork
+    from pgfence._process.coroutines import Coro
 
 
 @overload
@@ -28,7 +29,7 @@ def fence(
 def fence(session: SyncWork, tokens: Mapping[str, int], /, *, after_reads: bool = False) -> None: ...
 def fence(
     session: SyncWork | AsyncWork, resource: object, token: object = None, *, after_reads: bool = False
-) -> Coroutine[Any, Any, None] | None:
+) -> Coro[None] | None:
     """Enter the gate of a resource in a transaction that the caller began; it stays entered until that ends.
 
     ::
@@ -114,9 +115,7 @@ def _enter(session: SyncWork, tokens: Mapping[str, int], *, after_reads: bool) -
     return partial(check_still_open, stay, tokens)
 
 
-async def _enter_async(
-    session: AsyncWork, tokens: Mapping[str, int], *, after_reads: bool
-) -> Callable[[], Coroutine[Any, Any, None]]:
+async def _enter_async(session: AsyncWork, tokens: Mapping[str, int], *, after_reads: bool) -> Callable[[], Coro[None]]:
     stay = await unwrap_session(session).run_sync(enter_for_block, tokens, after_reads=after_reads)
 
     async def check() -> None:

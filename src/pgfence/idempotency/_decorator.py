@@ -160,7 +160,7 @@ def _resolve_hints(fn: Callable[..., object]) -> tuple[dict[str, object], set[st
     found: dict[str, object] = {}
     unknown = set()
     for name, annotation in getattr(fn, "__annotations__", {}).items():
-        one: Any = SimpleNamespace(__annotations__={name: annotation})
+        one = SimpleNamespace(__annotations__={name: annotation})
         try:
             found |= get_type_hints(one, getattr(fn, "__globals__", {}))
         except NameError:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from pgfence._api.inputs import AnyAsyncSession, SyncSession
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ def insert_once(
 def insert_once(session: SyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]) -> T: ...
 def insert_once(
     session: SyncSession | AnyAsyncSession, instance: T, key: Sequence[str | QueryableAttribute[Any]]
-) -> T | Coroutine[Any, Any, T]:
+) -> T | Coro[T]:
     """Insert a row once by its own unique key; later callers get the row that was inserted first.
 
     ::

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import sessionmaker as sync_sessionmaker
 
     from pgfence._process.clock import Seconds
+    from pgfence._process.coroutines import Coro
 
     S = TypeVar("S", bound=Session)
     AS = TypeVar("AS", bound=AsyncSession)
@@ -53,9 +54,7 @@ class InTransaction(Protocol[S_co]):
 class AsyncInTransaction(Protocol[AS_co]):
     """As `InTransaction`, for coroutine functions."""
 
-    def __call__(
-        self, fn: Callable[Concatenate[AS_co, P], Coroutine[Any, Any, R]], /
-    ) -> Callable[P, Coroutine[Any, Any, R]]: ...
+    def __call__(self, fn: Callable[Concatenate[AS_co, P], Coro[R]], /) -> Callable[P, Coro[R]]: ...
 
 
 @overload
