@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
-class Wanted(Protocol):
+class Contended(Protocol):
     """What is asked for: the lines it stands in, and the row of the lease table, if it uses one."""
 
     @property
@@ -34,7 +34,7 @@ class Wanted(Protocol):
     def row(self) -> tuple[TableNames, str] | None: ...
 
 
-def is_held_by(owner: Contender, queue: LocalQueue, wanted: Wanted) -> bool:
+def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
     """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
 
     A lease and a session lock with a token wait in different lines, and exclude each other by their row.
