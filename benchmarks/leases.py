@@ -96,10 +96,10 @@ def _trips(place: Place) -> dict[str, Any]:
         engine = sa.create_engine(url)
         lease = Lease(engine, "trips", ttl=60)
         for _ in range(3):
-            before = counter.requests
+            before = counter.trips
             with lease.hold():
                 pass
-        trips = counter.requests - before
+        trips = counter.trips - before
         engine.dispose()
     return report.bar("round trips of lease acquire + release", "2", trips, 2, digits=0)
 

@@ -166,9 +166,9 @@ def _trips(place: Place, field: dict[str, Make]) -> dict[str, Any]:
         for name in (OURS, TIMED, ON_SESSION):
             cycle = field[name](here, stack)
             for _ in range(8):
-                before = counter.requests
+                before = counter.trips
                 cycle()
-            trips[name] = counter.requests - before - 2
+            trips[name] = counter.trips - before - 2
     return report.bar("round trips of a free lock in a transaction, psycopg", "1", max(trips.values()), 1, digits=0)
 
 
@@ -182,9 +182,9 @@ def _trips_async(place: Place, driver: str) -> dict[str, Any]:
             here: Any = Proxied()
             cycle = await _async_field(driver)[TIMED](here, stack)
             for _ in range(8):
-                before = counter.requests
+                before = counter.trips
                 await cycle()
-            return counter.requests - before - 2
+            return counter.trips - before - 2
 
     with wire.counted(place.url(driver)) as (url, counter):
         trips = asyncio.run(count(counter))

@@ -120,10 +120,10 @@ def _trips(place: Place, driver: str) -> dict[str, Any]:
         lock = AdvisoryLock(engine, "trips")
         # The first cycles open the connection and prepare the statements.
         for _ in range(3):
-            before = counter.requests
+            before = counter.trips
             with lock.hold():
                 pass
-        trips = counter.requests - before
+        trips = counter.trips - before
         engine.dispose()
     return report.bar(f"round trips of acquire + release, {driver}", "2", trips, 2, digits=0)
 
@@ -133,11 +133,11 @@ def _trips_async(place: Place, driver: str) -> dict[str, Any]:
         engine = create_async_engine(url)
         lock = AsyncAdvisoryLock(engine, "trips")
         for _ in range(3):
-            before = counter.requests
+            before = counter.trips
             async with lock.hold():
                 pass
         await engine.dispose()
-        return counter.requests - before
+        return counter.trips - before
 
     with wire.counted(place.url(driver)) as (url, counter):
         trips = asyncio.run(cycle(url, counter))

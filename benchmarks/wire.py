@@ -1,11 +1,19 @@
-"""A proxy that counts what a client sends: its requests, each of which is a round trip."""
+"""A proxy in front of a server, in a process of its own: it counts round trips and can add the delay of a network.
+
+A *round trip* begins when the client sends something after the server has sent something. What a client sends in one go, as
+a pipeline does, is one round trip however many messages it has. The delay is half on the way there and half on the way back,
+without loss or jitter; each direction of a connection is a thread. Redis can stand behind it as well as PostgreSQL.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import struct
+import socket
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,71 +21,101 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL
 
-# Requests for encryption come before the start-up message, and are as long as it is short.
-_ENCRYPTION = {80877103, 80877104}
+MILLISECOND = 0.0007
+"""A delay that makes a round trip of about a millisecond: the rest is the time of the proxy itself."""
+TERMINATE = b"X\x00\x00\x00\x04"
+"""What a client of PostgreSQL sends before it closes the connection: nothing answers it."""
 
 
 class Counter:
-    """Counts the requests of all connections through one proxy."""
+    """What a proxy has counted so far, over all connections through it."""
 
-    def __init__(self, url: URL) -> None:
-        self.requests = 0
-        self.target = (url.host, url.port)
-        self.tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
 
-    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(self._serve(reader, writer))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream, down = await asyncio.open_connection(*self.target)
-        try:
-            with suppress(OSError, asyncio.IncompleteReadError):
-                await asyncio.gather(self._count(reader, down), self._copy(upstream, writer))
-        finally:
-            for side in (writer, down):
-                side.transport.abort()
-
-    async def _count(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            head = await reader.readexactly(8)
-            length, code = struct.unpack("!II", head)
-            writer.write(head + await reader.readexactly(length - 8))
-            if code not in _ENCRYPTION:
-                break
-        while True:
-            head = await reader.readexactly(5)
-            body = await reader.readexactly(struct.unpack("!I", head[1:])[0] - 4)
-            # Query, and Sync at the end of a prepared statement: the client waits for the answer.
-            self.requests += head[:1] in b"QS"
-            writer.write(head + body)
-
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            writer.write(data)
-        writer.close()
+    @property
+    def trips(self) -> int:
+        """Round trips until now."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
 
 
 @contextmanager
-def counted(url: URL) -> Iterator[tuple[URL, Counter]]:
-    """Yield the URL of a proxy in front of a server, and its counter."""
-    counter = Counter(url)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    listener = asyncio.run_coroutine_threadsafe(asyncio.start_server(counter.accept, "127.0.0.1", 0), loop).result(10)
+def counted(url: URL, delay: float = 0.0) -> Iterator[tuple[URL, Counter]]:
+    """Yield the URL of a proxy in front of a server, and its counter.
 
-    async def stop() -> None:
-        listener.close()
-        for task in counter.tasks:
-            task.cancel()
-        await asyncio.gather(*counter.tasks, return_exceptions=True)
-
+    Args:
+        url: of the server.
+        delay: seconds that a round trip takes longer through the proxy.
+    """
+    command = [sys.executable, "-m", "benchmarks.wire", str(url.host), str(url.port), str(delay)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        yield url.set(port=listener.sockets[0].getsockname()[1]), counter
+        yield url.set(host="127.0.0.1", port=int(process.stdout.readline())), Counter(process)
     finally:
-        asyncio.run_coroutine_threadsafe(stop(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+        process.stdin.close()  # which ends it
+        process.wait(10)
+        process.stdout.close()
+
+
+class _Link:
+    """One connection of a client, and ours to the server for it."""
+
+    total = 0
+    lock = threading.Lock()
+
+    def __init__(self, client: socket.socket, server: socket.socket, delay: float) -> None:
+        self.delay = delay
+        self.answered = True
+        """The server has sent something since the client did."""
+        for each in (client, server):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for way in ((client, server, True), (server, client, False)):
+            threading.Thread(target=self._copy, args=way, daemon=True).start()
+
+    def _copy(self, source: socket.socket, sink: socket.socket, asking: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 18):
+                if asking and self.answered and data != TERMINATE:
+                    self.answered = False
+                    with self.lock:
+                        _Link.total += 1
+                if self.delay:
+                    time.sleep(self.delay / 2)
+                if not asking:
+                    self.answered = True
+                sink.sendall(data)
+        for end, how in ((sink, socket.SHUT_WR), (source, socket.SHUT_RD)):
+            with suppress(OSError):
+                end.shutdown(how)
+
+
+def _accept(listener: socket.socket, target: tuple[str, int], delay: float) -> None:
+    while True:
+        client, _ = listener.accept()
+        try:
+            server = socket.create_connection(target)
+        except OSError:
+            client.close()
+        else:
+            _Link(client, server, delay)
+
+
+def main(host: str, port: str, delay: str) -> None:
+    """Say which port it listens on, then answer each line with the number of round trips so far, until there are no more."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    threading.Thread(target=_accept, args=(listener, (host, int(port)), float(delay)), daemon=True).start()
+    print(listener.getsockname()[1], flush=True)
+    for _ in sys.stdin:
+        print(_Link.total, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

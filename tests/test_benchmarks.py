@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psycopg
 import pytest
+from sqlalchemy import make_url
 
 ROOT = Path(__file__).parent.parent
 SCENARIOS = (
@@ -46,6 +49,34 @@ def test_scenarios_run_and_write_their_figures(scenarios: tuple[str, ...], tmp_p
         )
         assert all(len(row) == len(table["columns"]) for table in result["tables"] for row in table["rows"])
     assert found["machine"]["postgresql"] in written.with_suffix(".md").read_text()
+
+
+def test_the_proxy_counts_what_a_client_waits_for(dsn: str) -> None:
+    """Three statements are three round trips, and one in a pipeline; a delay makes each longer."""
+    url = make_url(dsn)
+    command = [sys.executable, "-m", "benchmarks.wire", str(url.host), str(url.port), "0.02"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as proxy:
+        assert proxy.stdin is not None
+        assert proxy.stdout is not None
+        through = url.set(drivername="postgresql", host="127.0.0.1", port=int(proxy.stdout.readline()))
+
+        def count() -> int:
+            print(file=proxy.stdin, flush=True)
+            return int(proxy.stdout.readline())
+
+        with psycopg.connect(through.render_as_string(hide_password=False), autocommit=True) as connection:
+            before, start = count(), time.monotonic()
+            for number in range(3):
+                connection.execute("SELECT %s", (number,))
+            assert count() - before == 3
+            assert time.monotonic() - start >= 3 * 0.02
+            before = count()
+            with connection.pipeline():
+                answers = [connection.execute("SELECT %s", (number,)) for number in range(3)]
+            assert [answer.fetchone() for answer in answers] == [(0,), (1,), (2,)]
+            assert count() - before == 1
+        proxy.stdin.close()
+        assert proxy.wait(10) == 0
 
 
 def test_every_scenario_is_tested() -> None:
