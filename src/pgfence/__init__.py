@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pgfence import compat
 from pgfence._api.handles import AsyncHeld, Held, current, held
-from pgfence._holds.cancellation import cancel_waits
+from pgfence._holds.carriers import cancel_waits
 from pgfence._process.clock import Seconds
 from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.hold import Hold
+from pgfence._holds.hold import Hold, emit_event, format_names
 from pgfence._holds.queue import Contender, LocalQueue, QueueEntry
 from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.advisory import LockSql

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from pgfence._api.decorators import AsyncWrap, AsyncWrapSkip, Busy, Unreachable, Wrap, WrapSkip
+    from pgfence._holds.carriers import Coro
     from pgfence._holds.queue import Contender
     from pgfence._process.clock import Seconds
-    from pgfence._process.coroutines import Coro
     from pgfence.keys import Name
     from pgfence.types import Holder, OnLoss
 
@@ -94,7 +94,8 @@ class LockBase(Guided, ABC, Generic[H]):
             PgfenceError: on entering, as `acquire`.
             LockLostError: on leaving, unless the block itself raised.
         """
-        check_choice("on_loss", on_loss, ("cancel", "flag"))
+        if on_loss != "cancel":
+            check_choice("on_loss", on_loss, ("cancel", "flag"))
         return HoldContext(self, timeout, flag=on_loss == "flag")
 
     @overload
@@ -244,7 +245,8 @@ class AsyncLockBase(Guided, ABC, Generic[AH]):
             PgfenceError: on entering, as `acquire`.
             LockLostError: on leaving, unless the block itself raised something else.
         """
-        check_choice("on_loss", on_loss, ("cancel", "flag"))
+        if on_loss != "cancel":
+            check_choice("on_loss", on_loss, ("cancel", "flag"))
         return AsyncHoldContext(self, timeout, flag=on_loss == "flag")
 
     @overload

@@ -6,8 +6,9 @@ This is the one place that makes "a connection like this engine's, unpooled", sy
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from contextlib import contextmanager
-from logging import INFO
 from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy import Connection
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pgfence.config import PoolerSetting
 
 R = TypeVar("R")
+
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 
 
 def open_connection(
@@ -131,16 +134,6 @@ def _get_driver_pid(driver: RawConnection) -> int:
     return pid
 
 
-def has_listeners(engine: Engine) -> bool:
-    """Say whether anybody wants to see our statements: hooks, tracing, echo."""
-    if engine.logger.isEnabledFor(INFO):
-        return True
-    if not engine._has_events:
-        return False
-    dispatch = engine.dispatch
-    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
-
-
 def wrap_dbapi(engine: Engine, dbapi_connection: DBAPIConnection, *, reconnects: bool = True) -> Connection:
     """Return a SQLAlchemy Connection over a session of ours, by a pool that knows this one connection and closes nothing.
 
@@ -180,3 +173,15 @@ def run_without_loop(call: Callable[[], object]) -> None:
     except StopIteration:
         return
     running.close()
+
+
+def keep_alive(fd: int) -> None:
+    """Have the kernel give up on a silent server after 20 s, by the socket: no driver's arguments are touched."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+        if ours.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):
+                with contextlib.suppress(OSError):
+                    ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 import weakref
 from abc import ABC, abstractmethod
+from logging import INFO
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pgfence._connections.connect import R, has_listeners, open_sqlalchemy_connection, wrap_dbapi, wrong_backend_error
+from pgfence._connections.connect import R, keep_alive, open_sqlalchemy_connection, wrap_dbapi, wrong_backend_error
 from pgfence._holds.wait_plan import slice_for
 from pgfence._process.lifecycle import PROCESS
 from pgfence._process.monitor import HAS_HANGUP, MONITOR, SocketId, identify_socket
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pgfence._sql.params import Row
     from pgfence.errors import LossReason
 
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 STATEMENT_BUDGET = 30.0
 """Seconds after which a statement is given up on a server that does not respond, unless the caller's deadline is earlier."""
 RELEASE_BUDGET = 5.0
@@ -360,6 +359,16 @@ class LockConnection(ABC):
             self.statement_started = 0.0
 
 
+def has_listeners(engine: Engine) -> bool:
+    """Say whether anybody wants to see our statements: hooks, tracing, echo."""
+    if engine.logger.isEnabledFor(INFO):
+        return True
+    if not engine._has_events:
+        return False
+    dispatch = engine.dispatch
+    return bool(dispatch.before_cursor_execute or dispatch.after_cursor_execute)
+
+
 _OPEN: weakref.WeakSet[LockConnection] = weakref.WeakSet()
 _LEAKED_AFTER_FORK: list[LockConnection] = []
 
@@ -385,15 +394,3 @@ def _forget_in_child() -> None:
 
 
 PROCESS.renew_in_child(_forget_in_child)
-
-
-def keep_alive(fd: int) -> None:
-    """Have the kernel give up on a silent server after 20 s, by the socket: no driver's arguments are touched."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
-        if ours.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if hasattr(socket, name):
-                with contextlib.suppress(OSError):
-                    ours.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

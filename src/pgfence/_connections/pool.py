@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from pgfence._connections.connection import LockConnection
-    from pgfence._holds.cancellation import CancelEvent
-    from pgfence._holds.carriers import Carrier
+    from pgfence._holds.carriers import CancelEvent, Carrier
     from pgfence._holds.hold import Hold
     from pgfence.config import Config
 

@@ -3,31 +3,53 @@
 A `Hold` belongs to the session that carries the lock; the handle that the user has points to it, never the other way round,
 so that a dropped handle can be noticed. A lease has no session: its record is `_leases.grant.Grant`, on the same base. The state
 changes once from held to lost or released, from any thread; between them lies *unknown*: asked, no answer yet. Silence is
-never taken for possession.
+never taken for possession. What `configure(on_event=...)` is told, and how names are written in messages, is here too.
 """
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from pgfence._holds.events import format_names
 from pgfence._process.callbacks import call_logged
 from pgfence._process.lifecycle import MUTEX, PROCESS
 from pgfence.errors import LockLostError, LockNotHeldError
-from pgfence.types import Holder
+from pgfence.types import Event, Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from uuid import UUID
 
     from pgfence._holds.queue import Contender, QueueEntry
     from pgfence._sql.advisory import LockSql
     from pgfence._sql.storage import TableNames
+    from pgfence.config import Config
     from pgfence.errors import LossReason
     from pgfence.keys import LockKey
     from pgfence.types import State
 
 
 SessionT = TypeVar("SessionT")
+
+
+def format_names(names: tuple[str, ...]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def emit_event(
+    config: Config,
+    event: str,
+    names: tuple[str, ...],
+    token: int | None = None,
+    *,
+    owner: str | None = None,
+    lease_id: UUID | None = None,
+) -> None:
+    """Tell `configure(on_event=...)` of an event; its exception is logged."""
+    hook: Callable[[Event], object] | None = config.on_event
+    if hook is not None:
+        what = Event(event, ", ".join(names), owner, lease_id, token, datetime.now(UTC))
+        call_logged(lambda: hook(what))
 
 
 class BaseHold:

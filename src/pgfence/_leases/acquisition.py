@@ -17,7 +17,7 @@ from pgfence.types import Holder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pgfence._holds.cancellation import CancelEvent
+    from pgfence._holds.carriers import CancelEvent
     from pgfence._holds.queue import Contender, LocalQueue
     from pgfence._leases.request import Busy
     from pgfence._locks.outages import Away

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.encoding import TextError
 from pgfence._sql.errors import (

@@ -7,8 +7,7 @@ import math
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.hold import BaseHold
+from pgfence._holds.hold import BaseHold, emit_event, format_names
 from pgfence._leases import terms
 from pgfence._process.clock import clock
 
@@ -147,6 +146,11 @@ class Grant(BaseHold):
     def get_remaining(self) -> float:
         """Return the seconds to this process's own deadline, 0.0 when it is over or nothing is held. No I/O."""
         return max(0.0, self.deadline - clock()) if self.state in ("held", "unknown") else 0.0
+
+    @property
+    def row_deadline(self) -> float:
+        """Until when the server believes in it, as far as this process knows."""
+        return self.deadline + terms.compute_margin(self.ttl)
 
     def progress(self) -> None:
         """Note that the work moves on: `heartbeat="progress"` renews only then. No I/O; may be called by any thread."""

@@ -13,7 +13,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.cancellation import Cancelled, build_cancelled_error, expect_uncancelled
+from pgfence._holds.carriers import Cancelled, build_cancelled_error, expect_uncancelled
 from pgfence._holds.queue import LocalQueue, QueueEntry
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._leases.acquisition import HoldersSeen, LeaseAcquisition
@@ -32,6 +32,7 @@ from pgfence._locks.acquisition import timeout_of
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import MUTEX
 from pgfence._sql.encoding import TextError
+from pgfence.config import config_of
 from pgfence.errors import (
     LockLostError,
     StandbyError,
@@ -290,6 +291,6 @@ class LeaseManager(LeaseReleases):
             raise
 
 
-def get_manager(engine: Engine, config: Config, kind: type[ManagerT]) -> ManagerT:
+def get_manager(engine: Engine, kind: type[ManagerT]) -> ManagerT:
     """Return the lease manager of a kind that an engine has in this process; of an async engine, on the running loop."""
-    return ManagerRegistry.for_carrier(engine, kind, lambda carrier: kind(engine, config, carrier))
+    return ManagerRegistry.for_carrier(engine, kind, lambda carrier: kind(engine, config_of(engine, pin=True), carrier))

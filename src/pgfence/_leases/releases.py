@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.events import emit_event, format_names
+from pgfence._holds.hold import emit_event, format_names
 from pgfence._leases.heartbeat.service import heartbeat_of
 from pgfence._leases.statements import LeaseStatements
 from pgfence._process.callbacks import log

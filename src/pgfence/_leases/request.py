@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence._leases import terms
 from pgfence._sql.activity import build_lease_holder
 from pgfence._sql.lease import lease_sql

@@ -14,8 +14,7 @@ import logging
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeVar
 
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
-from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.hold import Hold, describe_local_holder
+from pgfence._holds.hold import Hold, describe_local_holder, emit_event, format_names
 from pgfence._holds.queue import QueueEntry, is_deadlock
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER
 from pgfence._locks.errors import NO_CONNECTION
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from pgfence._connections.connection import ConnectionGoneError
-    from pgfence._holds.cancellation import CancelEvent
-    from pgfence._holds.carriers import Carrier
+    from pgfence._holds.carriers import CancelEvent, Carrier
     from pgfence._holds.queue import Contender, LocalQueue
     from pgfence._locks.outages import Away
     from pgfence._process.clock import Seconds

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence._sql.errors import is_connection_lost, translate_error
 from pgfence.errors import TransactionStateError
 

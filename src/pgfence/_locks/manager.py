@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._connections.pool import MANY_KEYS, LockPool
-from pgfence._holds.cancellation import Cancelled, build_cancelled_error, expect_uncancelled
-from pgfence._holds.events import emit_event, format_names
-from pgfence._holds.hold import Hold
+from pgfence._holds.carriers import Cancelled, build_cancelled_error, expect_uncancelled
+from pgfence._holds.hold import Hold, emit_event, format_names
 from pgfence._holds.queue import BURST, BURST_TIME, LocalQueue
 from pgfence._holds.registry import ManagerRegistry
 from pgfence._holds.wait_plan import WaitPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence._process.callbacks import log
 from pgfence._process.clock import between, clock
 from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN

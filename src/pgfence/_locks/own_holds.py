@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from pgfence._holds.events import format_names
-from pgfence._holds.hold import Hold
+from pgfence._holds.hold import Hold, format_names
 from pgfence._sql import activity, server
 from pgfence.errors import SelfDeadlockError
 

@@ -15,7 +15,6 @@ from pgfence._api.misuse import Guided
 from pgfence._leases.terms import ttl_of
 from pgfence._process.clock import seconds
 from pgfence._values import errors
-from pgfence._values.annotations import find_classes
 from pgfence._values.codec import Codec
 from pgfence._values.fingerprint import fingerprint
 from pgfence.effects._claim import EffectKey
@@ -201,14 +200,17 @@ def _find_unstorable(fn: Callable[..., object], reached: frozenset[type] | None)
         reached: the classes that `result` reaches; None if it was not given.
     """
     try:
-        alone = SimpleNamespace(__annotations__={"return": getattr(fn, "__annotations__", {}).get("return")})
+        annotation = getattr(fn, "__annotations__", {}).get("return")
+        if annotation is None:
+            return None
+        alone = SimpleNamespace(__annotations__={"return": annotation})
         returns = get_type_hints(alone, getattr(fn, "__globals__", {}))["return"]
     except Exception:  # an annotation that cannot be evaluated, whatever that raises, tells nothing
         return None
     if returns in (Never, NoReturn):
         return None
     try:
-        found = find_classes(returns).classes.values()
+        found = Codec.of(returns).classes.values()
     except TypeError as error:
         return str(error) if reached is None else None
     for one in found:

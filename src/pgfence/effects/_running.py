@@ -11,9 +11,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgfence._connections.connection import RELEASE_BUDGET
-from pgfence._holds.events import emit_event
+from pgfence._holds.hold import emit_event
 from pgfence._leases.answers import is_retryable
-from pgfence._leases.heartbeat.tasks import ReleaseTask, compute_row_deadline
+from pgfence._leases.heartbeat.tasks import ReleaseTask
 from pgfence._leases.request import Refused
 from pgfence._process.clock import clock
 from pgfence._sql.effects import effect_sql
@@ -329,7 +329,7 @@ class RunningAttempt:
     @property
     def _left(self) -> float:
         """Seconds until the claim ends, as far as this process knows."""
-        return max(0.0, compute_row_deadline(self._grant) - clock())
+        return max(0.0, self._grant.row_deadline - clock())
 
     async def _execute(self, text: str, *values: object, seconds: float | None = None) -> Any:
         if seconds is None:
@@ -362,11 +362,11 @@ class RunningAttempt:
                 " of it"
             )
         # The server decides by the id of the claim, so that it does no harm to come late.
-        until = max(compute_row_deadline(self._grant), clock() + LONGEST_PATIENCE)
+        until = max(self._grant.row_deadline, clock() + LONGEST_PATIENCE)
         self._end_later(lambda sql: sql.finish_late, (self._grant.stored, *self._ids, *values), until)
 
     def _note_later(self, ended: str) -> None:
-        self._end_later(lambda sql: sql.end, (*self._ids, encode_note(ended)), compute_row_deadline(self._grant))
+        self._end_later(lambda sql: sql.end, (*self._ids, encode_note(ended)), self._grant.row_deadline)
 
     def _end_later(self, text: Callable[[EffectSql], str], args: Values, until: float) -> None:
         grant = self._grant

@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError, ResourceClosedError, UnboundExecutionErro
 
 from pgfence._api.contexts import attach
 from pgfence._api.transactions import open_connection
-from pgfence._holds.events import emit_event
+from pgfence._holds.hold import emit_event
 from pgfence._holds.wait_plan import WARN_AFTER
 from pgfence._process.clock import clock
 from pgfence._sql import idempotency as sql

@@ -15,7 +15,6 @@ from pgfence._api.inputs import (
 )
 from pgfence._leases.manager import LeaseManager, get_manager
 from pgfence._sql.storage import table_names_of
-from pgfence.config import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +47,7 @@ class EngineKind(Generic[EngineSourceT]):
     def find_manager(self, source: EngineSourceT, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
         """Return the manager of an engine in this process, or on the running loop, and where its tables are."""
         engine = self.resolve(source, what)
-        return get_manager(engine, config_of(engine, pin=True), kind), table_names_of(engine)
+        return get_manager(engine, kind), table_names_of(engine)
 
 
 SYNC_ENGINES: EngineKind[EngineSource] = EngineKind(check_engine_source, resolve_engine)

@@ -14,9 +14,9 @@ from sqlalchemy import event
 
 from pgfence._connections.connect import open_sqlalchemy_connection
 from pgfence._connections.connection import RELEASE_BUDGET, STATEMENT_BUDGET
+from pgfence._holds.carriers import run_sync
 from pgfence._locks.manager import get_manager
 from pgfence._process.clock import between, clock
-from pgfence._process.coroutines import run_sync
 from pgfence._sql import activity, migration_lock, server
 from pgfence._sql.addresses import describe_server
 from pgfence._sql.advisory import LockSql
@@ -28,11 +28,12 @@ from pgfence.errors import LockLostError, LockTimeoutError, PoolerError, Transac
 from pgfence.migrations import _command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection
 
     from pgfence._connections.connection import LockConnection
+    from pgfence._holds.carriers import Coro
     from pgfence._locks.manager import SessionHold
     from pgfence.keys import LockKey
     from pgfence.types import Holder
@@ -71,7 +72,7 @@ class MigrationLock:
         """What was in force before the lock was taken."""
         self._wrote = False
 
-    def _drive(self, function: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _drive(self, function: Callable[P, Coro[T]], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a coroutine function of the manager's to its end. With an async driver env.py runs in a greenlet of SQLAlchemy's."""
         if not self._connection.dialect.is_async:
             return run_sync(function, *args, **kwargs)

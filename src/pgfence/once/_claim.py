@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence._leases.grant import log
 from pgfence._leases.request import (
     AcquireRequest,

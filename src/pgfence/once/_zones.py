@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:

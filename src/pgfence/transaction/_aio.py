@@ -14,7 +14,7 @@ from pgfence._api.inputs import (
 )
 from pgfence._api.transactions import AsyncBegun
 from pgfence._holds.carriers import get_task_contender
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence.keys import resolve
 from pgfence.transaction._request import TransactionLockBase
 

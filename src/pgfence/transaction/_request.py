@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError, UnboundExecutionError
 
 from pgfence._api.misuse import Guided
 from pgfence._api.transactions import open_connection
-from pgfence._holds.events import emit_event, format_names
+from pgfence._holds.hold import emit_event, format_names
 from pgfence._holds.wait_plan import NESTED_LIMIT, WARN_AFTER, to_milliseconds
 from pgfence._locks.own_holds import find_hold_elsewhere
 from pgfence._process.clock import Deadline, clock, seconds

@@ -10,7 +10,7 @@ from pgfence._api.contexts import EnterOnly
 from pgfence._api.inputs import is_session, is_sessionmaker, unwrap_session
 from pgfence._api.transactions import Begun
 from pgfence._holds.carriers import THREADS
-from pgfence._holds.events import format_names
+from pgfence._holds.hold import format_names
 from pgfence.keys import resolve
 from pgfence.transaction._request import TransactionLockBase
 

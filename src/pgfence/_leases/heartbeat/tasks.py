@@ -168,15 +168,8 @@ def release_of(grant: Grant) -> ReleaseTask:
     """Return the release of a grant; of a slot it says whether it is done."""
     args: tuple[object, ...] = grant.stored, grant.stored, str(grant.lease_id), grant.token
     if grant.slot is None:
-        return ReleaseTask(grant.place, lambda sql: sql.release_late, args, compute_row_deadline(grant), grant.family)
-    return ReleaseTask(
-        grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), compute_row_deadline(grant)
-    )
-
-
-def compute_row_deadline(grant: Grant) -> float:
-    """Return until when the server believes in a grant, as far as this process knows."""
-    return grant.deadline + terms.compute_margin(grant.ttl)
+        return ReleaseTask(grant.place, lambda sql: sql.release_late, args, grant.row_deadline, grant.family)
+    return ReleaseTask(grant.place, lambda sql: sql.finish_late, (*args, grant.slot, grant.done), grant.row_deadline)
 
 
 class RevokeTask(ReleaseTask):
