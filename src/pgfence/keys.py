@@ -41,6 +41,13 @@ def _check_text(value: object, what: str) -> str:
     return str.__str__(value)
 
 
+def _check_name(value: object) -> str:
+    name = _check_text(value, "a lock name")
+    if not name:
+        raise ValueError("a lock name must not be empty")
+    return name
+
+
 def _check_integer(value: object, bits: int, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an int, not {type(value).__name__}")
@@ -96,10 +103,7 @@ class LockKey:
             TypeError: the name or the namespace is no str.
             ValueError: the name is empty, or one of them holds NUL, U+001F or a lone surrogate.
         """
-        name = _check_text(name, "a lock name")
-        if not name:
-            raise ValueError("a lock name must not be empty")
-        return _key_of(name, _check_text(namespace, "a namespace"))
+        return _key_of(_check_name(name), _check_text(namespace, "a namespace"))
 
     @classmethod
     def raw(cls, value: int) -> LockKey:
@@ -226,6 +230,27 @@ Name: TypeAlias = str | LockKey
 
 _FEW = 100
 """More names in one lock would push those of other locks out of the cache, and are checked at once."""
+
+
+def check_names(names: Sequence[Name], namespace: str = "") -> None:
+    """Raise what `resolve` would raise for these names. They are not hashed: which namespace counts may not be known yet.
+
+    Raises:
+        ValueError: no name was given, or one is not usable.
+        TypeError: one is neither a str nor a LockKey.
+    """
+    _check_text(namespace, "a namespace")
+    if not names:
+        raise ValueError("a lock needs at least one name")
+    if len(names) <= _FEW or not _find_plain(names):
+        for name in names:
+            if not isinstance(name, LockKey):
+                _check_name(name)
+
+
+def list_labels(names: Iterable[Name]) -> tuple[str, ...]:
+    """Return what messages call them, each once."""
+    return tuple(dict.fromkeys([name if isinstance(name, str) else name.label for name in names]))
 
 
 def resolve(names: Iterable[Name], namespace: str) -> tuple[LockKey, ...]:

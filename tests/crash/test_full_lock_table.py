@@ -92,6 +92,18 @@ async def test_many_requests_that_would_fill_it_together_are_refused(world: Worl
             handle.check()
 
 
+async def test_what_was_given_back_makes_room_at_once(
+    world: World, small: OwnServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of the table, taken and released several times within a second: never rejected, and no warning."""
+    one = lock(world, world.engine(dsn=small.dsn), *names(LIMIT // 2))
+    with caplog.at_level(logging.WARNING, "pgfence"):
+        for _ in range(5):
+            async with world.enter(one.hold(timeout=5)):
+                assert _advisory(small) == LIMIT // 2
+    assert warned(caplog) == 0
+
+
 async def test_a_table_that_fills_up_is_logged_once(
     world: World, small: OwnServer, caplog: pytest.LogCaptureFixture
 ) -> None:

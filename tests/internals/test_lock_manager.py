@@ -19,9 +19,12 @@ from pgfence.advisory import _named as named
 from pgfence.config import configure
 from pgfence.errors import PoolerError, UnreachableError
 from pgfence.keys import LockKey
+from pgfence.transaction import _request
 from support.leases import lease, rival, row
 from support.limits import set_limit
 from support.locking import background, is_free, lock, standing
+from support.transactions import connection
+from support.transactions import lock as transaction_lock
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -59,6 +62,31 @@ async def test_the_first_use_by_two_threads_is_one_lock(
                 assert held.keys == (LockKey.of(name, namespace="configured"),)
                 await place.call(held.release)
     assert (mine is None) != (theirs is None)
+
+
+async def test_the_names_of_a_lock_object_are_hashed_once(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its namespace, its driver and the number of its uses; an unusable name is rejected before that."""
+    calls: list[Any] = []
+    for module, resolve in ((named, named.resolve), (_request, _request.resolve)):
+        monkeypatch.setattr(module, "resolve", lambda *args, resolve=resolve: calls.append(args) or resolve(*args))
+    engine = world.engine()
+    configure(engine, namespace="configured")
+    names = [f"{name}:{number}" for number in range(150)]
+    one = lock(world, engine, *names)
+    with pytest.raises(ValueError, match="empty"):
+        lock(world, engine, *names, "")
+    assert calls == []
+    for _ in range(2):
+        async with world.enter(one.hold()):
+            pass
+    assert len(calls) == 1
+    async with connection(world, engine) as work:
+        inside = transaction_lock(work, *names)
+        for _ in range(2):
+            await world.call(inside.acquire)
+    assert [namespace for _, namespace in calls] == ["configured"] * 2
 
 
 @pytest.mark.every_driver

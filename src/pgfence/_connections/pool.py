@@ -304,9 +304,12 @@ class LockPool:
             f"no session at {describe_server(self.engine)} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
         )
 
-    def needs_count(self) -> bool:
-        """Say whether the last count of the server's lock table is too old to judge a large request by."""
-        return time.monotonic() - self._counted_at > COUNT_EVERY
+    def needs_count(self, keys: int) -> bool:
+        """Say whether the server's lock table must be counted before a large request is judged."""
+        # The last count may be old, and what this process has given back since is not in it: nothing is rejected by that.
+        return time.monotonic() - self._counted_at > COUNT_EVERY or (
+            self._limit > 0 and server.judge_capacity(self._used, keys, self._limit) != "fine"
+        )
 
     def note_taken(self, keys: int) -> None:
         """Add what this process took since the last count."""

@@ -222,8 +222,8 @@ class LockManager:
         return session
 
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
-        """Count the server's lock table before a large request, at most once a second, and refuse what would fill it."""
-        if self.pool.needs_count():
+        """Count the server's lock table before a large request unless that was done lately, and refuse what would fill it."""
+        if self.pool.needs_count(len(call.wanted.keys)):
             self.pool.note_count(await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget))
         self.pool.check_room(len(call.wanted.keys))
 

@@ -9,7 +9,7 @@ from pgfence._sql import activity
 from pgfence._sql.advisory import LockSql
 from pgfence._sql.storage import table_names_of
 from pgfence._sql.token import TokenSql
-from pgfence.keys import qualify_name, resolve
+from pgfence.keys import check_names, list_labels, qualify_name, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ class LockNames:
     _namespace: str | None
     _token: bool
     _labels: tuple[str, ...]
-    _made: tuple[str, ParamStyle, TableNames | None, LockSql]
+    _made: tuple[str, ParamStyle, TableNames | None, LockSql] | None = None
     """The statements, and what they were made with: namespace, style, and where our tables are if they are needed."""
     _found: tuple[LockManager, LockSql] | None = None
     """The manager that was found last, and the statements for it, for an engine that is its own lock engine."""
@@ -58,11 +58,11 @@ class LockNames:
         self._names = tuple(names)
         self._namespace = namespace
         self._token = token
-        assumed = namespace or ""
-        self._made = assumed, "format", None, LockSql(resolve(names, assumed), "format")
+        # Their keys are made at the first use, once: the engine may have a namespace by then.
+        check_names(self._names, namespace or "")
         if token:
-            self._get_text(assumed)
-        self._labels = tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in names))
+            self._get_text(namespace or "")
+        self._labels = list_labels(names)
 
     def _rename(self, names: Sequence[Name]) -> Self:
         other = object.__new__(type(self))
@@ -74,7 +74,7 @@ class LockNames:
         namespace = config.namespace if self._namespace is None else self._namespace
         place = table_names_of(engine) if self._token else None
         made = self._made
-        if made[:3] != (namespace, style, place):
+        if made is None or made[:3] != (namespace, style, place):
             keys = resolve(self._names, namespace)
             sql = LockSql(keys, style)
             if place is not None:

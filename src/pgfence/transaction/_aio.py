@@ -15,7 +15,7 @@ from pgfence._api.inputs import (
 from pgfence._api.transactions import AsyncBegun
 from pgfence._holds.carriers import get_task_contender
 from pgfence._holds.hold import format_names
-from pgfence.keys import resolve
+from pgfence.keys import check_names, list_labels
 from pgfence.transaction._request import TransactionLockBase
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class AsyncTransactionLock(TransactionLockBase):
                 f"AsyncTransactionLock.begin() needs an async_sessionmaker or an AsyncEngine, not {type(factory).__name__}:"
                 " sync ones go to TransactionLock.begin(), an AsyncSession that is open already to AsyncTransactionLock()"
             )
-        keys = resolve(names, namespace or "")
+        check_names(names, namespace or "")
 
         async def take(work: AsyncSession | AsyncConnection) -> None:
             lock = AsyncTransactionLock(
@@ -220,7 +220,7 @@ class AsyncTransactionLock(TransactionLockBase):
             )
             await lock.acquire(timeout=timeout)
 
-        return AsyncBegun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
+        return AsyncBegun(factory, take, f"the transaction under {format_names(list_labels(names))}")
 
     def _unwrap(self) -> AsyncSession | AsyncConnection:
         return unwrap_session(self._session)

@@ -29,7 +29,7 @@ from pgfence.errors import (
     PgfenceError,
     TransactionStateError,
 )
-from pgfence.keys import resolve
+from pgfence.keys import check_names, list_labels, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,7 +80,8 @@ class TransactionLockBase(Guided):
         expire: bool,
         stale_snapshot_ok: bool,
     ) -> None:
-        self._resolved = namespace or "", resolve(names, namespace or "")
+        check_names(names, namespace or "")
+        self._resolved: tuple[str, tuple[LockKey, ...]] | None = None
         self._names = names
         self._namespace = namespace
         self._bind_arguments = bind_arguments
@@ -92,7 +93,7 @@ class TransactionLockBase(Guided):
         return f"<{type(self).__name__} {format_names(self._list_labels())}>"
 
     def _list_labels(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name if isinstance(name, str) else name.label for name in self._names))
+        return list_labels(self._names)
 
     # ------------------------------------------------------------ where
 
@@ -112,9 +113,10 @@ class TransactionLockBase(Guided):
 
     def _resolve_keys(self, config: Config) -> tuple[LockKey, ...]:
         namespace = config.namespace if self._namespace is None else self._namespace
-        if self._resolved[0] != namespace:
-            self._resolved = namespace, resolve(self._names, namespace)
-        return self._resolved[1]
+        resolved = self._resolved
+        if resolved is None or resolved[0] != namespace:
+            self._resolved = resolved = namespace, resolve(self._names, namespace)
+        return resolved[1]
 
     def _prepare(self, work: Session | Connection) -> PreparedCall:
         """Find the keys that are missing, and reject states in which the lock could not hold. No round trip of our own."""

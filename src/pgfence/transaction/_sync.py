@@ -11,7 +11,7 @@ from pgfence._api.inputs import is_session, is_sessionmaker, unwrap_session
 from pgfence._api.transactions import Begun
 from pgfence._holds.carriers import THREADS
 from pgfence._holds.hold import format_names
-from pgfence.keys import resolve
+from pgfence.keys import check_names, list_labels
 from pgfence.transaction._request import TransactionLockBase
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class TransactionLock(TransactionLockBase):
                 f"TransactionLock.begin() needs a sessionmaker or an Engine, not {type(factory).__name__}:"
                 " async ones go to AsyncTransactionLock.begin(), a Session that is open already to TransactionLock()"
             )
-        keys = resolve(names, namespace or "")
+        check_names(names, namespace or "")
 
         def take(work: Session | Connection) -> None:
             lock = TransactionLock(
@@ -203,7 +203,7 @@ class TransactionLock(TransactionLockBase):
             )
             lock.acquire(timeout=timeout)
 
-        return Begun(factory, take, f"the transaction under {format_names(tuple(key.label for key in keys))}")
+        return Begun(factory, take, f"the transaction under {format_names(list_labels(names))}")
 
     def _unwrap(self) -> Session | Connection:
         return unwrap_session(self._session)
