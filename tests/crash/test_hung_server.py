@@ -11,7 +11,7 @@ from sqlalchemy import Connection, text
 
 from pgfence import AsyncLease, Lease, LockKey, schema
 from pgfence._leases import manager as lease_manager
-from pgfence._leases import releases, statements
+from pgfence._leases import statements
 from pgfence.errors import LockLostError, LockTimeoutError, UnreachableError
 from pgfence.migrations import _session, migration_lock
 from support.locking import background, freed, is_free, labelled, lock, run, sessions, take, waits
@@ -167,7 +167,7 @@ async def test_an_adoption_on_a_hung_server_ends_soon(
     world: World, name: str, private_server: OwnServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`adopt` takes no timeout: without a response it raises UnreachableError after a few seconds, not after 30."""
-    for module in (lease_manager, releases, statements):
+    for module in (lease_manager, statements):
         monkeypatch.setattr(module, "RELEASE_BUDGET", 1.0)
     engine = world.engine(dsn=private_server.dsn)
     await world.call(schema.create_all, engine)

@@ -26,8 +26,8 @@ from pgfence._leases.answers import (
     translate_failure,
 )
 from pgfence._leases.grant import Grant
-from pgfence._leases.releases import LeaseReleases
 from pgfence._leases.request import Busy, Granted, Refused, build_adoption, read_adoption
+from pgfence._leases.statements import LeaseStatements
 from pgfence._locks.acquisition import timeout_of
 from pgfence._process.clock import between, clock
 from pgfence._process.lifecycle import MUTEX
@@ -59,7 +59,7 @@ HandleT = TypeVar("HandleT")
 ManagerT = TypeVar("ManagerT", bound="LeaseManager")
 
 
-class LeaseManager(LeaseReleases):
+class LeaseManager(LeaseStatements):
     """The leases that the threads of this process, or the tasks of one loop, take through one engine."""
 
     def __init__(self, engine: Engine, config: Config, carrier: Carrier) -> None:
