@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from pgfence._connections.connection import WARM_FOR, LockConnection
-from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
+from pgfence._connections.pool import WARM, PoolState, PoolWaiter
 
 
 class Stub(SimpleNamespace):

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Self
 
 from sqlalchemy import event
 
+from pgfence._connections.connect import judge
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
 from pgfence._process.lifecycle import PROCESS
 from pgfence._sql import server
 from pgfence._sql.advisory import QUIET_CHECK
+from pgfence._sql.errors import translate_connect_error
 from pgfence.errors import TransactionStateError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pgfence._connections.drivers import DriverConnection
     from pgfence._holds.carriers import Carrier
     from pgfence._sql.params import Row
+    from pgfence.config import PoolerSetting
 
 
 class CallerConnection(LockConnection):
@@ -56,22 +59,38 @@ class CallerConnection(LockConnection):
     @classmethod
     async def borrow(cls, carrier: Carrier, connection: Connection, make_driver: type[DriverConnection]) -> Self:
         """Borrow a connection that is outside a transaction. The server is not asked for anything."""
-        dbapi_connection = await carrier.call(lambda: connection.connection.dbapi_connection)
-        assert dbapi_connection is not None
-        driver = make_driver(connection.dialect.get_driver_connection(dbapi_connection))
-        cls.check_usable(connection, dbapi_connection, driver)
+        try:
+            dbapi_connection = await carrier.call(lambda: connection.connection.dbapi_connection)
+            assert dbapi_connection is not None
+            driver = make_driver(connection.dialect.get_driver_connection(dbapi_connection))
+            cls.check_usable(connection, dbapi_connection, driver)
+        except Exception as error:
+            if told := translate_connect_error(connection.engine, error):
+                raise told from error
+            raise
         known: tuple[DBAPIConnection, server.ServerInfo] | None = connection.info.get(_FACTS)
         facts = known[1] if known is not None and known[0] is dbapi_connection else server.UNKNOWN
         return cls(connection, dbapi_connection, driver, facts)
 
-    async def fetch_facts(self, limit: float) -> None:
-        """Ask the server for the facts; the question may take `limit` seconds."""
-        row = await self.fetch_row(self.connection.engine, server.READ_FACTS, (), limit=limit)
-        self.learn_facts(server.ServerInfo.of(row, set_up=False))
+    async def learn(self, pooler: PoolerSetting, limit: float) -> None:
+        """Ask the server for its facts, judge them, and keep them with the pooled connection for the next lock.
 
-    def keep_facts(self) -> None:
-        """Keep the facts with the pooled connection for the next lock: they have been judged."""
-        self.connection.info[_FACTS] = self.dbapi_connection, self.facts
+        Raises:
+            UnreachableError: the server does not respond within `limit` seconds.
+            PoolerError, StandbyError, UnsupportedServerError: session locks are not safe on it.
+        """
+        engine, driver = self.connection.engine, self.driver.raw
+        try:
+            row = await self.fetch_row(engine, server.READ_FACTS, (), limit=limit)
+            facts = server.ServerInfo.of(row, set_up=False)
+            await self.carrier.call(lambda: judge(engine, facts, driver, pooler))
+        except BaseException as error:
+            self.give_up()
+            if isinstance(error, Exception) and (told := translate_connect_error(engine, error)):
+                raise told from error
+            raise
+        self.learn_facts(facts)
+        self.connection.info[_FACTS] = self.dbapi_connection, facts
 
     @staticmethod
     def check_usable(connection: Connection, dbapi_connection: DBAPIConnection, driver: DriverConnection) -> None:

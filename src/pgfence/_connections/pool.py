@@ -1,26 +1,27 @@
-"""The connections of one engine for locks: how many may be open, who waits for one, which are kept idle; how full the server is."""
+"""The connections of one engine for locks: how many may be open, who waits for one, which are kept idle."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
 
 from pgfence._connections.caller_connection import CallerConnection
-from pgfence._connections.connect import judge, open_connection
+from pgfence._connections.connect import open_connection
 from pgfence._connections.connection_async import AsyncCallerConnection, AsyncLockConnection
 from pgfence._connections.connection_sync import SyncCallerConnection, SyncLockConnection
 from pgfence._connections.drivers import choose_driver_connection
+from pgfence._connections.lock_table import LockTable
 from pgfence._connections.opening import PendingConnection, close_at_exit, close_with_loop, start_task, start_thread
-from pgfence._connections.pool_state import WARM, PoolState, PoolWaiter
 from pgfence._process import threads
-from pgfence._process.callbacks import log
 from pgfence._process.lifecycle import MUTEX, PROCESS, on_disposed
 from pgfence._process.monitor import MONITOR
 from pgfence._sql import server
 from pgfence._sql.addresses import describe_server
-from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN, translate_connect_error
-from pgfence.errors import CapacityError, UnreachableError
+from pgfence._sql.errors import LOCK_OUTCOME_UNKNOWN
+from pgfence.errors import UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,11 +33,114 @@ if TYPE_CHECKING:
     from pgfence._holds.hold import Hold
     from pgfence.config import Config
 
+WARM = 5
 OPEN_BUDGET = 5.0
 """Seconds that opening a connection may take at least, however short the caller's timeout for the lock is."""
 OPEN_LIMIT = 30.0
-MANY_KEYS = 100
-COUNT_EVERY = 1.0
+
+
+class Borrower(Protocol):
+    """Whoever is given a session, and gives it back whatever happens."""
+
+    session: LockConnection | None
+
+
+class PoolWaiter:
+    """A place in the line for a connection."""
+
+    __slots__ = ("may_open", "opening", "session", "wake")
+
+    def __init__(self) -> None:
+        self.session: LockConnection | None = None
+        """What it was given."""
+        self.may_open = False
+        """Whether it has one of the places, to open a connection."""
+        self.opening: PendingConnection | None = None
+        """The connection that is being opened for it, which has the place from then on."""
+        self.wake: Callable[[], object] = lambda: None
+
+    @property
+    def served(self) -> bool:
+        return self.may_open or self.session is not None
+
+
+class PoolState:
+    """The connections of one engine. Pure; the caller holds the mutex."""
+
+    def __init__(self, limit: int, warm: int = WARM) -> None:
+        self.limit = limit
+        self.max_idle = warm
+        """How many are kept idle at most."""
+        self.open = 0
+        """Open or being opened."""
+        self.idle: list[LockConnection] = []
+        self._waiting: deque[PoolWaiter] = deque()
+
+    def serve_or_enqueue(self, turn: PoolWaiter) -> PoolWaiter:
+        """Give a turn a warm session, the right to open one, or a place in the line for one, and return it."""
+        if self.pop_idle(turn):
+            return turn
+        if self.open < self.limit and not self._waiting:  # whoever waits already comes first
+            self.open += 1
+            turn.may_open = True
+        else:
+            self._waiting.append(turn)
+        return turn
+
+    def take_slot(self) -> bool:
+        """Take a place for a connection that is open already; False: there is none."""
+        if self.open >= self.limit:
+            return False
+        self.open += 1
+        return True
+
+    def pop_idle(self, user: Borrower) -> bool:
+        """Give the session that was used last, if it lives; a dead one stays for `take_expired`."""
+        if not self.idle or self.idle[-1].dead is not None:
+            return False
+        user.session = self.idle[-1]  # before it is taken out: an interrupt in between must not lose it
+        self.idle.pop()
+        return True
+
+    def checkin(self, session: LockConnection) -> bool:
+        """Take a session back; False: it is one too many, the caller closes it and calls `note_closed`."""
+        if session.dead or session.close_after_use:
+            return False
+        if self._waiting:
+            turn = self._waiting.popleft()
+            turn.session = session
+            turn.wake()
+            return True
+        if len(self.idle) >= self.max_idle:
+            return False
+        session.idle_since = time.monotonic()
+        self.idle.append(session)
+        return True
+
+    def note_closed(self) -> None:
+        """One is closed, or could not be opened."""
+        self.open -= 1
+        if self._waiting and self.open < self.limit:
+            self.open += 1
+            turn = self._waiting.popleft()
+            turn.may_open = True
+            turn.wake()
+
+    def cancel_wait(self, turn: PoolWaiter) -> None:
+        """Leave the line without having been served."""
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(turn)
+
+    def take_expired(self, now: float) -> list[LockConnection]:
+        """Take out the sessions that were idle for too long, or are dead."""
+        expired = [s for s in self.idle if s.is_expired(now)]
+        self.idle[:] = [s for s in self.idle if s not in expired]
+        return expired
+
+    def take_all_idle(self) -> list[LockConnection]:
+        """Take out all idle sessions."""
+        idle, self.idle[:] = list(self.idle), []
+        return idle
 
 
 class LockPool:
@@ -70,10 +174,7 @@ class LockPool:
         """Openings that took too long and have not ended yet."""
         self._opening_began = 0.0
         self.on_death = on_death
-        self._counted_at = 0.0
-        self._used = 0
-        self._limit = 0
-        self._warned = False
+        self.lock_table = LockTable()
         self._close_with_loop = close_with_loop(self.sessions) if engine.dialect.is_async else None
         """To be entered with the first opening."""
         on_disposed(engine, self._on_engine_disposed)
@@ -145,8 +246,11 @@ class LockPool:
         await opening.event.wait(budget, cancel)
         turn.session = self._abandon(opening, late=True)
         if turn.session is None:
-            raise opening.error or self.opening_timeout_error(budget)
-        self.check_room(keys)
+            where = describe_server(self.engine)
+            raise opening.error or UnreachableError(
+                f"no session at {where} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
+            )
+        self.lock_table.check_room(keys)
 
     def _abandon(self, opening: PendingConnection, *, late: bool) -> LockConnection | None:
         """Stop waiting for a connection, once. Returns the session if it came in the last moment.
@@ -192,11 +296,10 @@ class LockPool:
 
     async def _open_unshared(self) -> LockConnection:
         """Open a session of which no child that is forked meanwhile keeps the socket: its copy would keep a dead parent's lock."""
-        engine, pooler, any_pooler = self.engine, self.config.pooler, self.any_pooler
         while True:
             forks = PROCESS.forks
             dbapi_connection, driver, facts = await self.carrier.call(
-                lambda: open_connection(engine, pooler, any_pooler=any_pooler)
+                lambda: open_connection(self.engine, self.config.pooler, any_pooler=self.any_pooler)
             )
             session = self._kind(dbapi_connection, self._driver_kind(driver), facts)
             self.configure(session)
@@ -206,36 +309,20 @@ class LockPool:
 
     async def borrow_unjudged(self, connection: Connection) -> CallerConnection:
         """Make the caller's own connection a session without asking the server, for statements that hold nothing."""
-        try:
-            return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
-        except Exception as error:
-            if told := translate_connect_error(self.engine, error):
-                raise told from error
-            raise
+        return await self._callers_kind.borrow(self.carrier, connection, self._driver_kind)
 
     async def borrow(self, connection: Connection, limit: float) -> LockConnection:
         """Make the caller's own connection a session, for one lock; its first question may take `limit` seconds."""
         session = await self.borrow_unjudged(connection)
         if session.facts is server.UNKNOWN:
-            engine, driver, pooler = self.engine, session.driver.raw, self.config.pooler
-            try:
-                await session.fetch_facts(limit)
-                await self.carrier.call(lambda: judge(engine, session.facts, driver, pooler))
-            except BaseException as error:
-                session.give_up()
-                if isinstance(error, Exception) and (told := translate_connect_error(engine, error)):
-                    raise told from error
-                raise
-            session.keep_facts()
+            await session.learn(self.config.pooler, limit)
         session.on_death = self.on_death
         return session
 
     def configure(self, session: LockConnection) -> None:
         """Make a new session ready for its work."""
-        driver = session.driver
-        driver.pooled = self.any_pooler and (
-            self.config.pooler in ("session", "transaction") or driver.pid != session.facts.backend_pid
-        )
+        strange = session.driver.pid != session.facts.backend_pid
+        session.driver.pooled = self.any_pooler and (strange or self.config.pooler in ("session", "transaction"))
         session.watch()
 
     def checkin(self, session: LockConnection) -> None:
@@ -297,37 +384,12 @@ class LockPool:
         session.uses_slot = counts
         session.on_death = self.on_death
         self.sessions.add(session)
-        self.note_count(session.facts.locks_used, session.facts.lock_limit)
-
-    def opening_timeout_error(self, budget: float) -> UnreachableError:
-        return UnreachableError(
-            f"no session at {describe_server(self.engine)} within {budget:g} s. {LOCK_OUTCOME_UNKNOWN}"
-        )
-
-    def needs_count(self, keys: int) -> bool:
-        """Say whether the server's lock table must be counted before a large request is judged."""
-        # The last count may be old, and what this process has given back since is not in it: nothing is rejected by that.
-        return time.monotonic() - self._counted_at > COUNT_EVERY or (
-            self._limit > 0 and server.judge_capacity(self._used, keys, self._limit) != "fine"
-        )
-
-    def note_taken(self, keys: int) -> None:
-        """Add what this process took since the last count."""
-        self._used += keys
-
-    def note_count(self, used: int, limit: int | None = None) -> None:
-        self._counted_at = time.monotonic()
-        self._used = used
-        if limit is not None:
-            self._limit = limit
+        self.lock_table.note_count(session.facts.locks_used, session.facts.lock_limit)
 
     def begin_opening(self) -> None:
-        """Refuse at once when as many openings as there are places are stuck: the server is not there, not busy.
+        """Raise UnreachableError when as many openings as there are places are stuck: the server is away, not busy.
 
-        One more is tried every few seconds, for a driver may hang long after the server is back.
-
-        Raises:
-            UnreachableError: it is refused. The place is still the caller's.
+        One more is tried every few seconds, for a driver may hang long after the server is back. The place stays the caller's.
         """
         threads.block_during_shutdown()
         now = time.monotonic()
@@ -336,14 +398,3 @@ class LockPool:
                 self._opening_began = now
                 return
         raise UnreachableError(f"{describe_server(self.engine)} does not answer. {LOCK_OUTCOME_UNKNOWN}")
-
-    def check_room(self, keys: int) -> None:
-        """Raise CapacityError when the request would fill the server's lock table; warn once when it comes near."""
-        if not self._limit:
-            return
-        judged = server.judge_capacity(self._used, keys, self._limit)
-        if isinstance(judged, CapacityError):
-            raise judged
-        if judged == "warn" and not self._warned:
-            log.warning("%d of at least %d places in the server's lock table are taken", self._used, self._limit)
-        self._warned = judged == "warn"

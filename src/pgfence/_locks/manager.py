@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from pgfence._connections.connection import ConnectionGoneError, LockConnection
-from pgfence._connections.pool import MANY_KEYS, LockPool
+from pgfence._connections.lock_table import MANY_KEYS
+from pgfence._connections.pool import LockPool
 from pgfence._holds.carriers import Cancelled, build_cancelled_error, expect_uncancelled
 from pgfence._holds.hold import Hold, emit_event, format_names
 from pgfence._holds.queue import BURST, BURST_TIME, LocalQueue
@@ -196,7 +197,7 @@ class LockManager:
                 if granted:
                     session.handoffs, session.granted_at = 0, time.monotonic()
                     if many:
-                        self.pool.note_taken(len(sql.keys))
+                        self.pool.lock_table.note_taken(len(sql.keys))
                     return True
                 holders = await look_on(self.pool, session, sql) if call.waits else []
             except ConnectionGoneError as gone:
@@ -223,9 +224,11 @@ class LockManager:
 
     async def _make_room(self, session: LockConnection, call: LockAcquisition) -> None:
         """Count the server's lock table before a large request unless that was done lately, and refuse what would fill it."""
-        if self.pool.needs_count(len(call.wanted.keys)):
-            self.pool.note_count(await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget))
-        self.pool.check_room(len(call.wanted.keys))
+        if self.pool.lock_table.needs_count(len(call.wanted.keys)):
+            self.pool.lock_table.note_count(
+                await session.fetch_value(self.engine, server.LOCK_TABLE_USE, (), limit=call.budget)
+            )
+        self.pool.lock_table.check_room(len(call.wanted.keys))
 
     async def _wait(self, session: LockConnection, call: LockAcquisition) -> bool:
         sql = call.wanted
