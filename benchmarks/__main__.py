@@ -7,7 +7,9 @@ import importlib
 import logging
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
 from benchmarks.place import RESULTS, machine
@@ -15,8 +17,13 @@ from benchmarks.place import RESULTS, machine
 SCENARIOS = (
     "uncontended",
     "handoff",
+    "fair",
     "waiters",
+    "many_names",
+    "many_names",
     "transactions",
+    "network",
+    "network",
     "crowd",
     "loss",
     "imports",
@@ -29,34 +36,69 @@ SCENARIOS = (
     "lock_or_version",
     "transfers",
 )
+"""In the order of the page."""
+LONG = ("transfers",)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the scenarios that were asked for. Returns 0 although a bar is missed: the table says so."""
+    """Run the scenarios that were asked for. Returns 0 although a bar is missed: the table says so; 1 after an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "scenarios", nargs="*", metavar="SCENARIO", help=f"of {', '.join(SCENARIOS)}; all but the last if none is named"
+        "scenarios",
+        nargs="*",
+        metavar="SCENARIO",
+        help=f"of {', '.join(SCENARIOS)}; if none is named, all but {', '.join(LONG)}",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few cycles of everything: shows that it runs, measures little"
     )
     parser.add_argument("--long", action="store_true", help="with 100,000 guarded transfers, which take minutes")
-    parser.add_argument("--docs", action="store_true", help="write the tables into docs/benchmarks.md")
+    parser.add_argument(
+        "--docs",
+        action="store_true",
+        help="put the results into docs/_static/benchmarks.json, and write the page from it",
+    )
+    parser.add_argument(
+        "--from", nargs="*", type=Path, metavar="JSON", dest="files", help="run nothing, take these results"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="the folder for the results")
     options = parser.parse_args(arguments)
     if unknown := set(options.scenarios) - set(SCENARIOS):
         parser.error(f"no scenario {', '.join(sorted(unknown))}")
+    if options.docs and options.quick:
+        parser.error("--quick measures too little for --docs")
+    files, failed = options.files, False
+    if files is None:
+        names = options.scenarios or [name for name in SCENARIOS if options.long or options.quick or name not in LONG]
+        path, failed = _run(names, options.quick, options.output)
+        files = [path]
+    if options.docs:
+        report.publish(files, SCENARIOS)
+        print(f"written: {report.KEPT}, {report.PAGE}")
+    return int(failed)
+
+
+def _run(names: list[str], quick: bool, folder: Path) -> tuple[Path, bool]:
+    """Run scenarios one after the other. One that fails is left out, and the others are kept."""
     # What is lost and waited for here is so on purpose.
     logging.getLogger("pgfence").addHandler(logging.NullHandler())
-    where, results = machine(), []
+    where, results, failed = machine(), [], False
     print(report.described(where), flush=True)
-    for name in options.scenarios or SCENARIOS[: None if options.long or options.quick else -1]:
+    for name in names:
         start = time.monotonic()
-        result = importlib.import_module(f"benchmarks.{name}").run(options.quick)
-        results.append(result | {"quick": options.quick, "took": round(time.monotonic() - start, 1)})
+        try:
+            result: dict[str, Any] = importlib.import_module(f"benchmarks.{name}").run(quick)
+        except Exception:
+            traceback.print_exc()
+            failed = True
+            continue
+        took = round(time.monotonic() - start, 1)
+        result |= {"quick": quick, "took": took, "measured": time.strftime("%Y-%m-%d", time.gmtime())}
+        results.append(result)
         print(f"\n{report.markdown([result])}", flush=True)
-    print(f"\nwritten: {report.write(results, where, options.output, docs=options.docs)}")
-    return 0
+    path = report.save(results, where, folder)
+    print(f"\nwritten: {path}", flush=True)
+    return path, failed
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def run(quick: bool) -> dict[str, Any]:
                 rows.append((title, guard, phase.workers, *cells))
                 if number == 1:
                     slow[guard].append(within[1])
-    panels = [picture.Panel(f"{title}: commits a second", lines) for title, lines in rates.items()]
-    panels.append(picture.Panel("one row: 99 of 100 within milliseconds", slow))
+    panels = {f"{title}: commits a second": lines for title, lines in rates.items()}
+    panels["one row: 99 of 100 within milliseconds"] = slow
     return {
         "scenario": "lock_or_version",
         "title": "Lock or version",
@@ -102,7 +102,7 @@ def run(quick: bool) -> dict[str, Any]:
             )
         ],
         "skipped": {},
-        "picture": (NAME, picture.draw("workers", crowds, panels)),
+        "pictures": [picture.curves(NAME, "workers", crowds, panels)],
     }
 
 

@@ -1,4 +1,8 @@
-"""Bars, tables, and where they are written."""
+"""Bars, tables and pictures, and where they are written.
+
+The page is written from JSON alone: a run with `--docs` puts its scenarios into the file that is kept beside the page, in the
+place of older ones, and writes the page from that file.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import picture
 from benchmarks.rounds import NULL_TEST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, STATIC = DOCS / "benchmarks.md", DOCS / "_static"
+KEPT = STATIC / "benchmarks.json"
 _WRITTEN = re.compile(r"(?<=<!-- written by the benchmark -->\n).*(?=<!-- end -->)", re.DOTALL)
 
 
@@ -45,8 +51,8 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return {"title": title, "columns": list(columns), "rows": [[str(cell) for cell in row] for row in rows]}
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Return everything that was measured, as the page shows it."""
+def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
+    """Return everything that was measured, as the page shows it; `pictures` is the folder that the page finds them in."""
     lines = ["| Bar | Wanted | Measured | Met |", "|---|---|---|---|"]
     for result in results:
         for each in result["bars"]:
@@ -54,6 +60,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             lines.append(f"| {each['what']} | {each['bar']} | {each['figure']} | {met} |")
     for result in results:
         lines += ["", f"### {result['title']}", "", result["method"]]
+        for each in result.get("pictures", ()):
+            lines += ["", f"![{each.get('title', result['title'])}]({pictures}{each['name']}.svg)"]
         for each in result["tables"]:
             lines += ["", f"{each['title']}:", "", f"| {' | '.join(each['columns'])} |"]
             lines.append("|" + "---|" * len(each["columns"]))
@@ -61,10 +69,12 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         if result["skipped"]:
             left_out = "; ".join(f"{name} ({why})" for name, why in sorted(result["skipped"].items()))
             lines += ["", f"Not measured here: {left_out}."]
+        if "measured" in result:
+            lines += ["", f"*Measured on {result['measured']}, in {result['took']:.0f} s.*"]
     return "\n".join(lines)
 
 
-def described(where: dict[str, Any]) -> str:
+def described(where: Mapping[str, Any]) -> str:
     """Describe the machine in a sentence."""
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items())
     return (
@@ -73,18 +83,59 @@ def described(where: dict[str, Any]) -> str:
     )
 
 
-def write(results: Sequence[dict[str, Any]], where: dict[str, Any], folder: Path, *, docs: bool) -> Path:
-    """Write JSON, Markdown and pictures into a folder, and into the docs if it is wanted. Returns the JSON file."""
-    folder.mkdir(exist_ok=True)
-    pictures = [result.pop("picture") for result in results if "picture" in result]
+def save(results: Sequence[Mapping[str, Any]], where: Mapping[str, Any], folder: Path) -> Path:
+    """Write results as JSON, Markdown and pictures into a folder, and return the JSON file."""
+    folder.mkdir(exist_ok=True, parents=True)
     path = folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
-    path.write_text(json.dumps({"machine": where, "results": list(results)}, indent=1, default=str))
-    text = f"{described(where)}\n\n{markdown(results)}\n"
-    path.with_suffix(".md").write_text(text)
-    for name, drawn in pictures:
-        for place in (folder, STATIC) if docs else (folder,):
-            (place / f"{name}.svg").write_text(drawn, encoding="utf-8")
-    if docs:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(_WRITTEN.sub(lambda _: f"\n{text}\n", page), encoding="utf-8")
+    _write_json(path, results, where)
+    path.with_suffix(".md").write_text(f"{described(where)}\n\n{markdown(results)}\n", encoding="utf-8")
+    _write_pictures(results, folder)
     return path
+
+
+def publish(files: Sequence[Path], order: Sequence[str]) -> None:
+    """Put the scenarios of these files into the one beside the page, and write the page and its pictures from that.
+
+    Args:
+        files: what `save` wrote; the last one that has a scenario counts, and the machine of the last is described.
+        order: of the scenarios on the page.
+    """
+    kept: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"results": []}
+    found = {result["scenario"]: result for result in kept["results"]}
+    where = kept.get("machine")
+    for file in files:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if quick := [result["scenario"] for result in read["results"] if result["quick"]]:
+            raise SystemExit(f"{file}: a quick run measures too little for the page: {', '.join(quick)}")
+        found |= {result["scenario"]: result for result in read["results"]}
+        where = read["machine"]
+    if where is None:
+        raise SystemExit("there are no results to write a page from")
+    results = [found[name] for name in order if name in found]
+    _write_json(KEPT, results, where)
+    _write_pictures(results, STATIC)
+    text = f"{described(where)}\n\n{markdown(results, '_static/')}"
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(_WRITTEN.sub(lambda _: f"\n{text}\n\n", page), encoding="utf-8")
+
+
+def _write_pictures(results: Iterable[Mapping[str, Any]], folder: Path) -> None:
+    for result in results:
+        for each in result.get("pictures", ()):
+            (folder / f"{each['name']}.svg").write_text(picture.draw(each), encoding="utf-8")
+
+
+def _write_json(path: Path, results: Sequence[Mapping[str, Any]], where: Mapping[str, Any]) -> None:
+    text = json.dumps({"machine": where, "results": _round(results)}, indent=1, default=str)
+    # A list of numbers on one line: the file is read by people too.
+    flat = re.sub(r"\[\s+([-\d.e]+(?:,\s+[-\d.e]+)*)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    path.write_text(f"{flat}\n", encoding="utf-8")
+
+
+def _round(value: Any) -> Any:
+    """Return a value with its numbers cut to four digits: the rest is noise."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _round(each) for key, each in value.items()}
+    return [_round(each) for each in value] if isinstance(value, (list, tuple)) else value

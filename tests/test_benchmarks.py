@@ -16,8 +16,11 @@ ROOT = Path(__file__).parent.parent
 SCENARIOS = (
     "uncontended",
     "handoff",
+    "fair",
     "waiters",
+    "many_names",
     "transactions",
+    "network",
     "crowd",
     "loss",
     "imports",
@@ -84,6 +87,20 @@ def test_every_scenario_is_tested() -> None:
     usage = [sys.executable, "-m", "benchmarks", "--help"]
     shown = subprocess.run(usage, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert f"of {', '.join(SCENARIOS)}" in " ".join(shown.split())
+
+
+def test_a_quick_run_is_kept_out_of_the_page(tmp_path: Path) -> None:
+    """Its figures say nothing: neither a quick run with --docs nor the results of one are written there."""
+    kept = ROOT / "docs" / "_static" / "benchmarks.json"
+    before = kept.read_bytes() if kept.exists() else None
+    found = {"machine": {}, "results": [{"scenario": "imports", "quick": True}]}
+    (tmp_path / "quick.json").write_text(json.dumps(found))
+    for words in (["--quick", "--docs", "imports"], ["--docs", "--from", str(tmp_path / "quick.json")]):
+        command = [sys.executable, "-m", "benchmarks", *words, "--output", str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode != 0
+        assert "too little" in done.stderr
+    assert (kept.read_bytes() if kept.exists() else None) == before
 
 
 def test_the_page_of_the_docs_has_a_place_for_the_tables() -> None:
