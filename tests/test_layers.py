@@ -441,6 +441,7 @@ NAMES = {
     "hashtext_key": "likewise",
     "memo": "an override of SQLAlchemy's",
     "result_processor": "likewise",
+    "communicate_gen": "an override of psycopg's",
     "due": "reads like a question of a timetable",
     "checked": "stands for the method of the user's that it wraps",
 }

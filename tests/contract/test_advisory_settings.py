@@ -27,7 +27,7 @@ from support.locking import (
     terminate,
     waits,
 )
-from support.proxy import Proxy
+from support.proxy import CountingProxy
 from support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -42,16 +42,6 @@ pytestmark = pytest.mark.twins
 
 def listen(engine: Any, what: str, seen: list[str]) -> None:
     event.listen(getattr(engine, "sync_engine", engine), what, lambda *args: seen.append(args[2]))
-
-
-class CountingProxy(Proxy):
-    """Counts how often the server said that it is ready for the next question: one round trip each."""
-
-    trips = 0
-
-    async def _forward(self, sink: Any, data: bytes) -> None:
-        self.trips += data.count(b"Z\x00\x00\x00\x05")
-        await super()._forward(sink, data)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import secrets
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Column, MetaData, String, Table, create_engine, event, func, insert, select
@@ -54,9 +55,14 @@ class Desk:
         self.scope = f"user:{secrets.token_hex(6)}"
         self.table = Table(f"effect_{secrets.token_hex(6)}", MetaData(), Column("key", String))
         admin.execute(f"CREATE TABLE {self.table.name} (key text)".encode())
-        self.sent: list[str] = []
-        engine = self.engine.sync_engine if world.is_async else self.engine
-        event.listen(engine, "before_cursor_execute", lambda *args: self.sent.append(args[2]))
+
+    @cached_property
+    def sent(self) -> list[str]:
+        """What is sent, from the first look on: nobody listens before, because a listener makes statements go another way."""
+        sent: list[str] = []
+        engine = self.engine.sync_engine if self.world.is_async else self.engine
+        event.listen(engine, "before_cursor_execute", lambda *args: sent.append(args[2]))
+        return sent
 
     def close(self) -> None:
         self.admin.execute("SET lock_timeout = '5s'")  # a contender of a test that failed may be at work still

@@ -168,3 +168,13 @@ class Proxy:
             await asyncio.sleep(self._pause)
         sink.write(data)
         await sink.drain()
+
+
+class CountingProxy(Proxy):
+    """Counts how often the server said that it is ready for the next request: one round trip each."""
+
+    trips = 0
+
+    async def _forward(self, sink: Any, data: bytes) -> None:
+        self.trips += data.count(b"Z\x00\x00\x00\x05")
+        await super()._forward(sink, data)

@@ -119,6 +119,12 @@ class TransactionRecord:
         self._savepoints.append((name, keys.copy()))
 
 
+def mark_sent(connection: Connection) -> None:
+    """Note a statement that goes past SQLAlchemy: what is sent after it is not the first one of the transaction."""
+    for record in getattr(connection, _RECORDS, {}).values():
+        record.first = False
+
+
 def _read_along(connection: Connection) -> None:
     dialect = vars(connection.dialect)
     if _READING not in dialect:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy.util import immutabledict
 
+from pgfence._sql import pipeline
 from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.key_arrays import build_try, encode_keys
 from pgfence._sql.params import style_of
+from pgfence._sql.savepoints import mark_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from pgfence.keys import LockKey
 
 _PLAIN: immutabledict[str, bool | None] = immutabledict({"stream_results": False, "yield_per": None})
+
+_EVENTS = ("before_cursor_execute", "after_cursor_execute", "before_execute", "after_execute", "begin")
 
 _FEW = 16
 """Up to so many keys are parameters of their own, which costs the server less than an array."""
@@ -132,15 +136,18 @@ def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> 
 
 
 def send_quick(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
-    """Send a statement of ours that answers one value in the caller's transaction: at half of the client's cost.
+    """Send a statement of ours that returns one value in the caller's transaction: at half of the client's cost.
 
-    It goes past SQLAlchemy where nobody would see it there, and its errors come as SQLAlchemy's all the same.
+    It goes past SQLAlchemy, and together with BEGIN, where no listener would see it there. Its errors come as SQLAlchemy's all
+    the same.
     """
     if _is_observed(connection):
         return send(connection, text, values).scalar_one()
     adapted: Any = connection.connection.dbapi_connection
     cursor = None
     try:
+        if pipeline.may_begin(connection):
+            return pipeline.begin_and_execute(connection, text, values)
         cursor = adapted.cursor()
         cursor.execute(text, values)
         answer = cursor.fetchone()[0]
@@ -156,13 +163,12 @@ def send_quick(connection: Connection, text: str, values: tuple[object, ...]) ->
 
 def _is_observed(connection: Connection) -> bool:
     """Say whether anybody wants to see our statements, or SQLAlchemy would have to judge whether they may go out."""
-    return (
-        connection._has_events
-        or connection.engine._has_events
-        or connection._echo
-        or len(connection.dialect.dispatch.do_execute) > 1
-        or connection.in_nested_transaction()
-    )
+    if connection._has_events or connection.engine._has_events:
+        heard = connection.dispatch
+        # Not any event: SQLAlchemy itself listens for new connections of an engine with execution options.
+        if any(getattr(heard, name) for name in _EVENTS):
+            return True
+    return connection._echo or len(connection.dialect.dispatch.do_execute) > 1 or connection.in_nested_transaction()
 
 
 def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_snapshot_ok: bool) -> LockResult:
@@ -175,7 +181,8 @@ def ask(connection: Connection, keys: Sequence[LockKey], *, shared: bool, stale_
     else:
         text = _request_many(style, shared, stale_snapshot_ok)
         values = encode_keys(keys, style)
-    taken, statement_timeout, lock_timeout = send(connection, text, values).scalar_one().split(" ")
+    taken, statement_timeout, lock_timeout = send_quick(connection, text, values).split(" ")
+    mark_sent(connection)
     return LockResult(int(taken), statement_timeout, lock_timeout)
 
 

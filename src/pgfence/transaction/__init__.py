@@ -16,9 +16,9 @@ it, as PostgreSQL does for every statement. A lost connection and every other er
 SQLAlchemy's own, for the transaction is the caller's. A task that is cancelled during the wait loses its connection, and with
 it the transaction, as with any statement of an AsyncSession.
 
-A free lock costs one round trip. So do several names where the lock is the first statement of its transaction, as it should
-be, and no hook listens for `before_cursor_execute`; elsewhere a savepoint makes it three. The same lock again in one
-transaction costs none.
+A free lock costs one round trip, which it shares with BEGIN where it is the first statement of its transaction, the driver is
+psycopg, and nothing listens for statements. So do several names where the lock is the first statement, as it should be, and no
+hook listens for `before_cursor_execute`; elsewhere a savepoint makes it three. The same lock again in one transaction costs none.
 """
 
 from __future__ import annotations

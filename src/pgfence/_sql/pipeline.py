@@ -1,0 +1,151 @@
+"""A statement of ours in one round trip with the BEGIN before it, by the pipeline mode of psycopg.
+
+psycopg sends BEGIN by itself before the first statement of a transaction, and waits for the response. Its public `pipeline()`
+saves nothing here: it waits after that BEGIN all the same, and once more when it is left. So the driver's own steps are
+taken in another order, with one wait for all responses at the end. The statement goes through a cursor of the driver, which
+prepares it as usual. An error leaves the connection as it would be without a pipeline: aborted after an error of the
+statement, in no transaction after an error of BEGIN.
+
+asyncpg has no pipeline mode, and psycopg2 none either.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from sqlalchemy import Connection
+
+_IDLE = 0
+_CONNECTED = 0
+
+
+class _Library(NamedTuple):
+    """What is needed of psycopg, in its sync or async half."""
+
+    connection: type[Any]
+    cursor: Any
+    pipeline: Any
+    module: str
+    """Where the methods of its cursors are defined."""
+
+
+@cache
+def _load(is_async: bool) -> _Library | None:
+    """Return the driver's classes; None if libpq has no pipeline mode."""
+    import psycopg
+
+    if not psycopg.Pipeline.is_supported():
+        return None
+
+    class Pipeline(psycopg.Pipeline):
+        """Hands the messages to libpq, and leaves it to the end to send them in one packet."""
+
+        def _communicate_gen(self) -> Generator[Any, Any, None]:
+            while self.command_queue:
+                self.command_queue.popleft()()
+            yield from ()
+
+    if is_async:
+        return _Library(psycopg.AsyncConnection, psycopg.AsyncCursor, Pipeline, "psycopg.cursor_async")
+    return _Library(psycopg.Connection, psycopg.Cursor, Pipeline, "psycopg.cursor")
+
+
+def may_begin(connection: Connection) -> bool:
+    """Return whether the next statement can take BEGIN along: the server is in no transaction, and the driver is as it was made.
+
+    Instrumentation replaces the class of connections or cursors, or a method of theirs; it has to see each statement start and
+    end.
+    """
+    if connection.dialect.driver != "psycopg":
+        return False
+    driver = _driver_of(connection)
+    if driver.pgconn.transaction_status != _IDLE or driver.autocommit or driver.pgconn.pipeline_status:
+        return False
+    library = _load(connection.dialect.is_async)
+    if library is None or driver.__class__ is not library.connection or driver.cursor_factory is not library.cursor:
+        return False
+    execute = library.cursor.execute
+    return type(execute) is FunctionType and execute.__globals__["__name__"] == library.module
+
+
+def begin_and_execute(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
+    """Begin the server's transaction with a statement, and return the one value of its row. Only after `may_begin`."""
+    driver = _driver_of(connection)
+    library = _load(connection.dialect.is_async)
+    assert library is not None
+    cursor = driver.cursor()
+    steps = _execute_together(driver, cursor, library.pipeline(driver), text, values)
+    if connection.dialect.is_async:
+        from sqlalchemy.util import await_only
+
+        return await_only(_run_async(driver, cursor, steps))[0]
+    try:
+        with driver.lock:
+            driver.wait(steps)
+    finally:
+        _end(driver, steps)
+    return cursor.fetchone()[0]
+
+
+async def _run_async(driver: Any, cursor: Any, steps: Generator[Any, Any, None]) -> Any:
+    try:
+        async with driver.lock:
+            await driver.wait(steps)
+    finally:
+        _end(driver, steps)
+    return await cursor.fetchone()
+
+
+def _end(driver: Any, steps: Generator[Any, Any, None]) -> None:
+    """End the steps, which an interrupt may have stopped anywhere; then close the connection, since responses are outstanding."""
+    steps.close()
+    if driver.pgconn.pipeline_status:
+        driver.pgconn.finish()
+
+
+def _execute_together(
+    driver: Any, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...]
+) -> Generator[Any, Any, None]:
+    """Send BEGIN and a statement, then wait for both. Raises the first error."""
+    import psycopg
+    from psycopg.generators import send
+
+    wire = driver.pgconn
+    failure: Exception | None = None
+    wire.enter_pipeline_mode()
+    driver._pipeline = pipeline
+    try:
+        pipeline.result_queue.append(None)
+        # Handed to libpq at once: that makes the connection busy, so that the cursor sends no BEGIN of its own.
+        wire.send_query_params(driver._get_tx_start_command(), None)
+        try:
+            yield from cursor._execute_gen(text, values)
+        except Exception as error:
+            failure = error
+        # After an error too: a server that has rejected a statement skips all messages up to this one.
+        pipeline.result_queue.append(None)
+        wire.pipeline_sync()
+        yield from send(wire)
+        yield from pipeline._fetch_gen(flush=False)
+    except Exception as error:
+        failure = failure or error
+    finally:
+        driver._pipeline = None
+        if wire.status == _CONNECTED:
+            # It fails where responses are outstanding.
+            with suppress(psycopg.Error):
+                wire.exit_pipeline_mode()
+    if failure is not None:
+        raise failure
+
+
+def _driver_of(connection: Connection) -> Any:
+    adapted = connection.connection.dbapi_connection
+    assert adapted is not None
+    return connection.dialect.get_driver_connection(adapted)
