@@ -32,8 +32,8 @@ PLACE = TableNames()
 class Bench:
     """One heartbeat, and leases taken for it by plain SQL."""
 
-    def __init__(self, beat: HeartbeatService, admin: psycopg.Connection[Any]) -> None:
-        self.beat = beat
+    def __init__(self, heartbeat: HeartbeatService, admin: psycopg.Connection[Any]) -> None:
+        self.heartbeat = heartbeat
         self.admin = admin
         self.grants: list[Grant] = []
 
@@ -48,9 +48,9 @@ class Bench:
         claim = LeaseRequest(stored=name, place=PLACE, terms=LeaseTerms(ttl, max_hold=max_hold), heartbeat=heartbeat)
         ticket = QueueEntry((name,), Contender("thread"), LocalQueue())
         told = Granted(row[1], row[2], row[3], row[4], None)
-        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.beat.config)
+        grant = Grant(claim, told, ticket, lease_id=lease_id, started=started, config=self.heartbeat.config)
         self.grants.append(grant)
-        self.beat.keep(grant)
+        self.heartbeat.keep(grant)
         return grant
 
     def row(self, name: str) -> Any:
@@ -76,7 +76,7 @@ class Bench:
 
     def close(self) -> None:
         for grant in self.grants:
-            self.beat.drop(grant)
+            self.heartbeat.drop(grant)
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ async def test_progress_renews_only_what_moves_on(bench: Any, name: str, eventua
 
 @pytest.mark.twins
 async def test_progress_that_comes_late_renews_at_once(bench: Any, name: str, eventually: Any) -> None:
-    """A beat that was left out for want of progress is made up for by the next progress()."""
+    """A heartbeat that was left out for want of progress is made up for by the next progress()."""
     here = bench()
     grant = here.take(name, 3.0, heartbeat="progress")
     count = here.renewals(name)
@@ -332,7 +332,7 @@ async def test_renewing_by_hand_sets_another_ttl(bench: Any, name: str, eventual
     here = bench()
     grant = here.take(name, 0.9, heartbeat="manual")
     answers: list[Any] = []
-    here.beat.renew(grant, 60.0, answers.append)
+    here.heartbeat.renew(grant, 60.0, answers.append)
     await eventually(lambda: answers)
     assert answers == [None]
     assert grant.ttl == 60.0
@@ -347,12 +347,12 @@ async def test_renewing_what_is_lost_or_released_says_so(bench: Any, name: str, 
     other = here.take(f"{name}:other", 60)
     here.admin.execute("SELECT * FROM pgfence_evict_lease_v2(%s, 'me', 'a test', NULL)", (name,))
     answers: list[Any] = []
-    here.beat.renew(grant, None, answers.append)
+    here.heartbeat.renew(grant, None, answers.append)
     await eventually(lambda: answers)
     assert isinstance(answers[0], LockLostError) and answers[0].reason == "evicted"
-    here.beat.drop(other)
+    here.heartbeat.drop(other)
     other.begin_release()
-    here.beat.renew(other, None, answers.append)
+    here.heartbeat.renew(other, None, answers.append)
     assert isinstance(answers[1], LockNotHeldError)
 
 
@@ -366,7 +366,7 @@ async def test_renew_without_a_server_raises_unknown_outcome(
     proxy.refuse()
     proxy.cut()
     answers: list[Any] = []
-    here.beat.renew(grant, None, answers.append)
+    here.heartbeat.renew(grant, None, answers.append)
     await eventually(lambda: answers, deadline=10)
     assert isinstance(answers[0], UnreachableError)
     assert grant.state == "unknown"
@@ -413,10 +413,10 @@ async def test_a_release_without_an_answer_is_repeated(bench: Any, proxy: Any, n
     grant = here.take(name, 60)
     proxy.refuse()
     proxy.cut()
-    here.beat.drop(grant)
+    here.heartbeat.drop(grant)
     grant.begin_release()
-    here.beat.release_later(grant)
-    await eventually(lambda: here.beat._queue.failures)
+    here.heartbeat.release_later(grant)
+    await eventually(lambda: here.heartbeat._queue.failures)
     proxy.heal()
     await eventually(lambda: not here.held(name))
 
@@ -430,8 +430,8 @@ async def test_a_grant_without_a_response_is_ended_by_its_id(bench: Any, name: s
         "SELECT pgfence_acquire_lease_v2(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
         (name, str(lease_id)),
     )
-    here.beat.forget_later(PLACE, name, UUID(int=0), 30)
-    here.beat.forget_later(PLACE, name, lease_id, 30)
+    here.heartbeat.forget_later(PLACE, name, UUID(int=0), 30)
+    here.heartbeat.forget_later(PLACE, name, lease_id, 30)
     await eventually(lambda: not here.held(name))
 
 
@@ -441,7 +441,7 @@ async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
 ) -> None:
     """C084: the acquire was given up while it waited for its row in the server, and is granted only after the first try."""
     here = bench()
-    here.beat.drop(here.take(name, 60))
+    here.heartbeat.drop(here.take(name, 60))
     here.admin.execute("UPDATE pgfence_lease SET released_at = now(), free_at = now() WHERE name = %s", (name,))
     lease_id = uuid4()
     granted: list[Any] = []
@@ -462,8 +462,8 @@ async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
                 ).rowcount
             )
         )
-        here.beat.forget_later(PLACE, name, lease_id, 30)
-        await eventually(lambda: any(ending.failures for ending in here.beat._queue.releases))
+        here.heartbeat.forget_later(PLACE, name, lease_id, 30)
+        await eventually(lambda: any(ending.failures for ending in here.heartbeat._queue.releases))
     waiting.join()
     assert granted == [(True,)]
     await eventually(lambda: not here.held(name))
@@ -477,8 +477,8 @@ async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
     here = bench()
     lease_id = uuid4()
     here.take(name, 60, heartbeat="manual")
-    here.beat.forget_later(PLACE, name, lease_id, 30)
-    await eventually(lambda: any(ending.answer is False for ending in here.beat._queue.releases))
+    here.heartbeat.forget_later(PLACE, name, lease_id, 30)
+    await eventually(lambda: any(ending.answer is False for ending in here.heartbeat._queue.releases))
     here.admin.execute("UPDATE pgfence_lease SET released_at = now(), free_at = 'epoch' WHERE name = %s", (name,))
     row = here.admin.execute(
         "SELECT granted FROM pgfence_acquire_lease_v2(%s, %s, 30, 0, 0, NULL, NULL, NULL, NULL, '', NULL, 'lease')",
@@ -492,9 +492,9 @@ async def test_a_release_elsewhere_wakes_who_waits_for_that_name(bench: Any, nam
     """NOTIFY names the lease: its waiters are woken, others are not, nor is who has gone."""
     here = bench()
     woken: list[str] = []
-    cease = here.beat.listen(PLACE, name, lambda: woken.append("this"))
-    here.beat.listen(PLACE, f"{name}:2", lambda: woken.append("other"))
-    gone = here.beat.listen(PLACE, name, lambda: woken.append("gone"))
+    cease = here.heartbeat.listen(PLACE, name, lambda: woken.append("this"))
+    here.heartbeat.listen(PLACE, f"{name}:2", lambda: woken.append("other"))
+    gone = here.heartbeat.listen(PLACE, name, lambda: woken.append("gone"))
     gone()
     await eventually(lambda: sorted(woken) == ["other", "this"])  # from now on it listens
     here.admin.execute("SELECT pg_notify('pgfence_released', %s)", (name,))
@@ -508,7 +508,7 @@ async def test_listening_goes_on_after_the_connection_was_lost(bench: Any, name:
     """The heartbeat's connection is killed: it listens again by itself, and tells the waiters that it was deaf."""
     here = bench()
     woken: list[int] = []
-    cease = here.beat.listen(PLACE, name, lambda: woken.append(1))
+    cease = here.heartbeat.listen(PLACE, name, lambda: woken.append(1))
     await eventually(lambda: woken)
     here.admin.execute(
         "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
@@ -526,11 +526,11 @@ async def test_the_heartbeat_connection_opens_with_the_first_renewal_and_closes_
     """A short lease costs no connection of the heartbeat; `engine.dispose()` ends it once nobody needs it."""
     here = bench()
     grant = here.take(name, 60)
-    here.beat.drop(grant)
-    assert here.beat._connection is None
+    here.heartbeat.drop(grant)
+    assert here.heartbeat._connection is None
     grant = here.take(f"{name}:2", 0.6)
-    await eventually(lambda: here.beat._connection is not None)
-    here.beat.drop(grant)
-    here.beat._on_engine_disposed(here.beat.engine)
-    await eventually(lambda: here.beat._connection is None)
-    await eventually(lambda: here.beat._timer is None)
+    await eventually(lambda: here.heartbeat._connection is not None)
+    here.heartbeat.drop(grant)
+    here.heartbeat._on_engine_disposed(here.heartbeat.engine)
+    await eventually(lambda: here.heartbeat._connection is None)
+    await eventually(lambda: here.heartbeat._timer is None)

@@ -118,14 +118,14 @@ async def test_a_notification_during_an_outage_causes_one_more_question(
     await world.call((await world.call(one.acquire)).release)
     assert rival(admin, name, 60)
     async with background(world.other().call(one.acquire, timeout=3)) as waiting:
-        beat = await eventually(lambda: ManagerRegistry.of(sync_engine).get("heartbeat"))
-        await eventually(lambda: beat._queue.listeners)
+        heartbeat = await eventually(lambda: ManagerRegistry.of(sync_engine).get("heartbeat"))
+        await eventually(lambda: heartbeat._queue.listeners)
         asked: list[Any] = []
         event.listen(sync_engine, "do_connect", lambda *_: asked.append(1))
         proxy.refuse()
         proxy.cut()
         await eventually(lambda: "no server while waiting" in caplog.text)
-        beat._on_notify(TableNames().channel, name)
+        heartbeat._on_notify(TableNames().channel, name)
         with pytest.raises(UnreachableError, match="it was held"):
             await waiting
     assert len(asked) < 40

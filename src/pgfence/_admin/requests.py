@@ -62,9 +62,9 @@ def build_eviction_request(
 
 def notify_holders_here(engine: Engine | AsyncEngine, order: EvictionRequest, found: Found) -> Found:
     """End what this process held through the engine under the name that was evicted, and return what was found."""
-    beat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
-    if isinstance(beat, HeartbeatService) and found.newest is not None and found.token is not None:
-        beat.note_eviction(order.place, order.name, found.token)
+    heartbeat = ManagerRegistry.of(engine if isinstance(engine, Engine) else engine.sync_engine).get("heartbeat")
+    if isinstance(heartbeat, HeartbeatService) and found.newest is not None and found.token is not None:
+        heartbeat.note_eviction(order.place, order.name, found.token)
     return found
 
 

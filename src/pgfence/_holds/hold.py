@@ -1,9 +1,8 @@
 """The record of one grant, and the four states it can be in: held, unknown, lost, released.
 
-A `Hold` belongs to the session that carries the lock; the handle that the user has points to it, never the other way round,
-so that a dropped handle can be noticed. A lease has no session: its record is `_leases.grant.Grant`, on the same base. The state
-changes once from held to lost or released, from any thread; between them lies *unknown*: asked, no answer yet. Silence is
-never taken for possession. What `configure(on_event=...)` is told, and how names are written in messages, is here too.
+A `Hold` belongs to the session that carries the lock. A lease has no session: its record is `_leases.grant.Grant`, on the same
+base. The state changes once from held to lost or released, from any thread. What `configure(on_event=...)` receives, and how
+names are written in messages, is here too.
 """
 
 from __future__ import annotations
@@ -85,6 +84,7 @@ class BaseHold:
         self.stored = ""
         """The name that the token belongs to, as it stands in the tables."""
         self.pid = PROCESS.known_pid  # the same call has asked before
+        # Weak: the handle refers to the hold and never the other way round, so that a dropped handle is noticed.
         self.handle: Callable[[], object] = _find_nothing
         """A weak reference to what the user has in hand."""
         self.reason: LossReason | None = None
@@ -124,6 +124,7 @@ class BaseHold:
             return "lost"
         if self.released:
             return "released"
+        # Asked, and no answer yet: silence never counts as held.
         return "unknown" if self.in_doubt else "held"
 
     def check(self) -> None:

@@ -1,10 +1,7 @@
 """Acquire, renewal and release of leases, slots and attempts, for the threads of this process or for the tasks of one loop.
 
-    enqueue ── first in line ── attempt ──────────────────── granted: the heartbeat keeps it ── release
-                                  └─ busy: sleep until it may be free, or a release is told of ─┘
-
-No session is held: each attempt takes an idle one for a round trip. Whoever waits costs a query a second at most (more often only
-for a lease that would expire sooner), and is woken by a release where notifications come through.
+enqueue ── first in line ── attempt ──────────────────── granted: the heartbeat keeps it ── release
+└─ busy: sleep until it may be free, or a release is told of ─┘
 """
 
 from __future__ import annotations
@@ -154,15 +151,12 @@ class LeaseManager(LeaseStatements):
                 stop_listening()
 
     async def _try_acquire(self, call: LeaseAcquisition) -> tuple[Grant | None, Busy]:
-        """Ask once, and once more at once where transactions met.
-
-        An answer that does not arrive is neither a grant nor a refusal: the error says so, and the grant, which has an id of
-        this client's making, is ended in the background.
-        """
+        """Ask once, and once more at once where transactions met."""
         claim = call.wanted
         await self.verify(claim.place, call.budget)
         for _ in range(RETRIES):
             lease_id = uuid.uuid4()
+            # For this round trip only: a waiter for a lease keeps no connection while it sleeps.
             session = await self._checkout(call)
             call.entry.session = session
             started = clock()
@@ -182,6 +176,7 @@ class LeaseManager(LeaseStatements):
                     return None, Busy(0.0)
                 if refused and is_conflict(error):
                     continue
+                # No answer is neither a grant nor a refusal. If there was a grant, the id that this client made ends it.
                 if not refused and grant is None and not isinstance(error, LockLostError):
                     self._forget(claim, lease_id)
                 if isinstance(error, Exception):
@@ -214,10 +209,8 @@ class LeaseManager(LeaseStatements):
             raise call.build_timeout_error([busy.holder] if busy.holder else [])
 
     def poll_delay(self, remaining: float, left: float, *, polls: int) -> float:
-        """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left.
-
-        Only the first sleep is of random length: it is enough to keep waiters apart, and from then on each asks once a second.
-        """
+        """Return how long a waiter sleeps: until the lease may be free and a little, never above a second or what is left."""
+        # One random first sleep is enough to keep the waiters apart; from then on each asks once a second.
         longest = LONGEST_SLEEP if polls else LONGEST_SLEEP * between(0.5, 1.0)
         return min(left, longest, max(0.0, remaining) + between(0.005, 0.05))
 

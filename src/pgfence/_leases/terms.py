@@ -1,10 +1,4 @@
-"""How long a lease may be believed in, and when to ask for more. Pure: numbers in, numbers out.
-
-A renewal that was sent at `started` and that the server answered with `remaining` seconds is believed in until
-`started + remaining - margin`, by a clock of this process that nobody can set. Counted from the sending, the answer may
-take as long as it likes; the margin is what the two clocks may drift apart, and the time in which a step that was begun
-in good faith can still end.
-"""
+"""How long a grant is trusted, and when to renew it. Pure: numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -43,13 +37,15 @@ def compute_margin(ttl: float) -> float:
 
 
 def compute_deadline(started: float, remaining: float, ttl: float) -> float:
-    """Return until when a grant may be believed in, on the clock that `started` was read from.
+    """Return until when a grant is trusted, on the clock that `started` was read from.
 
     Args:
         started: when the statement was sent.
         remaining: seconds the server gave, counted from some moment after that.
         ttl: what the margin is a share of: the TTL, or max_hold where that is shorter.
     """
+    # From the sending, not from the answer: however long the answer takes, the server's deadline is never earlier than this.
+    # The margin covers the drift between both clocks, and gives a step that was just begun the time to end.
     return started + remaining - compute_margin(ttl)
 
 
@@ -60,10 +56,8 @@ def retry_after(failures: int, ttl: float) -> float:
 
 
 def compute_statement_budget(left: float) -> float:
-    """Return the seconds that a renewal may take with `left` seconds to the deadline.
-
-    Half, so that there is time for a second try on a new connection; with less than half a second for each, all of it.
-    """
+    """Return the seconds that a renewal may take with `left` seconds to the deadline."""
+    # Half leaves time for a second try on a new connection. Below half a second for each try, a second one has no chance.
     return min(left if left < 2 * SHORTEST_PATIENCE else left / 2, LONGEST_STATEMENT)
 
 

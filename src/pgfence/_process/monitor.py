@@ -1,18 +1,4 @@
-"""Daemon threads of this process: one hears a session die, one does the odd jobs, one runs the users' callbacks.
-
-The *watcher* asks the kernel only for the hang-up of a duplicate of each session's socket (EPOLLRDHUP): answers and
-notifications never wake it, TLS does not matter, and the user's thread may be inside a statement meanwhile. A duplicate,
-because a number is reused at once by the next connection, and epoll forgets a socket that its owner closes.
-
-Once a second it also looks for what no socket tells: a statement that is overdue because the server hangs (the socket is
-shut down, so that whoever waits for the answer gets an error), a session that has been idle for too long (closed), and a pause
-of this very process (a stopped or suspended process believes nothing until the server has answered again).
-
-Where the kernel has no such event (macOS, Windows), each hold is asked for by a round trip every 10 s instead.
-
-The *jobs* thread does what may take a round trip: questions to the server, and what finalisers left to do. The *callbacks*
-thread, started with the first of them, runs what users registered, so that foreign code can keep neither of the others.
-"""
+"""Daemon threads of this process: one detects closed sockets, one runs background jobs, one runs the users' callbacks."""
 
 from __future__ import annotations
 
@@ -89,9 +75,12 @@ class ConnectionMonitor:
             self._start()
             if fd < 0:
                 return
+            # A duplicate: the next connection may reuse the number at once, and epoll forgets a socket that its owner closes.
             session.dup = os.dup(fd)
             self._sessions[session.dup] = weakref.ref(session)
             if self._epoll is not None:
+                # Only the hang-up: answers and notifications do not wake the watcher, TLS does not matter, and the user's
+                # thread may be inside a statement.
                 self._epoll.register(session.dup, select.EPOLLRDHUP)
 
     def unwatch(self, session: Monitored) -> None:
@@ -125,6 +114,7 @@ class ConnectionMonitor:
         PROCESS.notice_fork()
         with self._lock:
             if self._calls is None:
+                # A separate thread: a callback that blocks must delay neither the watcher nor the jobs.
                 self._calls = SimpleQueue()
                 _start_thread("pgfence-callbacks", _serve, self._calls)
 
@@ -149,7 +139,7 @@ class ConnectionMonitor:
         while True:
             epoll = self._epoll
             events: list[tuple[int, int]] = []
-            if epoll is None:
+            if epoll is None:  # macOS, Windows: each session is asked by a round trip from its tick
                 time.sleep(TICK)
             else:
                 events = epoll.poll(TICK)
@@ -198,6 +188,7 @@ class ConnectionMonitor:
         with self._lock:
             sessions = [session for reference in self._sessions.values() if (session := reference()) is not None]
             keepers = list(self._keepers)
+        # What no socket shows: a statement that hangs, a session that has been idle for too long, a pause of this process.
         for session in sessions:
             call_logged(lambda session=session: session.tick(now, paused))  # type: ignore[misc]
         for keeper in keepers:

@@ -56,8 +56,10 @@ class RenewalSchedule:
             if grant.family == "lease":
                 self.places[grant.place] = self.places.get(grant.place, 0) + 1
             self._grants.add(grant)
+        # Earlier entries of this grant stay in the heap and stop counting, because removing one would cost a search.
         grant.schedule_entry += 1
-        self._entries += 1
+        self._entries += 1  # breaks ties, because grants have no order
+        # While a renewal waits for the connection or is on its way, only the deadline counts.
         at = grant.deadline if grant.renewal_pending else min(grant.deadline, grant.next_renewal)
         heapq.heappush(self._heap, (at, self._entries, grant.schedule_entry, grant))
 
@@ -212,9 +214,9 @@ class RenewalQueue:
         """Enter a renewal that somebody asked for; False: the grant is not known (any more)."""
         if grant not in self.schedule:
             return False
-        wish = self._requests.setdefault(grant, RenewRequest())
-        wish.ttl = wish.ttl if ttl is None else ttl
-        wish.done.append(done)
+        request = self._requests.setdefault(grant, RenewRequest())
+        request.ttl = request.ttl if ttl is None else ttl
+        request.done.append(done)
         if not grant.renewal_pending:
             self._enqueue(grant)
         return True
@@ -257,10 +259,10 @@ class RenewalQueue:
                 return ending
         return self.listeners.choose_change(now, self.schedule.places if self.listens else ())
 
-    def limit(self, chore: HeartbeatTask, now: float) -> float:
-        """Return the seconds that a chore may take: if it hangs, the renewals after it must still have time."""
-        limit = chore.limit(now)
-        if isinstance(chore, RenewTask):
+    def limit(self, task: HeartbeatTask, now: float) -> float:
+        """Return the seconds that a task may take: if it hangs, the renewals after it must still have time."""
+        limit = task.limit(now)
+        if isinstance(task, RenewTask):
             return limit
         return min(
             limit,
@@ -269,11 +271,11 @@ class RenewalQueue:
             ),
         )
 
-    def note_listening(self, chore: ListenTask) -> list[Wake]:
+    def note_listening(self, task: ListenTask) -> list[Wake]:
         """Note that a channel is listened to or not, and return whom to wake. Leases evicted before then are looked for."""
-        if chore.on:
-            self.check_later(chore.channel)
-        return self.listeners.note_change(chore)
+        if task.on:
+            self.check_later(task.channel)
+        return self.listeners.note_change(task)
 
     def _check(self) -> CheckTask | None:
         # A check without a response is not repeated: with the next connection all leases are checked.
@@ -286,66 +288,67 @@ class RenewalQueue:
             del self._suspects[grant]
         return CheckTask(place, grants)
 
-    def note_answer(self, chore: RenewTask, grant: Grant, answer: LeaseResult, now: float) -> RenewRequest | None:
-        """Note one answer, a loss being marked already, and return the wish that is answered with it."""
-        wish = chore.requests[grant]
+    def note_answer(self, task: RenewTask, grant: Grant, answer: LeaseResult, now: float) -> RenewRequest | None:
+        """Note one answer, a loss being marked already, and return the request that is answered with it."""
+        request = task.requests[grant]
         stands = grant in self.schedule and grant.state not in ("lost", "released")
         if stands and answer.expires_at is not None:
-            stands = grant.note_renewed(chore.started, answer.remaining, answer.expires_at, chore.get_ttl(grant))
-        if not stands:
+            stands = grant.note_renewed(task.started, answer.remaining, answer.expires_at, task.get_ttl(grant))
+        if not stands:  # nothing brings a grant back, not even a late "renewed"
             self.schedule.remove(grant)
-            return wish
+            return request
         grant.renewal_pending = False
         if answer.verdict == "busy":
             grant.progressed = True
             grant.next_renewal = now + terms.retry_after(0, grant.ttl)
-            self._put_back(grant, wish)
+            self._put_back(grant, request)
             self.schedule.plan(grant)
             return None
         if grant in self._requests:
             self._enqueue(grant)
         else:
             self.schedule.plan(grant)
-        return wish
+        return request
 
     def note_released(self, ending: ReleaseTask, now: float) -> None:
         """Note that the server has answered to an ending."""
         if ending.needs_retry(now):
             self.releases.append(ending)
 
-    def note_failure(self, chore: HeartbeatTask, now: float) -> list[RenewRequest]:
-        """Note a chore without an answer, which is tried again, and return the wishes that are answered with it."""
+    def note_failure(self, task: HeartbeatTask, now: float) -> list[RenewRequest]:
+        """Note a task without an answer, which is tried again, and return the requests that are answered with it."""
         self.failures += 1
-        wishes: list[RenewRequest | None] = []
-        if isinstance(chore, RenewTask):
-            wishes += chore.requests.values()
-            for grant in chore.requests:
+        requests: list[RenewRequest | None] = []
+        if isinstance(task, RenewTask):
+            requests += task.requests.values()
+            for grant in task.requests:
                 if grant in self.schedule:
                     grant.progressed = True
                     self._due.setdefault(_get_batch(grant), {})[grant] = None
-        elif isinstance(chore, ReleaseTask) and chore.plan_retry(now):
-            self.releases.append(chore)
+        elif isinstance(task, ReleaseTask) and task.plan_retry(now):
+            self.releases.append(task)
+        # No answer means unknown, not lost: each grant is tried again until its own deadline, and only that ends it.
         due = [grant for waiting in self._due.values() for grant in waiting]
         for grant in due:
             grant.note_unanswered()
-        wishes += [self._requests.pop(grant, None) for grant in due]
+        requests += [self._requests.pop(grant, None) for grant in due]
         self.retry_at = now + terms.retry_after(self.failures, min((grant.ttl for grant in due), default=10.0))
-        return [wish for wish in wishes if wish is not None]
+        return [request for request in requests if request is not None]
 
     def _enqueue(self, grant: Grant) -> None:
         grant.renewal_pending = True
         self.schedule.plan(grant)
         self._due.setdefault(_get_batch(grant), {})[grant] = None
 
-    def _put_back(self, grant: Grant, wish: RenewRequest | None) -> None:
-        """Keep a wish that was not fulfilled, before what was asked for since."""
-        if wish is None:
+    def _put_back(self, grant: Grant, request: RenewRequest | None) -> None:
+        """Keep a request that was not fulfilled, before what was asked for since."""
+        if request is None:
             return
         later = self._requests.get(grant)
         if later is not None:
-            wish.ttl = wish.ttl if later.ttl is None else later.ttl
-            wish.done += later.done
-        self._requests[grant] = wish
+            request.ttl = request.ttl if later.ttl is None else later.ttl
+            request.done += later.done
+        self._requests[grant] = request
 
 
 def _get_batch(grant: Grant) -> tuple[TableNames, LeaseKind]:

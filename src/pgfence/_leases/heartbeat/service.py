@@ -1,13 +1,7 @@
-"""The heartbeat of one engine in this process: it renews, it ends what is over, and it wakes who waits.
+"""The heartbeat of one engine in this process: it renews grants, ends those whose time is over, and wakes waiters.
 
-Two threads of our own, so that neither a blocked event loop nor an exhausted pool nor a hung server can keep a holder from
-knowing. One keeps time: it says what is due, loses what is over, and cuts a statement that the server does not answer. The
-other has the one connection and does the chores, one at a time: renewals of everything that is due, at most 500 by one
-statement; endings whose answer was lost; LISTEN. It opens with the first chore, at the latest when leases have been held for a
-second, and is closed some seconds after the last.
-
-A renewal has three outcomes. *ok* moves the deadline. *lost* ends the grant. Everything else is *unknown*: it is tried again,
-with growing pauses, until the grant's own deadline, and only that ends it.
+It has two threads. The timekeeper decides what is due and what is over, and aborts a statement that gets no answer. The worker
+has the one connection and runs one task at a time: renewals, endings whose answer was lost, LISTEN.
 """
 
 from __future__ import annotations
@@ -96,9 +90,9 @@ class HeartbeatService:
     def drop(self, grant: Grant) -> None:
         """Forget a grant: it was released, abandoned or handed on. A second time does nothing."""
         with self._lock:
-            wish = self._queue.drop(grant)
-        if wish is not None:
-            wish.finish(ended_error(grant))
+            request = self._queue.drop(grant)
+        if request is not None:
+            request.finish(ended_error(grant))
 
     def note_eviction(self, place: TableNames, name: str, token: int) -> None:
         """End the leases of a name up to a token: this process has evicted their holder."""
@@ -172,6 +166,8 @@ class HeartbeatService:
     def _wake_timer(self) -> None:
         """See that the timekeeper runs, and wakes no later than something is to be done."""
         if self._timer is None:
+            # A thread without I/O: neither a blocked event loop nor an exhausted pool nor a hung server may keep a holder
+            # from learning that its time is over.
             self._timer = threads.start("pgfence-heartbeat", self._run_timer)
         elif min(self._queue.schedule.next(), self._cut_at) < self._wakes_at:
             self._changed.notify()
@@ -182,12 +178,13 @@ class HeartbeatService:
                 self._wake_timer()
 
     def _ensure_worker(self) -> None:
-        """See that the connection's thread runs and looks for chores."""
+        """See that the connection's thread runs and looks for tasks."""
         self._disposed = False
         self._wake_timer()
         if self._ending:
             return
         if self._connection is None:
+            # Not before there is something to send: a lease that ends before its first renewal costs no connection.
             self._connection = choose_heartbeat_connection(self.engine, self.config, self._on_notify)
             self._thread = threads.start("pgfence-link", self._run_worker, self._connection)
         elif self._task is None:
@@ -211,25 +208,29 @@ class HeartbeatService:
                         return
                     self._sleep(now)
                     continue
-            for grant, wish in over:
+            # Without the lock: a loss calls listeners, and these may call the heartbeat.
+            for grant, request in over:
                 grant.expire()
-                if wish is not None:
-                    wish.finish(ended_error(grant))
+                if request is not None:
+                    request.finish(ended_error(grant))
             if hung is not None:
+                # The worker cannot watch the time itself: it is blocked in the driver until the socket is shut down.
                 hung.abort()
             if stuck is not None:
                 self._note_failure(stuck, TimeoutError("no connection in time"))
 
     def _find_hung(self, now: float) -> tuple[HeartbeatConnection | None, tasks.HeartbeatTask | None]:
-        """Return (the link whose chore takes too long, that chore if it hangs in the opening: its thread is given up)."""
+        """Return the connection whose task takes too long, or the task if its connection does not open."""
         if now < self._cut_at or self._connection is None:
             return None, None
         self._cut_at = math.inf
-        link, chore = self._connection, self._task
+        link, task = self._connection, self._task
         if link.session is not None:
             return link, None
+        # A connection that is being opened has no socket yet that could be shut down. Its thread is given up: the next task
+        # starts another, and this one ends when it finds that its connection no longer counts.
         self._connection = self._task = None
-        return link, chore
+        return link, task
 
     def _sleep(self, now: float) -> None:
         self._wakes_at = min(self._queue.schedule.next(), self._cut_at, now + TICK)
@@ -255,31 +256,31 @@ class HeartbeatService:
     def _wait(self, link: HeartbeatConnection, seconds: float) -> None:
         try:
             link.wait(seconds)
-        except Exception:  # the connection is not what it was: the next chore opens another
+        except Exception:  # the connection is not what it was: the next task opens another
             log.debug("the heartbeat's connection broke at rest", exc_info=True)
             link.close_connection()
 
-    def _run_task(self, link: HeartbeatConnection, chore: tasks.HeartbeatTask) -> None:
+    def _run_task(self, link: HeartbeatConnection, task: tasks.HeartbeatTask) -> None:
         try:
             if not link.live:
                 link.open()
-            if self._connection is not link:
+            if self._connection is not link:  # given up while it opened: the task belongs to another thread now
                 return
-            chore.run(
+            task.run(
                 link,
-                tasks.choose_sql(chore.family, chore.place, self._style),
+                tasks.choose_sql(task.family, task.place, self._style),
                 min(self._cut_at - clock(), terms.LONGEST_STATEMENT),
             )
         except Exception as error:
             link.close_connection()
             if self._finish_task(link):
-                self._note_failure(chore, error)
+                self._note_failure(task, error)
         else:
             if self._finish_task(link):
-                self._note_success(chore)
+                self._note_success(task)
 
     def _finish_task(self, link: HeartbeatConnection) -> bool:
-        """End the chore, unless the timekeeper has done so already and given up this very thread."""
+        """End the task, unless the timekeeper has done so already and given up this very thread."""
         with self._lock:
             if self._connection is not link:
                 return False
@@ -288,7 +289,7 @@ class HeartbeatService:
             return True
 
     def _choose_step(self, link: HeartbeatConnection) -> tasks.HeartbeatTask | float | None:
-        """Return what to do: a chore, a rest of some seconds, or to end."""
+        """Return what to do: a task, a rest of some seconds, or to end."""
         with self._lock:
             if self._connection is not link:
                 return None
@@ -297,64 +298,65 @@ class HeartbeatService:
                 self._queue.listeners.reset()
             if now < self._queue.retry_at:
                 return self._queue.retry_at - now
-            chore = self._queue.pick(now)
-            if isinstance(chore, ListenTask) and link.live and not link.can_listen:
-                self._queue.listeners.deaf, chore = True, None
-            if chore is not None:
-                self._task = chore
-                self._cut_at = now + self._queue.limit(chore, now)
+            task = self._queue.pick(now)
+            if isinstance(task, ListenTask) and link.live and not link.can_listen:
+                self._queue.listeners.deaf, task = True, None
+            if task is not None:
+                self._task = task
+                self._cut_at = now + self._queue.limit(task, now)
                 self._needed = now
                 self._wake_timer()
-                return chore
+                return task
             if self._queue.busy:
                 self._needed = now
                 return min([TICK * 60, *(max(0.0, ending.at - now) for ending in self._queue.releases)])
             if self._disposed or now - self._needed > LINGER:
+                # Decided and noted under one lock: a task that is queued after this starts a worker of its own.
                 self._connection = None
                 self._changed.notify()
                 return None
             return LINGER + 0.1 - (now - self._needed)
 
-    def _note_success(self, chore: tasks.HeartbeatTask) -> None:
+    def _note_success(self, task: tasks.HeartbeatTask) -> None:
         if self._queue.failures:
             log.info("there are answers from %s again", addresses.describe_server(self.engine))
         self._queue.failures = 0
-        if isinstance(chore, tasks.RenewTask):
-            for grant, answer in chore.results:
-                self._note_renewal(chore, grant, answer)
-        elif isinstance(chore, tasks.ReleaseTask):
+        if isinstance(task, tasks.RenewTask):
+            for grant, answer in task.results:
+                self._note_renewal(task, grant, answer)
+        elif isinstance(task, tasks.ReleaseTask):
             with self._lock:
-                self._queue.note_released(chore, clock())
-        elif isinstance(chore, ListenTask):
+                self._queue.note_released(task, clock())
+        elif isinstance(task, ListenTask):
             with self._lock:
-                wakes = self._queue.note_listening(chore)
+                wakes = self._queue.note_listening(task)
             for wake in wakes:
                 call_logged(wake)
-        elif isinstance(chore, tasks.CheckTask):
-            self._lose(chore.lost)
+        elif isinstance(task, tasks.CheckTask):
+            self._lose(task.lost)
 
-    def _note_renewal(self, chore: tasks.RenewTask, grant: Grant, answer: LeaseResult) -> None:
+    def _note_renewal(self, task: tasks.RenewTask, grant: Grant, answer: LeaseResult) -> None:
         if answer.verdict == "lost" and answer.reason is not None:
             grant.lose_rejected(answer.reason)
         with self._lock:
-            wish = self._queue.note_answer(chore, grant, answer, clock())
+            request = self._queue.note_answer(task, grant, answer, clock())
             self._wake_timer()
         grant.expire()
-        if wish is not None:
-            wish.finish(None if grant.state == "held" else ended_error(grant))
+        if request is not None:
+            request.finish(None if grant.state == "held" else ended_error(grant))
 
-    def _note_failure(self, chore: tasks.HeartbeatTask, error: Exception) -> None:
-        """Note a chore without an answer: nothing is known, and it is tried again."""
-        told = tasks.translate_renewal_error(error, chore.place)
+    def _note_failure(self, task: tasks.HeartbeatTask, error: Exception) -> None:
+        """Note a task without an answer: nothing is known, and it is tried again."""
+        told = tasks.translate_renewal_error(error, task.place)
         with self._lock:
-            wishes = self._queue.note_failure(chore, clock())
+            requests = self._queue.note_failure(task, clock())
             if self._queue.waiting:
                 self._ensure_worker()
         if self._queue.failures == 1:
             where = addresses.describe_server(self.engine)
             log.warning("no answer from %s, trying again until the deadlines of the leases: %s", where, error)
-        for wish in wishes:
-            wish.finish(told)
+        for request in requests:
+            request.finish(told)
 
     def _on_notify(self, channel: str, payload: str) -> None:
         with self._lock:

@@ -73,10 +73,10 @@ class HeartbeatTask(ABC):
 class RenewTask(HeartbeatTask):
     """Some grants of one place and family, to be renewed by one statement."""
 
-    def __init__(self, place: TableNames, family: LeaseKind, wishes: dict[Grant, RenewRequest | None]) -> None:
+    def __init__(self, place: TableNames, family: LeaseKind, requests: dict[Grant, RenewRequest | None]) -> None:
         self.place = place
         self.family = family
-        self.requests = wishes
+        self.requests = requests
         self.started = 0.0
         self.results: list[tuple[Grant, LeaseResult]] = []
 
@@ -100,8 +100,8 @@ class RenewTask(HeartbeatTask):
         self.results = list(zip(grants, decode_renewals(text), strict=True))
 
     def get_ttl(self, grant: Grant) -> float:
-        wish = self.requests[grant]
-        return grant.ttl if wish is None or wish.ttl is None else wish.ttl
+        request = self.requests[grant]
+        return grant.ttl if request is None or request.ttl is None else request.ttl
 
 
 class CheckTask(HeartbeatTask):
