@@ -1,9 +1,4 @@
-"""Which process this is, and what a forked child must renew before it uses pgfence.
-
-`os.register_at_fork` is not enough to know of a fork. A server written in C calls fork(2) itself and runs none of Python's hooks
-(uWSGI does, by default), and a hook that was registered before ours runs in the child first. So each use looks at a byte that
-the kernel clears in every child. Where hooks run, the renewal only happens earlier.
-"""
+"""Which process this is, and what a forked child must renew before it uses pgfence."""
 
 from __future__ import annotations
 
@@ -102,6 +97,8 @@ class Process:
     @property
     def pid(self) -> int:
         """The id of this process. In a forked child, the first use renews what must not be shared with the parent."""
+        # Looked at by each use, because hooks are not enough: a server in C that calls fork(2) itself runs none of them (uWSGI,
+        # by default), and a hook that was registered before ours runs in the child first.
         if not self.mark[0]:
             self._renew()
         return self.known_pid
@@ -140,7 +137,7 @@ class Process:
 
 PROCESS = Process()
 if hasattr(os, "register_at_fork"):
-    # The only hooks of pgfence. None holds a lock across the fork, because hooks of others run in between.
+    # They only make the renewal earlier. None holds a lock across the fork, because hooks of others run in between.
     os.register_at_fork(
         before=PROCESS.count_fork, after_in_parent=PROCESS.count_fork, after_in_child=PROCESS.notice_fork
     )

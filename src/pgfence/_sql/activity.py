@@ -1,9 +1,5 @@
 """Who holds an advisory key, and how full the lock table is. Looking never takes a lock.
 
-A key is matched whole: database, both halves and the key space. Half a key, or the same numbers in the other space or in
-another database, belong to somebody else. pg_locks shows the halves as unsigned oids; put together as a signed 64-bit number
-they are `LockKey.value` again.
-
 The texts stand apart from the functions that send them, so that a caller with a driver's own connection can use them too:
 `TEXTS[style]`, `build_arguments(keys)`, `decode(rows, keys)`.
 """
@@ -24,9 +20,11 @@ if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle, Row
     from pgfence.keys import LockKey
 
+# pg_locks shows the halves of a key as unsigned oids; as one signed number they are `LockKey.value` again.
 _VALUE = "((l.classid::bigint << 32) | l.objid::bigint)"
 
 # {0} holds the keys of the bigint space, {1} the pairs.
+# The whole key: half of one, or the same number in the other key space or in another database, is another lock.
 _MATCH = (
     "l.locktype = 'advisory' AND l.granted"
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"

@@ -1,18 +1,4 @@
-"""The statements of a session-level advisory lock: try, wait, unlock. Texts only.
-
-How a wait works: the *wait* belongs to a transaction, the *hold* to the session. One statement in autocommit takes the
-transaction-level locks first, bounded by `lock_timeout`, and the session-level locks last; those cannot wait any more, for
-this very transaction holds their keys. So SQLSTATE 55P03 proves that nothing is held, which a plain
-`pg_advisory_lock` under a `lock_timeout` does not. Of several keys, all transaction locks come before all session locks:
-taken key by key, a timeout would leave a prefix behind.
-
-A wait that times out is an ERROR line in the server's log. Therefore only the first slice of a wait is that statement;
-later ones are a DO block that catches `lock_not_available` and raises a flag, a setting of the session, when it holds. The
-flag is lowered outside the inner block: what a caught exception rolls back would otherwise bring an old flag back.
-
-The try names the server process it expects, and takes nothing on any other: behind a transaction pooler the lock would stay
-on a backend that is not ours.
-"""
+"""The statements of a session-level advisory lock: try, wait, unlock. Texts only."""
 
 from __future__ import annotations
 
@@ -34,10 +20,13 @@ if TYPE_CHECKING:
     from pgfence.types import Holder
 
 
+# Takes nothing on a server process other than the expected one: behind a transaction pooler the lock would stay there.
 _TRY_ONE = (
     "SELECT CASE WHEN pg_catalog.pg_backend_pid() OPERATOR(pg_catalog.=) {1}::integer"
     " THEN pg_catalog.pg_try_advisory_lock(CAST({2} AS bigint)) END"
 )
+# The wait is for the transaction's lock, bounded by lock_timeout; the session's lock comes after it and cannot wait any more.
+# So SQLSTATE 55P03 proves that nothing is held, which pg_advisory_lock alone under a lock_timeout does not.
 _WAIT_ONE = (
     "SELECT pg_catalog.set_config('lock_timeout', {1}, true),"
     " pg_catalog.pg_advisory_xact_lock(CAST({2} AS bigint)), pg_catalog.pg_advisory_lock(CAST({3} AS bigint))"
@@ -54,6 +43,7 @@ _TRY_MANY = (
     " SELECT CASE WHEN d.asked > 0 THEN d.got END,"
     f" (SELECT pg_catalog.count({call_on_nth('pg_advisory_unlock', 't.i')}) FROM t WHERE NOT d.got AND t.got AND t.i > 0) FROM d"
 )
+# All locks of the transaction before the first one of the session: taken key by key, a timeout would leave some of them held.
 # The counts make one phase depend on the other; a CTE that nobody reads is never run.
 _WAIT_MANY = (
     "WITH s AS MATERIALIZED (SELECT pg_catalog.set_config('lock_timeout', {1}, true) AS set),"
@@ -68,6 +58,8 @@ _UNLOCK_MANY = (
 )
 
 _GRANTED = "pgfence.granted"
+# For every slice of a wait but the first, because a timeout outside a block is an ERROR line in the server's log. The flag is
+# cleared outside the inner block: rolling that back would otherwise restore the flag of an earlier wait.
 _QUIET_WAIT = (
     "DO $$BEGIN PERFORM pg_catalog.set_config('{flag}', '', false);"
     " BEGIN PERFORM pg_catalog.set_config('lock_timeout', '{ms}', true); {waits} {takes}"

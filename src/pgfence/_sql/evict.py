@@ -1,9 +1,4 @@
-"""Ending a hold from outside: who would be hit, and the eviction itself in one transaction.
-
-The order is: the token goes up and a line goes into the audit, then server sessions that hold the name's advisory key are
-ended, then the transaction commits. So nobody is ended without being fenced off and written down first, and whatever fails
-on the way leaves everything as it was.
-"""
+"""Ending a hold from outside: who would be hit, and the eviction itself in one transaction."""
 
 from __future__ import annotations
 
@@ -184,6 +179,8 @@ def _try_evict(connection: Connection, order: EvictionRequest) -> Found:
         _run(connection, order.place, _AUDIT, *words)
     else:
         return found
+    # After the token and the audit, before the COMMIT: no session is ended that is not fenced off and written down, and whatever
+    # fails up to here leaves everything as it was.
     if pids:
         _end_sessions(connection, order, pids)
     return Found(found.holders, found.token, newest)

@@ -1,9 +1,4 @@
-"""The statement that takes expired idempotency keys away, one batch of them in a transaction.
-
-It waits for nobody: what another transaction has locked, a claim or another purge, is left to it. Each batch begins where the
-one before has ended, so that an old snapshot somewhere, which keeps the deleted entries in the index, does not make every batch
-walk past all of them.
-"""
+"""The statement that deletes expired idempotency keys, one batch of them in a transaction."""
 
 from __future__ import annotations
 
@@ -30,6 +25,8 @@ _FOUND = _EXPIRED.format(k="e", now="pg_catalog.statement_timestamp")
 _STILL = _EXPIRED.format(k="k", now="pg_catalog.clock_timestamp")
 # Without statistics, or with old ones, the planner takes the expired keys for few, and would sort all of them for each batch.
 _BY_INDEX = "SELECT pg_catalog.set_config('enable_sort', 'off', true)"
+# SKIP LOCKED: what a claim or another purge has locked is left to it. Each batch begins where the one before has ended, because
+# an old snapshot anywhere keeps the deleted entries in the index, and each batch would walk past all of them.
 _PURGE = (
     "WITH gone AS (DELETE FROM {table} AS k WHERE k.ctid = ANY (ARRAY(SELECT e.ctid FROM {table} AS e WHERE "
     + _FOUND
@@ -42,7 +39,7 @@ _PURGE = (
 
 
 class Batch(NamedTuple):
-    """What one statement has taken away.
+    """What one statement has deleted.
 
     Attributes:
         number: of keys.
@@ -54,7 +51,7 @@ class Batch(NamedTuple):
 
 
 def purge(connection: Connection, place: TableNames, size: int, begin: float) -> Batch:
-    """Take at most so many expired keys away, in a transaction of its own on a connection at READ COMMITTED."""
+    """Delete at most so many expired keys, in a transaction of its own on a connection at READ COMMITTED."""
     style = style_of(connection.dialect)
     text = _PURGE.format(mark(style, 1), mark(style, 2), table=name_of(place, "idempotency_key", style))
     with connection.begin():

@@ -2,10 +2,6 @@
 
 One round trip on each new connection of ours reads the facts and, where no pooler is declared, sets what would end or
 mislead a quiet holder. `judge_session` then judges the facts; it is pure.
-
-What is set, and why: a role's `statement_timeout` or `lock_timeout` would end our waits early (and cannot be changed inside
-the statement it kills), its idle timeouts would end a holder, `default_transaction_isolation` and `default_transaction_read_only`
-would change what our statements do; the keepalive settings let the server notice a vanished client after 30 s.
 """
 
 from __future__ import annotations
@@ -35,15 +31,18 @@ if TYPE_CHECKING:
 OLDEST = 14
 
 OURS = {
+    # A limit of the role would end our waits early, and a statement cannot lift the one that it runs under.
     "statement_timeout": "0",
     "lock_timeout": "0",
+    # These would end the session of a holder that is quiet.
     "idle_session_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
     "transaction_timeout": "0",
+    # These would change what our statements do.
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
     "DateStyle": "ISO",  # psycopg reads no other
-    # The client's own budget is 20 s: a holder that is cut off hears of it before the server gives its lock away.
+    # The server notices a vanished client after 30 s. The client's own budget is 20 s: a holder that is cut off hears of it before the server gives its lock away.
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "4",
@@ -148,10 +147,8 @@ _THEIRS = (
 
 
 def put_back(connection: Connection, facts: ServerInfo) -> None:
-    """Put the site's own limits into force again, for statements of the user on a session of ours.
-
-    The idle timeouts stay off: they would end the session that holds the lock.
-    """
+    """Put the site's own limits into force again, for statements of the user on a session of ours."""
+    # Without the idle timeouts, which would end the session that holds the lock.
     restore(connection, {name: value for name, value in facts.settings.items() if name in _THEIRS})
 
 

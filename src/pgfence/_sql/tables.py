@@ -108,15 +108,13 @@ def _has_column(place: TableNames, table: str, column: str) -> str:
 def _alter_tables(
     place: TableNames, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """Return a statement that alters tables if one of the conditions holds; none if there is nothing to change.
-
-    ALTER TABLE waits for every open transaction that has used the table, and everything that comes after waits behind it,
-    renewals of held leases included. So it waits only a moment at a time, and all tables are altered in one attempt: no table
-    stays locked while the lock of another one is not to be had.
-    """
+    """Return a statement that alters tables if one of the conditions holds; none if there is nothing to change."""
     if not changes:
         return ()
     statement = "; ".join(f"ALTER TABLE {place.name(name)} {', '.join(parts)}" for name, parts in changes.items())
+    # ALTER TABLE waits for every open transaction that has used the table, and all later statements wait behind it, renewals of
+    # held leases too. So it waits for 200 ms at a time, and alters all tables in one attempt: none of them stays locked while
+    # another one cannot be had.
     altering = block(
         "DECLARE\n    before text := pg_catalog.current_setting('lock_timeout');\n"
         f"BEGIN\n    IF {' OR '.join(conditions)} THEN\n"

@@ -1,15 +1,7 @@
 """The statements of a transaction-level advisory lock: ask, wait, give back.
 
-Asking is one statement: a standby and an old snapshot are refused before anything is taken; then each key is tried in its order
-until one is refused. For a few keys it is one CASE, whose branches PostgreSQL takes in order, for many a recursive query.
-
-A transaction lock cannot be unlocked. What a refused request has taken so far goes back in one of two ways. If the request
-was the first statement of its transaction, there is nothing else in it, and the server's transaction is begun anew.
-Otherwise, and wherever hooks of the user might have sent something before it unseen, a savepoint of ours stands before it.
-
-Waiting is one statement as well. `lock_timeout` counts per lock, so before each key it is set to what is left of the time;
-afterwards it is what it was, and so is `statement_timeout`, which has to be lifted by a statement of its own: one cannot
-change the limit that it runs under. The two settings are local to our savepoint, so a failed wait leaves them as they were.
+A transaction lock cannot be unlocked. What a refused request has taken goes back with a savepoint of ours or, where nothing but
+the request is in it, with the whole transaction.
 """
 
 from __future__ import annotations
@@ -50,7 +42,10 @@ _ANSWER = (
     " pg_catalog.current_setting('statement_timeout'), pg_catalog.current_setting('lock_timeout'))"
 )
 _SNAPSHOT_IS_OLD = "pg_catalog.current_setting('transaction_isolation') IN ('repeatable read', 'serializable')"
+# By a statement of its own: none can change the limit that it runs under. Local to our savepoint, as lock_timeout is, so that a
+# failed wait leaves both as they were.
 _LIFT = "SELECT pg_catalog.set_config('statement_timeout', '0', true)"
+# lock_timeout counts for each lock anew, so before each key it is set to what is left of the time.
 # unnest gives the keys in the order of the array, bigints before pairs. The counting makes the last line wait for them all.
 _WAIT = """\
 WITH a AS MATERIALIZED (SELECT CAST({0} AS bigint) AS milliseconds, CAST({1} AS bigint) AS bigints),
@@ -95,6 +90,7 @@ def _name_try(shared: bool) -> str:
 @lru_cache(maxsize=128)
 def _request(style: ParamStyle, spaces: tuple[str, ...], shared: bool, stale_snapshot_ok: bool) -> str:
     marks = iter(f"${n + 1}" if style == "numeric" else "%s" for n in range(2 * len(spaces)))
+    # PostgreSQL evaluates the branches of a CASE in order: nothing is taken on a standby, nor after the first refused key.
     branches = _list_rejections(stale_snapshot_ok)
     for n, space in enumerate(spaces):
         kinds = ("bigint",) if space == "bigint" else ("integer", "integer")
@@ -226,10 +222,8 @@ def give_back(connection: Connection) -> None:
 
 
 def begin_anew(connection: Connection) -> None:
-    """End the server's transaction and let the next statement begin another; SQLAlchemy's goes on.
-
-    Only for a transaction in which nothing but our own request has run.
-    """
+    """End the server's transaction and let the next statement begin another; SQLAlchemy's goes on."""
+    # Only where nothing but our own request has run in it, and no hook may have sent anything unseen.
     connection.dialect.do_rollback(connection.connection)
 
 

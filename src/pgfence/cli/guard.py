@@ -1,11 +1,7 @@
 """The guard of one command: ends it when the `pgfence run` that started it is gone.
 
 If `pgfence run` is killed with SIGKILL, the server frees the lock at once, and nothing in that process can stop the command
-any more. So a second, small process sleeps on a pipe whose other end only `pgfence run` holds. End of file there means that
-`pgfence run` died: the command and what it started get SIGTERM, and SIGKILL after the grace.
-
-At a terminal the guard has a second task. It is in the process group of the shell's job, as `pgfence run` and the command are,
-and reports which signals reach it. A signal that reaches the guard was sent to the group, so the command has it already.
+any more. So this second, small process ends the command and what it started: SIGTERM, and SIGKILL after the grace.
 
 It is run as a program (`python -I -S guard.py GRACE`) and imports nothing of pgfence: this keeps its start short, and
 `pkill -f "pgfence run"` does not match it. `pgfence run` dismisses it with SIGKILL.
@@ -148,12 +144,15 @@ class _Left:
 
 def main() -> None:
     """Report signals, read whom to end, then wait for the end of the input."""
+    # At a terminal the guard is in the process group of the shell's job: what reaches it was sent to the group, so the command
+    # has it already. The byte of each signal goes straight to `pgfence run`.
     os.set_blocking(1, False)
     signal.set_wakeup_fd(1, warn_on_full_buffer=False)
     for signum in FORWARDED:
         signal.signal(signum, lambda _signum, _frame: None)
     command = 0
     os.write(1, READY)
+    # Only `pgfence run` holds the other end of this pipe: end of file means that it died.
     while words := os.read(0, 64).split():
         # Numbers are whom to end. A question mark asks for all reports so far: this byte comes after them.
         command = next((int(word) for word in words if word.isdigit()), command)

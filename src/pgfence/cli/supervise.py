@@ -8,8 +8,7 @@ Guarantees:
   once. A signal that was ignored at our start (nohup) stays ignored for both;
 - without a terminal the command leads its own process group, to which signals are passed on;
 - with a terminal it stays in our group, as under time(1) or flock(1), so that the shell's job control, pipelines and
-  scripts work as without us. What the terminal or a shell sends to the group has reached the command already, and only what
-  was sent to us alone is passed on; the guard, which is in the group too, tells which it was;
+  scripts work as without us;
 - at a loss, if the caller says stop, SIGTERM (and CONT, for it may be stopped) goes to the command and to everything it
   started, SIGKILL after the grace. On Linux we are the reaper of its orphans, so those that left its group or session are
   found too;
@@ -21,8 +20,6 @@ Guarantees:
 Limitations: processes that the command leaves behind on a normal end are neither stopped nor waited for. A command of another
 user (sudo) cannot be signalled. An orphan that left its process group is not found where the system has no reaper but PID 1,
 nor by the guard. The guard protects from some microseconds after the start, when it learns which process to end.
-
-Nothing here polls while the command runs: signals, the end of the command and a loss all arrive as bytes in one pipe.
 """
 
 from __future__ import annotations
@@ -358,6 +355,8 @@ class Supervisor:
                 if stopped := on_loss():
                     ending = Ending(job.list_everything, self._grace)
                     ending.step()
+            # A signal to the whole group (Ctrl-C, a shell) has reached the command already. Only what was sent to us alone is
+            # passed on; the guard, which is in the group too, shows which of both it was.
             for signum in signals:
                 if signum in FORWARDED and (self._own_group or not guarding.on_signal(signum)):
                     job.send(signum)
@@ -383,6 +382,7 @@ class Supervisor:
         return Ending(find, self._grace, job.list_group() if signal.SIGTERM in told else ())
 
     def _wait(self, longest: float) -> bytes:
+        # One pipe for signals, the end of the command (SIGCHLD) and a loss, so that nothing has to be polled.
         select.select([self._reader], [], [], longest)
         return self._drain()
 
