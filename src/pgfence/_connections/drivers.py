@@ -91,18 +91,13 @@ class DriverConnection(Protocol):
         ...
 
 
-class _PsycopgBase:
-    """What psycopg's two connections share. `psycopg` is imported: its dialect is in use."""
+class _LibpqBase:
+    """What the drivers over libpq share."""
 
     pooled = False
     reads_alone = False
+    raw: RawConnection
     _on_notify: Heard
-
-    def __init__(self, driver: RawConnection) -> None:
-        from psycopg.rows import tuple_row
-
-        self.raw = driver
-        self.cursor = driver.cursor(row_factory=tuple_row)
 
     @property
     def pid(self) -> int:
@@ -112,6 +107,26 @@ class _PsycopgBase:
     def fileno(self) -> int:
         fd: int = self.raw.fileno()
         return fd
+
+
+class _SyncBase(_LibpqBase):
+    """What the drivers for threads share."""
+
+    async def set_autocommit(self, value: bool) -> bool:
+        before: bool = self.raw.autocommit
+        if before != value:
+            self.raw.autocommit = value
+        return before
+
+
+class _PsycopgBase(_LibpqBase):
+    """What psycopg's two connections share. `psycopg` is imported: its dialect is in use."""
+
+    def __init__(self, driver: RawConnection) -> None:
+        from psycopg.rows import tuple_row
+
+        self.raw = driver
+        self.cursor = driver.cursor(row_factory=tuple_row)
 
     @property
     def in_transaction(self) -> bool | None:
@@ -141,7 +156,7 @@ class _PsycopgBase:
         self.raw.pgconn.finish()
 
 
-class PsycopgConnection(_PsycopgBase):
+class PsycopgConnection(_SyncBase, _PsycopgBase):
     async def listen(self, text: str, channel: str, *, on: bool) -> None:
         self.raw.execute(text)
 
@@ -160,12 +175,6 @@ class PsycopgConnection(_PsycopgBase):
         while self.cursor.nextset():
             pass
         return self.cursor.fetchone() is not None
-
-    async def set_autocommit(self, value: bool) -> bool:
-        before: bool = self.raw.autocommit
-        if before != value:
-            self.raw.autocommit = value
-        return before
 
 
 class AsyncPsycopgConnection(_PsycopgBase):
@@ -193,25 +202,12 @@ class AsyncPsycopgConnection(_PsycopgBase):
         return before
 
 
-class Psycopg2Connection:
-    pooled = False
-    reads_alone = False
-    _on_notify: Heard
-
+class Psycopg2Connection(_SyncBase):
     def __init__(self, driver: RawConnection) -> None:
         from psycopg2.extensions import cursor
 
         self.raw = driver
         self.cursor = driver.cursor(cursor_factory=cursor)
-
-    @property
-    def pid(self) -> int:
-        pid: int = self.raw.info.backend_pid
-        return pid
-
-    def fileno(self) -> int:
-        fd: int = self.raw.fileno()
-        return fd
 
     @property
     def in_transaction(self) -> bool | None:
@@ -249,12 +245,6 @@ class Psycopg2Connection:
     async def execute_script(self, text: str) -> bool:
         self.cursor.execute(text)
         return self.cursor.fetchone() is not None
-
-    async def set_autocommit(self, value: bool) -> bool:
-        before: bool = self.raw.autocommit
-        if before != value:
-            self.raw.autocommit = value
-        return before
 
     def close(self) -> None:
         self.raw.close()

@@ -14,8 +14,6 @@ from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.transaction import send_quick
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sqlalchemy import Connection
 
     from pgfence._sql.params import ParamStyle
@@ -23,24 +21,13 @@ if TYPE_CHECKING:
 
 LATE_ATTEMPT = "PF005"
 
-_CLAIM = (
-    "text",
-    "text",
-    "bytea",
-    "text",
-    "double precision",
-    "double precision",
-    "boolean",
-    "text",
-    "text",
-    "integer",
-)
-_RENEW = ("text[]", "text[]", "bigint[]", "double precision[]")
-_STEP = ("text", "text", "bigint", "text", "text")
-_FINISH = ("text", "text", "bigint", "double precision", "text", "text", "integer", "text", "bytea", "boolean")
-_FREE = ("text", "text", "bigint")
-_FORGET = ("text", "text")
-_ENDED = ("text", "uuid", "bigint", "jsonb")
+_CLAIM = "text, text, bytea, text, double precision, double precision, boolean, text, text, integer"
+_RENEW = "text[], text[], bigint[], double precision[]"
+_STEP = "text, text, bigint, text, text"
+_FINISH = "text, text, bigint, double precision, text, text, integer, text, bytea, boolean"
+_FREE = "text, text, bigint"
+_FORGET = "text, text"
+_ENDED = "text, uuid, bigint, jsonb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +69,10 @@ class EffectSql:
 def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
     """Return the texts for one place."""
 
-    def ask(function: str, kinds: Sequence[str], columns: str = "r") -> str:
+    def ask(function: str, kinds: str, columns: str = "r") -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
 
-    def build_late(function: str, kinds: Sequence[str], missing: str) -> str:
+    def build_late(function: str, kinds: str, missing: str) -> str:
         return (
             f"WITH n AS (SELECT CAST({mark(style, 1)} AS text) AS name), s AS (SELECT name,"
             " pg_catalog.split_part(name, pg_catalog.chr(31), -1) AS key FROM n),"

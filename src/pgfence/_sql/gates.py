@@ -75,17 +75,17 @@ def save_checkpoint(
 
 @cache
 def _enter_one(place: TableNames, style: ParamStyle) -> str:
-    return f"SELECT {call(place, style, 'enter_gate_v1', ('text', 'bigint', 'double precision'))}"
+    return f"SELECT {call(place, style, 'enter_gate_v1', 'text, bigint, double precision')}"
 
 
 @cache
 def _enter(place: TableNames, style: ParamStyle) -> str:
-    return f"SELECT {call(place, style, 'enter_gates_v1', ('text[]', 'bigint[]', 'double precision'))}"
+    return f"SELECT {call(place, style, 'enter_gates_v1', 'text[], bigint[], double precision')}"
 
 
 @cache
 def _save(place: TableNames, style: ParamStyle) -> str:
-    return f"SELECT {call(place, style, 'save_checkpoint_v1', ('text', 'bigint', 'text'))}"
+    return f"SELECT {call(place, style, 'save_checkpoint_v1', 'text, bigint, text')}"
 
 
 def translate(connection: Connection) -> None:

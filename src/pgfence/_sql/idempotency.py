@@ -132,7 +132,7 @@ def _decode_claim(told: str) -> ClaimResult:
 
 @cache
 def _claim(place: TableNames, style: ParamStyle) -> str:
-    kinds = ("text", "text", "bytea", "double precision", "double precision")
+    kinds = "text, text, bytea, double precision, double precision"
     return f"SELECT {call(place, style, 'claim_key_v1', kinds)}"
 
 
@@ -149,7 +149,7 @@ def _select_attempt(place: TableNames, style: ParamStyle) -> str:
 
 @cache
 def _finish(place: TableNames, style: ParamStyle) -> str:
-    return f"SELECT {call(place, style, 'finish_key_v1', ('text', 'text', 'text', 'text'))}"
+    return f"SELECT {call(place, style, 'finish_key_v1', 'text, text, text, text')}"
 
 
 def find_duplicate_columns(error: DBAPIError) -> frozenset[str] | None:

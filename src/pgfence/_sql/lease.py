@@ -16,8 +16,6 @@ from pgfence._sql.params import call, mark, name_of
 from pgfence._sql.tables import quote_literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
     from pgfence.errors import LossReason
@@ -27,24 +25,14 @@ BATCH = 500
 
 
 _ACQUIRE = (
-    "text",
-    "text",
-    "double precision",
-    "double precision",
-    "double precision",
-    "double precision",
-    "text",
-    "text",
-    "integer",
-    "text",
-    "text",
-    "text",
+    "text, text, double precision, double precision, double precision, "
+    "double precision, text, text, integer, text, text, text"
 )
-_RENEW = ("text[]", "text[]", "bigint[]", "double precision[]")
-_RELEASE = ("text", "text", "bigint")
-_FINISH = ("text", "text", "bigint", "timestamptz", "boolean")
-_FORGET = ("text", "text")
-_ADOPT = ("text", "text", "bigint", "text", "text", "text", "integer")
+_RENEW = "text[], text[], bigint[], double precision[]"
+_RELEASE = "text, text, bigint"
+_FINISH = "text, text, bigint, timestamptz, boolean"
+_FORGET = "text, text"
+_ADOPT = "text, text, bigint, text, text, text, integer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +76,10 @@ class LeaseSql:
 def lease_sql(place: TableNames, style: ParamStyle) -> LeaseSql:
     """Return the texts for one place."""
 
-    def ask(function: str, kinds: Sequence[str], columns: str) -> str:
+    def ask(function: str, kinds: str, columns: str) -> str:
         return f"SELECT {columns} FROM {call(place, style, function, kinds)} AS r"
 
-    def build_late(function: str, kinds: Sequence[str]) -> str:
+    def build_late(function: str, kinds: str) -> str:
         return (
             f"WITH f AS MATERIALIZED (SELECT 1 FROM {lease} AS l WHERE l.name = CAST({mark(style, 1)} AS text)"
             " FOR NO KEY UPDATE SKIP LOCKED) SELECT CASE WHEN EXISTS (SELECT FROM f)"
@@ -170,20 +158,8 @@ def _decode_renewal(item: list[object]) -> LeaseResult:
 # ---------------------------------------------------------------- slots
 
 _ACQUIRE_SLOT = (
-    "text",
-    "timestamptz",
-    "timestamptz",
-    "text",
-    "double precision",
-    "double precision",
-    "text",
-    "text",
-    "integer",
-    "text",
-    "text",
-    "text",
-    "integer",
-    "timestamptz",
+    "text, timestamptz, timestamptz, text, double precision, double precision, "
+    "text, text, integer, text, text, text, integer, timestamptz"
 )
 
 
@@ -249,7 +225,7 @@ def slot_sql(place: TableNames, style: ParamStyle) -> SlotSql:
             " FROM (SELECT pg_catalog.clock_timestamp() AS at OFFSET 0) AS one"
             f" LEFT JOIN {name_of(place, 'slot', style)} AS s ON s.name = CAST({mark(style, 2)} AS text)"
         ),
-        offset=f"SELECT {call(place, style, 'zone_offset_v1', ('timestamptz', 'text'))}",
+        offset=f"SELECT {call(place, style, 'zone_offset_v1', 'timestamptz, text')}",
         home=(
             "SELECT n.nspname FROM pg_catalog.pg_class AS c JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace"
             f" WHERE c.oid = pg_catalog.to_regclass(CAST({mark(style, 1)} AS text))"

@@ -59,9 +59,9 @@ def name_of(place: TableNames, what: str, style: ParamStyle) -> str:
     return name if style == "numeric" else name.replace("%", "%%")
 
 
-def call(place: TableNames, style: ParamStyle, function: str, kinds: Sequence[str], start: int = 1) -> str:
-    """Return a call with as many parameters as kinds, the first of them the `start`-th of the statement."""
-    arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds, start))
+def call(place: TableNames, style: ParamStyle, function: str, kinds: str, start: int = 1) -> str:
+    """Return a call whose parameters are of these kinds, "text, bigint", the first of them the `start`-th of the statement."""
+    arguments = ", ".join(f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(kinds.split(", "), start))
     return f"{name_of(place, function, style)}({arguments})"
 
 

@@ -57,7 +57,7 @@ class TokenSql(LockSql):
         self.name = name
         """Under which its token stands in the table."""
         self.place = place
-        asked = call(place, style, "lock_with_token_v2", ("integer", "bigint", "text", "integer", "text", "integer"))
+        asked = call(place, style, "lock_with_token_v2", "integer, bigint, text, integer, text, integer")
         self.lock_text = f"SELECT {asked}"
 
     @property

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from pgfence._api.contexts import attach
 from pgfence._api.inputs import reject_coroutine, unwrap_session
 from pgfence._api.misuse import Guided
+from pgfence._holds.carriers import run_sync
 from pgfence._values.errors import is_among
 from pgfence.errors import IdempotencyMisuseError
 from pgfence.idempotency import _claim
@@ -17,11 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from sqlalchemy.ext.asyncio import AsyncSession
     from sqlalchemy.orm import Session
 
     from pgfence._api.inputs import AnyAsyncSession, SyncSession
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -93,7 +96,7 @@ class Op(Generic[T]):
         return error is not None and is_among(error, self._call.record) and not self._claim.replayed
 
 
-class _KeyBase(Guided, Generic[T]):
+class _KeyBase(Guided, ABC, Generic[T]):
     """What both twins know."""
 
     _decorator = "idempotent(...).run(fn), or decorate the function with @idempotent_call(key=..., scope=...)"
@@ -126,6 +129,28 @@ class _KeyBase(Guided, Generic[T]):
         if self._op is not None:
             raise IdempotencyMisuseError(f"the block of {self._call} was entered before: ask for the key again")
 
+    @abstractmethod
+    async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run sync code on the session."""
+
+    async def _enter(self) -> Op[T]:
+        self._mark_entered()
+        return self._start(await self._run(_claim.claim, self._call))
+
+    async def _exit(self, exc: BaseException | None) -> None:
+        op = self._op
+        assert op is not None
+        if exc is None:
+            if owed := op._find_omission():
+                raise owed
+            if not op._claim.replayed:
+                await self._run(_claim.complete, self._call, op._claim, op.result)
+        elif op._is_recorded(exc):
+            try:
+                await self._run(_claim.record, self._call, op._claim, cast("Exception", exc))
+            except Exception as failure:
+                attach(exc, failure, "while it was recorded")
+
 
 class Idem(_KeyBase[T]):
     """A key in the transaction of a Session; see `idempotent`. One that is never used warns when it is dropped."""
@@ -157,28 +182,16 @@ class Idem(_KeyBase[T]):
             return value
         raise AssertionError  # the block above swallows nothing
 
+    async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return work(unwrap_session(self._given), *args, **kwargs)
+
     def __enter__(self) -> Op[T]:
-        self._mark_entered()
-        return self._start(_claim.claim(self._session, self._call))
+        return run_sync(self._enter)
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        assert self._op is not None
-        if exc is None:
-            if owed := self._op._find_omission():
-                raise owed
-            if not self._op._claim.replayed:
-                _claim.complete(self._session, self._call, self._op._claim, self._op.result)
-        elif self._op._is_recorded(exc):
-            try:
-                _claim.record(self._session, self._call, self._op._claim, cast("Exception", exc))
-            except Exception as failure:
-                attach(exc, failure, "while it was recorded")
-
-    @property
-    def _session(self) -> Session:
-        return unwrap_session(self._given)
+        run_sync(self._exit, exc)
 
 
 class AsyncIdem(_KeyBase[T]):
@@ -208,25 +221,13 @@ class AsyncIdem(_KeyBase[T]):
             return value
         raise AssertionError  # the block above swallows nothing
 
+    async def _run(self, work: Callable[Concatenate[Session, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await unwrap_session(self._given).run_sync(work, *args, **kwargs)
+
     async def __aenter__(self) -> Op[T]:
-        self._mark_entered()
-        return self._start(await self._session.run_sync(_claim.claim, self._call))
+        return await self._enter()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None, /
     ) -> None:
-        assert self._op is not None
-        if exc is None:
-            if owed := self._op._find_omission():
-                raise owed
-            if not self._op._claim.replayed:
-                await self._session.run_sync(_claim.complete, self._call, self._op._claim, self._op.result)
-        elif self._op._is_recorded(exc):
-            try:
-                await self._session.run_sync(_claim.record, self._call, self._op._claim, cast("Exception", exc))
-            except Exception as failure:
-                attach(exc, failure, "while it was recorded")
-
-    @property
-    def _session(self) -> AsyncSession:
-        return unwrap_session(self._given)
+        await self._exit(exc)

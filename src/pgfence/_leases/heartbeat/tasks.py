@@ -178,25 +178,16 @@ class RevokeTask(ReleaseTask):
     SETTLE_SECONDS = 5.0
     """Seconds after which it has come to its end: in the server it waits for its row two seconds at most."""
 
-    def __init__(
-        self,
-        place: TableNames,
-        text: Callable[[Any], str],
-        args: tuple[object, ...],
-        until: float,
-        family: LeaseKind = "lease",
-    ) -> None:
-        super().__init__(place, text, args, until, family)
-        self._on_notify: float | None = None
-        """When the server answered first."""
+    _answered: float | None = None
+    """When the server answered first."""
 
     def needs_retry(self, now: float) -> bool:
         if self.answer is None:
             return self.plan_retry(now)
         if self.answer:
             return False
-        self._on_notify = now if self._on_notify is None else self._on_notify
-        return now - self._on_notify < self.SETTLE_SECONDS and self.plan_retry(now)
+        self._answered = now if self._answered is None else self._answered
+        return now - self._answered < self.SETTLE_SECONDS and self.plan_retry(now)
 
 
 def translate_renewal_error(error: Exception, place: TableNames) -> Exception:
