@@ -37,11 +37,7 @@ class _Found(NamedTuple):
 
 
 def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
-    """Add what is missing and drop what nobody asks for; our own tables are neither made nor dropped one by one.
-
-    Guards go at the front and come at the end: they are taken off before their table is dropped, so that the reversed
-    migration puts them back after it has made the table again.
-    """
+    """Add what is missing and drop what no model asks for; pgfence's own tables are not created or dropped one by one."""
     own = {_place(context, place) for table in context.sorted_tables if (place := place_of_own(table)) is not None}
     if context.dialect.name != "postgresql":
         # The operations do nothing there.
@@ -66,6 +62,8 @@ def compare(context: AutogenContext, ops: UpgradeOps) -> PriorityDispatchResult:
                 _remove_changes(context, ops, place)
             # In front of tables that may refer to ours.
             ops.ops.insert(0, making)
+    # Guards are dropped at the front and added at the end: one is removed before its table is dropped, so the reversed migration
+    # adds it after it has created the table again.
     for name, found in sorted(standing.items(), key=str):
         if not found.copied and (name not in wanted or wanted[name].definition != found.guard.definition):
             ops.ops.insert(0, found.guard.reverse())
@@ -128,11 +126,9 @@ def _list_found(context: AutogenContext, connection: Connection, home: TableName
 
 
 def _is_concerned(context: AutogenContext, guard: Guard, ops: UpgradeOps) -> bool:
-    """Return whether a table is one that the models have, or that this migration drops; others are nobody's business.
-
-    The guard says the default schema as None from then on.
-    """
+    """Return whether a table is one that the models have, or that this migration drops."""
     key = _key_of(context, guard.target.schema, guard.target.name)
+    # The default schema as None, as models name it: the guard is compared with theirs.
     guard.target = type(guard.target)(key[1], key[0])
     for table in context.sorted_tables:
         if _key_of(context, table.schema, table.name) == key:

@@ -1,7 +1,4 @@
-"""Context managers, and nothing else: what `connect()`, `begin()` and `TransactionLock.hold()` return.
-
-`contextlib.contextmanager` would make decorators of them as well, and a decorated coroutine function would run unguarded.
-"""
+"""The context managers that `connect()`, `begin()` and `TransactionLock.hold()` return."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+# Not by contextlib.contextmanager, which makes decorators of them too: a decorated coroutine function would run unguarded.
 class _NoDecorator:
     def __call__(self, _: object) -> Never:
         """Refuse to be a decorator."""

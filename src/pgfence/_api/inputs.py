@@ -1,8 +1,4 @@
-"""What callers pass in: engines, sessions, functions, texts and numbers. Unwrapped here, or rejected with the right way.
-
-Classes that SQLAlchemy loads on demand are looked up in `sys.modules`: where their module was never imported there is no
-instance of them either, and importing it would slow every program down.
-"""
+"""What callers pass in: engines, sessions, functions, texts and numbers. Unwrapped here, or rejected with the right way."""
 
 from __future__ import annotations
 
@@ -48,6 +44,7 @@ ASYNCIO = "sqlalchemy.ext.asyncio"
 
 def find_loaded_classes(module: str, *names: str) -> tuple[type[Any], ...]:
     """Return classes of a module; none if it was never imported."""
+    # Where the module was never imported there is no instance of its classes either, and importing it would slow every program.
     loaded = sys.modules.get(module)
     return () if loaded is None else tuple(getattr(loaded, name) for name in names)
 

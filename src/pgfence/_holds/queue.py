@@ -153,10 +153,8 @@ class LocalQueue:
         return True
 
     def dequeue(self, entry: QueueEntry) -> None:
-        """Take an entry out, first or not, and wake those who stand first in all their lines now.
-
-        A second time does no harm, also after a first one that an interrupt tore.
-        """
+        """Take an entry out, first or not, and wake those who stand first in all their lines now."""
+        # Called again where an interrupt has cut a first call short: each step must be one that may have been done before.
         if entry.owner.waits is entry:
             entry.owner.waits = None
         for place in entry.places:
@@ -185,10 +183,8 @@ class LocalQueue:
         return successor
 
     def is_held_by(self, owner: Contender, places: Sequence[Hashable]) -> bool:
-        """Say whether this contender is already first in line for one of the keys, by a hold or a wait.
-
-        A hold whose handle was dropped does not count: it ends soon, so a wait for it does too.
-        """
+        """Say whether this contender is already first in line for one of the keys, by a hold or a wait."""
+        # A hold whose handle was dropped does not count: it ends soon, and with it a wait for it.
         for place in places:
             line = self._lines.get(place)
             if line is not None and line[0].owner is owner and not line[0].dropped:
@@ -204,11 +200,8 @@ class LocalQueue:
 
 
 def is_deadlock(entry: QueueEntry) -> bool:
-    """Say whether waiting with this entry would never end: its owner holds what somebody before it waits for.
-
-    Waits alone have no circle; a task that holds A and waits for B while the holder of B waits for A does. Between processes
-    nobody sees it.
-    """
+    """Say whether waiting with this entry would never end: its owner holds what another contender before it waits for."""
+    # Waits alone form no cycle, because each entry joins all its lines at once.
     if not entry.owner.holds:
         return False
     passed: set[tuple[Hashable, int]] = set()

@@ -12,28 +12,22 @@ LONGEST_LOCK_TIMEOUT = 2**31 - 1
 
 
 def slice_for(deadlock_timeout: float) -> float:
-    """Return how long one wait in the server may last, in seconds; 0 means: do not wait there, poll.
-
-    Half of `deadlock_timeout`, so that a waiter never outlives the server's look for deadlocks: it would be the victim
-    whenever the holder builds an index CONCURRENTLY. Below 100 ms the server's log and processor would pay for polling.
-    """
+    """Return how long one wait in the server may last, in seconds; 0 means: do not wait there, poll."""
+    # Half of it, so that the wait ends before the server looks for deadlocks: the waiter would be the victim whenever the holder
+    # builds an index CONCURRENTLY. Waits below 100 ms cost the server's log and processor more than polling does.
     length = min(SLICE, deadlock_timeout / 2)
     return length if length >= SHORTEST_SERVER_WAIT else 0.0
 
 
 def choose_first_slice(length: float, left: float) -> float:
-    """Return the length of the first wait: at most half of what is left, so that a short wait can still name the holder.
-
-    Where half would be under 100 ms it may use up what is left.
-    """
+    """Return the length of the first wait: at most half of what is left, or all of it where half would be under 100 ms."""
+    # Half leaves time to look who holds the lock, for the error.
     return min(length, max(left / 2, min(left, SHORTEST_SERVER_WAIT)))
 
 
 def to_milliseconds(length: float, keys: int = 1) -> int:
-    """Return `lock_timeout` for a wait of `length` seconds over `keys` keys: it counts per lock, and 0 would mean no limit.
-
-    Never more than the server takes, 24.8 days: a caller that waits for ever looks at its own deadline again.
-    """
+    """Return `lock_timeout` for a wait of `length` seconds over `keys` keys, which it counts for each."""
+    # 0 would mean no limit, and the server takes at most 24.8 days: a caller with a longer wait asks again.
     return max(1, int(min(length * 1000 / keys, LONGEST_LOCK_TIMEOUT)))
 
 

@@ -136,7 +136,8 @@ class Acquisition(Generic[W]):
 
     @property
     def budget(self) -> float:
-        """Seconds that one statement of this call may take: a hung server must not outlast its timeout by much."""
+        """Seconds that one statement of this call may take."""
+        # A little more than what is left: a server that hangs must not make the call outlast its timeout by much.
         if self._budget is not None:
             return self._budget
         left = self.ends_at - clock()

@@ -330,11 +330,7 @@ class LockManager:
         return True
 
     def _begin_release(self, hold: SessionHold) -> tuple[bool, bool]:
-        """Return whether it is ours to release, and whether the lock went on to the next in line without a round trip.
-
-        The next in line gets the server's lock as it is, at most 16 times in a row or for 20 ms, so that another process
-        that waits in the server is not starved by a crowd in this one.
-        """
+        """Return whether it is ours to release, and whether the lock went on to the next in line without a round trip."""
         with MUTEX:
             if not hold.begin_release():
                 return False, False
@@ -344,6 +340,8 @@ class LockManager:
             session.hold = None
             if hold.reason is not None or session.dead or session.in_user_hands or not session.ours:
                 return True, False
+            # At most 16 times in a row, for at most 20 ms: many waiters here must not starve another process, which waits in the
+            # server and gets the lock only when it is unlocked there.
             successor = self.queue.find_successor(hold.entry)
             if successor is None or session.handoffs >= BURST or time.monotonic() - session.granted_at > BURST_TIME:
                 return True, False
@@ -383,7 +381,8 @@ class LockManager:
         self.carrier.run_later(close)
 
     def _on_connection_lost(self, hold: SessionHold | None) -> None:
-        """The lock of a dead session is free: who waits for it here need not wait for the loser to leave its block."""
+        """Let go of the lock of a dead session."""
+        # The server has freed it: waiters in this process need not wait until the loser leaves its block.
         if hold is not None:
             hold.entry.leave()
             emit_event(self.config, "lost", hold.names, hold.token)

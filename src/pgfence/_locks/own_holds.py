@@ -1,8 +1,4 @@
-"""Waits for what the caller itself holds: in this process, and on another connection.
-
-The local queue shows the latter only if both locks are taken through one engine. The server shows all of them: a
-session that holds the key, and is one of the contender's own.
-"""
+"""Waits for what the caller itself holds: in this process, and on another connection."""
 
 from __future__ import annotations
 
@@ -34,16 +30,14 @@ class Contended(Protocol):
 
 
 def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
-    """Say whether a contender holds what these statements are for, or another lock of this engine on the same row.
-
-    A lease and a session lock with a token wait in different lines, and exclude each other by their row.
-    """
+    """Say whether a contender holds what these statements are for, or another lock of this engine on the same row."""
     if not owner.holds:
         return False
     places, row = set(wanted.places), wanted.row
     for hold in tuple(owner.holds):
         theirs = hold.entry.queue
         same_place = theirs is queue and not places.isdisjoint(hold.entry.places)
+        # A lease and a session lock with a token wait in different lines, and exclude each other by their row.
         same_row = row is not None and theirs.home is queue.home is not None and hold.row == row
         if (same_place or same_row) and not hold.dropped and hold.state in ("held", "unknown"):
             return True
@@ -52,6 +46,8 @@ def is_held_by(owner: Contender, queue: LocalQueue, wanted: Contended) -> bool:
 
 def find_holds_on(owner: Contender, keys: Sequence[LockKey]) -> list[Hold[LockConnection]]:
     """Return the session locks of a contender on any of these keys, in whatever database."""
+    # The queue of this process shows a hold on another connection only if both locks are taken through one engine. So the holds
+    # of the contender are compared with what the server shows.
     wanted = set(keys)
     return [
         hold

@@ -14,12 +14,15 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from sqlalchemy import Connection
+
+DriverSteps: TypeAlias = "Generator[Any, Any, None]"
+"""What the driver's own `wait` drives: it yields what to wait for, and gets what has become ready."""
 
 _IDLE = 0
 _CONNECTED = 0
@@ -46,7 +49,7 @@ def _load(is_async: bool) -> _Library | None:
     class Pipeline(psycopg.Pipeline):
         """Hands the messages to libpq, and leaves it to the end to send them in one packet."""
 
-        def _communicate_gen(self) -> Generator[Any, Any, None]:
+        def _communicate_gen(self) -> DriverSteps:
             while self.command_queue:
                 self.command_queue.popleft()()
             yield from ()
@@ -93,7 +96,7 @@ def begin_and_execute(connection: Connection, text: str, values: tuple[object, .
     return cursor.fetchone()[0]
 
 
-async def _run_async(driver: Any, cursor: Any, steps: Generator[Any, Any, None]) -> Any:
+async def _run_async(driver: Any, cursor: Any, steps: DriverSteps) -> Any:
     try:
         async with driver.lock:
             await driver.wait(steps)
@@ -102,16 +105,14 @@ async def _run_async(driver: Any, cursor: Any, steps: Generator[Any, Any, None])
     return await cursor.fetchone()
 
 
-def _end(driver: Any, steps: Generator[Any, Any, None]) -> None:
+def _end(driver: Any, steps: DriverSteps) -> None:
     """End the steps, which an interrupt may have stopped anywhere; then close the connection, since responses are outstanding."""
     steps.close()
     if driver.pgconn.pipeline_status:
         driver.pgconn.finish()
 
 
-def _execute_together(
-    driver: Any, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...]
-) -> Generator[Any, Any, None]:
+def _execute_together(driver: Any, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...]) -> DriverSteps:
     """Send BEGIN and a statement, then wait for both. Raises the first error."""
     import psycopg
     from psycopg.generators import send

@@ -227,7 +227,8 @@ def _seconds(value: float, option: str) -> float:
 
 
 def _fill_standard_descriptors() -> None:
-    """Open the null device where stdin, stdout or stderr is closed: a lock's socket must not become the command's."""
+    """Open the null device where stdin, stdout or stderr is closed."""
+    # Else the socket of a lock would get that number, and the command would write to it.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

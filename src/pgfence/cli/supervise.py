@@ -103,6 +103,7 @@ def list_inherited() -> tuple[int, ...]:
 
 def _adopt_orphans(*, wanted: bool) -> None:
     """Become the reaper of our descendants' orphans, or stop being it. Linux only."""
+    # So that what left the group or session of the command is still found among our children.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 

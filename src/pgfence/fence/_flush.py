@@ -57,10 +57,8 @@ class _Flush:
         return token
 
     def find_replaced(self, mapper: Mapper[object], target: Guarded) -> object:
-        """Return the deleted object whose row a new object takes over, or None.
-
-        SQLAlchemy sends one UPDATE for a DELETE and an INSERT of the same key, and calls no hook for the deleted object.
-        """
+        """Return the deleted object whose row a new object takes over, or None."""
+        # SQLAlchemy sends one UPDATE for a DELETE and an INSERT of the same key, and calls no hook for the deleted object.
         context = self._context()
         if context is None:
             return None
@@ -109,7 +107,8 @@ def before_delete(mapper: Mapper[object], connection: Connection, target: Guarde
 
 
 def forget_token(_mapper: Mapper[object], _connection: Connection, target: object) -> None:
-    """Make a later UPDATE of the row in the same flush check its token again: the row may have moved to another resource."""
+    """Make a later UPDATE of the row in the same flush check its token again."""
+    # By then the row may have moved to another resource.
     written = instance_state(target).dict
     if ATTRIBUTE in written:
         set_committed_value(target, ATTRIBUTE, written[ATTRIBUTE])

@@ -146,7 +146,8 @@ def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) ->
 
 
 def _release(session: Session, call: KeyCall[T], claimed: Claim[T], savepoint: SessionTransaction) -> None:
-    """Flush what the work has left pending, and release the savepoint. An error of the flush counts as the work's."""
+    """Flush what the work has left pending, and release the savepoint."""
+    # Before the release, so that an error of the flush counts as the work's and can be recorded.
     try:
         session.flush()
     except Exception as error:

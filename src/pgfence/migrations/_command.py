@@ -13,6 +13,8 @@ from sqlalchemy import table as as_table
 from sqlalchemy.schema import CreateTable
 
 if TYPE_CHECKING:
+    from alembic.runtime.environment import EnvironmentContext
+    from alembic.script import ScriptDirectory
     from sqlalchemy import Connection
 
 log = logging.getLogger("pgfence.migrations")
@@ -39,9 +41,10 @@ class VersionTable(NamedTuple):
     schema: str | None
 
 
-def _find_environment() -> Any:
+def _find_environment() -> EnvironmentContext | None:
     """Return Alembic's environment; None where env.py is not run by Alembic."""
-    return getattr(sys.modules.get("alembic.context"), "_proxy", None)
+    found: EnvironmentContext | None = getattr(sys.modules.get("alembic.context"), "_proxy", None)
+    return found
 
 
 def is_read_only() -> bool:
@@ -97,7 +100,7 @@ def expect_one_head() -> None:
         raise _command_error(_describe_heads(environment.script, heads))
 
 
-def _describe_heads(scripts: Any, heads: list[str]) -> str:
+def _describe_heads(scripts: ScriptDirectory, heads: list[str]) -> str:
     lines = [[each.revision for each in scripts.iterate_revisions(head, "base")] for head in heads]
     common = next((each for each in lines[0] if all(each in line for line in lines)), None)
     files = " and ".join(f"{head} ({scripts.get_revision(head).path})" for head in heads)
@@ -111,11 +114,11 @@ def _command_error(reason: str) -> Exception:
     return CommandError(f"{reason}. Nothing was locked or changed")
 
 
-def _function_of(environment: Any) -> str:
+def _function_of(environment: EnvironmentContext) -> str:
     return getattr(environment.context_opts.get("fn"), "__name__", "")
 
 
-def _target_of(environment: Any) -> Any:
+def _target_of(environment: EnvironmentContext) -> Any:
     return environment.context_opts.get("destination_rev") if _function_of(environment) == "upgrade" else None
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from uuid import UUID
 
 from sqlalchemy import Uuid, inspect, select, update
-from sqlalchemy.orm import Mapper, Session, scoped_session
+from sqlalchemy.orm import Mapper, Session
 from sqlalchemy.orm.attributes import instance_state
 
 from pgfence._api.inputs import is_async_session, is_session, unwrap_session
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import TypeAlias
 
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from pgfence._api.inputs import AnyAsyncSession, SyncSession
 
-    SyncSession: TypeAlias = Session | scoped_session[Any]
-    AnyAsyncSession: TypeAlias = AsyncSession | async_scoped_session[Any]
     Expected: TypeAlias = int | UUID | IfMatch
 
 __all__ = ["load_for_version"]
