@@ -105,7 +105,7 @@ def effect_sql(place: TableNames, style: ParamStyle) -> EffectSql:
 
 
 def _build_end(keys: str, style: ParamStyle) -> str:
-    name, claim, attempt, note = (f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(_ENDED, 1))
+    name, claim, attempt, note = (f"CAST({mark(style, n)} AS {kind})" for n, kind in enumerate(_ENDED.split(", "), 1))
     here = "k.key = n.key AND k.scope = pg_catalog.left(n.name, -1 - pg_catalog.length(n.key))"
     return (
         f"WITH g AS (SELECT {name} AS name, {claim} AS claim, {attempt} AS attempt, {note} AS note),"
