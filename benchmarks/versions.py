@@ -12,6 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from benchmarks import report, rounds
 from benchmarks.place import server
+from benchmarks.wire import counted
 from pgfence import schema
 from pgfence.versions import Versioned, VersionedSession, _statements
 
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
     from benchmarks.place import Place
     from benchmarks.rounds import Make
 
-MANY = 500
+MANY = 1000
+SIZES = (2, 100, MANY)
 
 
 class Base(DeclarativeBase):
-    """The classes of this scenario: a number to count up, and 500 rows each."""
+    """The classes of this scenario: a number to count up, and rows for three sessions."""
 
 
 class Columns:
@@ -81,6 +83,10 @@ def in_batch(engine: Any) -> Session:
     return VersionedSession(engine, conflict_check="batch")
 
 
+def in_rows(engine: Any) -> Session:
+    return VersionedSession(engine, conflict_check="row")
+
+
 ONE = {
     "unversioned": flush(Plain, 1),
     "unversioned, again": flush(Plain, 1),
@@ -90,48 +96,95 @@ ONE = {
     "Versioned, mode server, in a VersionedSession": flush(Triggered, 1, VersionedSession),
     'Versioned, conflict_check="batch"': flush(Counted, 1, in_batch, 2),
 }
-ALL = {
-    "unversioned": flush(Plain, MANY),
-    "unversioned, again": flush(Plain, MANY),
-    "bare version_id_col": flush(Bare, MANY),
-    "Versioned in a VersionedSession": flush(Counted, MANY, VersionedSession),
-    'Versioned, conflict_check="batch"': flush(Counted, MANY, in_batch, 1),
-    'Versioned, mode server, conflict_check="batch"': flush(Triggered, MANY, in_batch),
-}
+
+
+def several(number: int) -> dict[str, Make]:
+    """Return those who flush several rows."""
+    return {
+        "unversioned": flush(Plain, number),
+        "unversioned, again": flush(Plain, number),
+        "bare version_id_col": flush(Bare, number),
+        "Versioned in a VersionedSession": flush(Counted, number, VersionedSession),
+        'Versioned, conflict_check="batch"': flush(Counted, number, in_batch, 1),
+        'Versioned, conflict_check="row"': flush(Counted, number, in_rows, 2),
+        "Versioned, mode server, in a VersionedSession": flush(Triggered, number, VersionedSession),
+    }
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure flushes of one row and of 500, and statements of a class without a version."""
+    """Measure flushes of 1, 2, 100 and 1,000 rows, and statements of a class without a version."""
     effort = rounds.Effort.of(quick=quick)
     with server() as place:
         _prepare(place)
         one = rounds.alternate(place, ONE, effort)
-        some = rounds.Effort(effort.sets, max(5, effort.cycles // 10), max(2, effort.warm // 10))
-        many = rounds.alternate(place, ALL, some)
+        many = {}
+        for number in SIZES:
+            share = 1 + number // 20
+            some = rounds.Effort(effort.sets, max(5, effort.cycles // share), max(2, effort.warm // share))
+            many[number] = rounds.alternate(place, several(number), some)
+        trips = {number: _count_trips(place, VersionedSession, number) for number in (1, *SIZES)}
+        trips_of_unversioned = _count_trips(place, Session, MANY, Plain)
         hook = _hook(place, 100 if quick else 4000)
     versioned, triggered = "Versioned in a VersionedSession", "Versioned, mode server, in a VersionedSession"
-    batch = 'Versioned, conflict_check="batch"'
     bars = [
-        _bar("one versioned row, against a bare version_id_col", one, versioned, "bare version_id_col", 1.05),
+        _bar("one versioned row, against a bare version_id_col", one, versioned, "bare version_id_col", 1.15),
         _bar("mode server, one row, against a bare version_id_col", one, triggered, "bare version_id_col", 1.2),
-        _bar(f"batch check of {MANY} rows, against unversioned ones", many, batch, "unversioned", 1.5),
+        *[
+            _bar(f"{number:,} versioned rows, against unversioned ones", many[number], versioned, "unversioned", 1.6)
+            for number in SIZES
+        ],
+        *[
+            report.bar(
+                f"round trips of a flush of {number:,} rows",
+                f"at most {trips_of_unversioned}",
+                found,
+                trips_of_unversioned,
+                "",
+                digits=0,
+            )
+            for number, found in trips.items()
+        ],
         report.bar(
             "a transaction of statements on an unversioned class, with the hook", "at most 1.05x", hook, 1.05, "x"
         ),
         report.null_test(rounds.ratio(one, "unversioned, again", "unversioned"), "a flush of one row"),
-        report.null_test(rounds.ratio(many, "unversioned, again", "unversioned"), f"a flush of {MANY} rows"),
+        *[
+            report.null_test(rounds.ratio(found, "unversioned, again", "unversioned"), f"a flush of {number:,} rows")
+            for number, found in many.items()
+        ],
     ]
     return {
         "scenario": "versions",
         "title": "Versions",
         "method": (
             "One cycle counts up a number in rows that the session has loaded, and commits. The hook is measured by a"
-            " transaction with a SELECT and an UPDATE by primary key, with and without it in turns."
+            " transaction with a SELECT and an UPDATE by primary key, with and without it in turns. Round trips are those of a"
+            " whole transaction, counted by a proxy."
         ),
         "bars": bars,
-        "tables": [_table("A flush of one row", one), _table(f"A flush of {MANY} rows", many)],
+        "tables": [
+            _table("A flush of one row", one),
+            *[_table(f"A flush of {number:,} rows", found) for number, found in many.items()],
+        ],
         "skipped": {},
     }
+
+
+def _count_trips(place: Place, make: Callable[[Any], Session], number: int, cls: type[Any] = Counted) -> int:
+    """Return the round trips of a transaction that flushes rows which the session has loaded."""
+    with counted(place.url()) as (url, counter):
+        engine = sa.create_engine(url)
+        with make(engine) as session:
+            session.expire_on_commit = False
+            rows = session.scalars(sa.select(cls).order_by(cls.id).limit(number)).all()
+            session.commit()
+            before = counter.requests
+            for row in rows:
+                row.n += 1
+            session.commit()
+            found = counter.requests - before
+        engine.dispose()
+    return found
 
 
 def _bar(what: str, medians: rounds.Medians, name: str, base: str, limit: float) -> dict[str, Any]:

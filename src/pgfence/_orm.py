@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Column, ColumnElement, FromClause, Insert, Result, Row, Select
     from sqlalchemy.dialects.postgresql.dml import OnConflictDoUpdate
     from sqlalchemy.orm import InstanceState, RelationshipProperty
+    from sqlalchemy.orm.unitofwork import UOWTransaction
 
     State: TypeAlias = InstanceState[object]
     AnyResult: TypeAlias = Result[*tuple[Any, ...]]
@@ -91,6 +92,22 @@ def identity_of(state: State) -> Key:
     """Return the primary key of a persistent row."""
     assert state.key is not None
     return tuple(state.key[1])
+
+
+def find_key_in_update(context: UOWTransaction, state: State) -> Key:
+    """Return the key by which a flush finds the row of an instance: SQLAlchemy's rule for a primary key that was changed."""
+    mapper = state.mapper
+    if state.key is not None and state.committed_state.keys().isdisjoint(mapper._primary_key_propkeys):
+        return identity_of(state)
+    cascaded: Collection[object] = context.attributes
+    found: list[object] = []
+    for column in mapper.primary_key:
+        added, unchanged, deleted = state.get_history(
+            mapper.get_property_by_column(column).key, PassiveFlag.PASSIVE_OFF
+        )
+        moved = added and (not deleted or ("pk_cascaded", state, column) in cascaded)
+        found += added if moved else deleted or unchanged or ()
+    return tuple(found)
 
 
 def get_key_columns(mapper: Mapper[object], table: FromClause) -> list[Column[object]]:

@@ -128,7 +128,7 @@ def test_each_kind_of_write_ends_as_the_page_says(engine: Engine, write: str, mo
     "write", [write for write in list(WRITES)[: list(WRITES).index("`insert()`")] if "merge" not in write]
 )
 @pytest.mark.parametrize(("mode", "by_row"), [("gate", True), ("row", False)])
-@pytest.mark.parametrize("check", ["row", "batch"])
+@pytest.mark.parametrize("check", ["auto", "row", "batch"])
 def test_a_fenced_class_may_be_versioned_too(engine: Engine, write: str, mode: str, by_row: bool, check: Any) -> None:
     """A flush of a class with both mixins keeps the fence, and each row it writes gets one new version."""
     made = classes(engine, mode, by_row, versioned=True)

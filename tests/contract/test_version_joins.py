@@ -119,7 +119,7 @@ async def pair_of(world: World, engine: Any, name: str, mode: str = "client") ->
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("mode", "check"), [("client", "row"), ("client", "batch"), ("server", "row"), ("server", "batch")]
+    ("mode", "check"), [(mode, check) for mode in ("client", "server") for check in ("auto", "row", "batch")]
 )
 @pytest.mark.parametrize("name", PAIRS)
 async def test_every_change_of_a_line_counts_once_for_its_owners(

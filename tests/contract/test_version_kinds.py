@@ -18,7 +18,7 @@ from sqlalchemy.pool import NullPool
 from pgfence import schema
 from pgfence.errors import PgfenceError, SchemaError, VersionConflictError
 from pgfence.versions import Versioned, VersionedSession
-from support.version_kinds import KINDS, MODES, Kind, classes, table
+from support.version_kinds import KINDS, MODES, OTHERS, Kind, bystanders, classes, table, write_bystanders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     Run = Callable[[str, Callable[[Session], Any]], Any]
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "versions.md"
-CHECKS = ("row", "batch")
+CHECKS = ("auto", "row", "batch")
+
+# By default a flush writes a few rows of a table in another way than one.
+WAYS = (("auto", False), ("auto", True), ("row", False), ("batch", False))
 _NUMBERS = itertools.count(1, 10)
 
 # Drivers differ in whether they send several rows at once, and in whether they count them.
@@ -85,11 +88,11 @@ async def run(engine: Any, driver: str, work: Callable[[Session], Any], check: s
         return work(session)
 
 
-def fill(engine: Any, m: Any, kind: Kind) -> int:
-    """Add the rows of a kind, and return the number that their keys start at."""
+def fill(engine: Any, m: Any, kind: Kind, *, company: bool = False) -> int:
+    """Add the rows of a kind, and others to be changed with them; return the number that their keys start at."""
     start = next(_NUMBERS)
     with VersionedSession(engine) as session:
-        for row in kind.rows(m, start):
+        for row in (*kind.rows(m, start), *(bystanders(kind, m, start) if company else ())):
             session.add(row)
             session.flush()
         session.commit()
@@ -131,11 +134,12 @@ async def test_a_free_write_is_saved_at_the_next_version(
 ) -> None:
     """The rows that it writes get the next version, all others keep theirs, and instances have the versions of the table."""
     kind, m = KINDS[name], models(mode)
-    for check in CHECKS:
-        start = fill(engine, m, kind)
+    for check, company in WAYS:
+        start = fill(engine, m, kind, company=company)
         with engine.connect() as connection:
             before = versions(connection, m, start)
         work = partial(_write, kind, m, start)
+        written = kind.written | {row: 1 for row in before if company and row[1] in OTHERS and row[0] != "Parent"}
         if mode in kind.rejected:
             with pytest.raises(kind.rejected[mode]):
                 await run(engine, driver, work, check)
@@ -144,16 +148,17 @@ async def test_a_free_write_is_saved_at_the_next_version(
         with engine.connect() as connection:
             after = versions(connection, m, start)
         for row in before.keys() & after.keys():
-            if row not in kind.written:
-                assert after[row] == before[row], (check, row)
+            if row not in written:
+                assert after[row] == before[row], (check, company, row)
             elif mode in {"client", "server"}:
-                assert after[row] - before[row] == kind.written[row], (check, row)
+                assert after[row] - before[row] == written[row], (check, company, row)
             else:
-                assert after[row] != before[row], (check, row)
+                assert after[row] != before[row], (check, company, row)
 
 
 def _write(kind: Kind, m: Any, start: int, session: Session) -> None:
     kind.act(session, m, start)
+    write_bystanders(session, m, start)
     session.info.get("late", session.flush)()
     session.flush()
     table = versions(session, m, start)
@@ -179,17 +184,17 @@ async def test_a_beaten_write_lists_exactly_the_row(
     kind, m = KINDS[name], models(mode)
     # A row that is gone is the same in every mode.
     ways = ("changed", "deleted") if kind.gone and mode == "client" else ("changed",)
-    for check, how in itertools.product(CHECKS, ways):
-        start = fill(engine, m, kind)
+    for (check, company), how in itertools.product(WAYS, ways):
+        start = fill(engine, m, kind, company=company)
         theirs: dict[Any, Any] = {}
         with pytest.raises(VersionConflictError) as conflict:
             await run(engine, driver, partial(_lose, engine, kind, m, start, mode, how, theirs), check)
         (item,) = conflict.value.items
         found = theirs.get(kind.beaten)
-        assert (item.pk, item.found) == ((start + kind.beaten[1],), found), (check, how)  # type: ignore[index]
-        assert item.expected != found, (check, how)
+        assert (item.pk, item.found) == ((start + kind.beaten[1],), found), (check, company, how)  # type: ignore[index]
+        assert item.expected != found, (check, company, how)
         with engine.connect() as connection:
-            assert versions(connection, m, start) == theirs, (check, how)
+            assert versions(connection, m, start) == theirs, (check, company, how)
 
 
 def _lose(
@@ -197,6 +202,7 @@ def _lose(
 ) -> None:
     assert kind.beaten is not None
     kind.act(session, m, start)
+    write_bystanders(session, m, start)
     beat(engine, m, mode, kind.beaten, start, how)
     with engine.connect() as connection:
         theirs |= versions(connection, m, start)

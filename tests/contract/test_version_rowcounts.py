@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from support.worlds import World
 
-CHECKS = ("row", "batch")
+CHECKS = ("auto", "row", "batch")
 ACTS = ("change one", "change many", "delete one", "delete many", "by primary key")
 
 

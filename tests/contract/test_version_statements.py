@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_driver
 
-CHECKS = ("row", "batch")
+CHECKS = ("auto", "row", "batch")
 EVERY = (*KINDS, "xmin")
 SYNCHRONIZE = ("auto", "evaluate", "fetch", False, None)
 

@@ -112,7 +112,7 @@ async def test_columns_of_an_expired_instance_are_read_with_its_version(
     assert [title for _, title, _ in stored(admin, cls)][:2] == ["theirs"] * 2
 
 
-@pytest.mark.parametrize("check", ["row", "batch"])
+@pytest.mark.parametrize("check", ["auto", "row", "batch"])
 @pytest.mark.parametrize("change", ["update", "delete"])
 def test_a_row_that_was_read_without_its_version_is_rejected(engine: Any, check: Any, change: str) -> None:
     """An instance from SQL text that omits the version has no known version to compare."""
@@ -152,7 +152,7 @@ def test_a_session_that_is_dropped_in_a_savepoint_gives_its_connection_back(dsn:
 @pytest.mark.twins
 @pytest.mark.matrix
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("check", ["row", "batch"])
+@pytest.mark.parametrize("check", ["auto", "row", "batch"])
 async def test_exactly_the_rows_that_others_have_written_are_listed(
     world: World, admin: psycopg.Connection[Any], mode: str, check: str
 ) -> None:
@@ -390,7 +390,7 @@ class Note(Base):
 
 
 @pytest.mark.parametrize("mode", ["create_savepoint", "conditional_savepoint", "rollback_only"])
-@pytest.mark.parametrize("check", ["row", "batch"])
+@pytest.mark.parametrize("check", ["auto", "row", "batch"])
 def test_two_sessions_on_one_connection_are_in_conflict_as_elsewhere(engine: Any, mode: Any, check: Any) -> None:
     """In a test that rolls everything back: rows that no other connection sees, and a rollback that undoes the other's write."""
     with engine.connect() as connection:

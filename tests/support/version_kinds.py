@@ -348,6 +348,30 @@ def _upsert(session: Session, m: Any, n: int) -> None:
     )
 
 
+OTHERS = (6, 7, 8)
+"""The numbers of rows that a flush changes, or deletes, beside those of a kind."""
+
+
+def bystanders(kind: Kind, m: Any, n: int) -> list[Any]:
+    """Return three rows of each class of a kind, and the rows that they refer to."""
+    names = {type(row).__name__ for row in kind.rows(m, n)} - {"Parent", "Group"} or {"Page"}
+    keys: dict[str, dict[str, int]] = {"Own": {"parent_id": 6}, "Member": {"number": 6}}
+    referred = [*_of("Parent", *OTHERS)(m, n), m.Group(number=n + 6)]
+    return [*referred, *(row for name in sorted(names) for row in _of(name, *OTHERS, **keys.get(name, {}))(m, n))]
+
+
+def write_bystanders(session: Session, m: Any, n: int) -> None:
+    """Change the rows that `bystanders` has added, or delete those that have no column to change."""
+    for cls in m.versioned:
+        if cls is m.Parent or (m.versioned[-1].__name__ == "Book" and cls is m.Item):
+            continue
+        for row in session.scalars(select(cls).where(cls.id.between(n + OTHERS[0], n + OTHERS[-1]))):
+            if hasattr(row, "label"):
+                row.label = "ours"
+            else:
+                session.delete(row)
+
+
 _TWO = _of("Task", 0, 1)
 _KIDS = _all(_of("Parent", 0, 1), _of("Kid", 1, 2, parent_id=0))
 

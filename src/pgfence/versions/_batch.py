@@ -1,20 +1,25 @@
-"""One flush of a VersionedSession. In mode "batch" its rows are locked and compared before the ordinary flush sends them.
+"""One flush of a VersionedSession, and the way in which it writes the rows of each table.
 
-`_mapper` hides the version column meanwhile, so that SQLAlchemy sends rows with the same columns as one statement.
+SQLAlchemy sends the UPDATEs of a mapper with a version column one by one. If rows are to be written together, `_mapper` hides
+the column, and the versions are compared in another way:
+
+- "locked": the rows are locked and compared before the flush sends them.
+- "counted": `_mapper` adds the versions to the statements, and the driver counts the rows that they match.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm.attributes import instance_state, set_committed_value
 from sqlalchemy.orm.exc import ObjectDeletedError, StaleDataError
 
-from pgfence._orm import identity_of, will_send_update
+from pgfence._orm import find_key_in_update, identity_of, will_send_update
+from pgfence._sql.transaction import read_driver_state
 from pgfence.errors import TransactionStateError
 from pgfence.versions._conflicts import WrittenRow, identify, not_counted_error, not_written_error, read_failed_rows
 from pgfence.versions._mapping import ATTRIBUTE, get_version_column, is_versioned
@@ -27,9 +32,12 @@ if TYPE_CHECKING:
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
     from pgfence._orm import State
-    from pgfence.versions._rows import Row
+    from pgfence.versions._rows import Outcome, Row, Way
 
-    Sent: TypeAlias = tuple[Callable[[Sequence[Mapping[Any, Any]]], list[Row]], Sequence[Mapping[Any, Any]], bool]
+    Sent: TypeAlias = tuple[Callable[[Sequence[Mapping[Any, Any]]], list[Row]], Sequence[Mapping[Any, Any]], Outcome]
+
+LOCK_FROM = 4
+"""The number of rows from which on a lock ahead costs less than a round trip for each row."""
 
 
 class Flush:
@@ -40,27 +48,32 @@ class Flush:
         context: SQLAlchemy's record of the flush.
         started: all listeners of before_flush, and `ahead`, have been called.
         ahead: called after these listeners, before any row is compared or written.
-        emitting: rows are being written by a batch, and mappers hide their version column.
-        locked: the version of each row that was locked and compared.
-        written: the rows that a batch writes, in that order.
-        deleted: the rows that a batch deletes.
-        sent: the statements that were executed: a function that returns their rows, their parameters, and whether all of
-            these rows were written.
+        emitting: rows are being written together, and mappers hide their version column.
+        locked: the version of each row that was compared, and that is locked since.
+        expected: the rows whose statement compares them, with their versions, by their keys in that statement.
+        written: the rows that are written together and whose version is read after the flush, in that order.
+        deleted: the rows that are deleted together after they were locked.
+        sent: the statements that were executed: a function that returns their rows, their parameters, and what became of
+            these rows.
         failed_rows: the rows as they were when the flush failed.
     """
 
-    def __init__(self, session: Session, *, batch: bool) -> None:
+    def __init__(self, session: Session, check: Literal["auto", "row", "batch"]) -> None:
         self.session = session
         self.context: UOWTransaction | None = None
         self.started = False
         self.ahead: Callable[[UOWTransaction], None] | None = None
         self.emitting = False
         self.locked: dict[State, object] = {}
+        self.expected: dict[Row, tuple[State, object]] = {}
         self.written: dict[State, None] = {}
         self.deleted: list[State] = []
         self.sent: list[Sent] = []
         self.failed_rows: list[WrittenRow] = []
-        self._batch = batch
+        self._check = check
+        self._ways: dict[Mapper[object], Way] = {}
+        self._other_way: Way | None = "locked" if check == "batch" else None
+        self._recorded = False
         self._deletes: bool | None = None
 
     def run(self) -> None:
@@ -73,7 +86,9 @@ class Flush:
             if self.ahead is not None:
                 self.ahead(context)
             self.started = True
-            if not self._batch:
+            if self._check == "auto":
+                self._ways = _choose_ways(self, context)
+            if not self._ways and self._other_way is None:
                 context.execute()
                 return
             # Locked in one order by all sessions, before the first write: two flushes of the same rows cannot deadlock.
@@ -93,14 +108,32 @@ class Flush:
 
     def record_failed_rows(self) -> None:
         """Read the rows of a flush that has failed, unless that was done."""
+        if self._recorded:
+            return
+        self._recorded = True
         with suppress(DBAPIError):
-            self.failed_rows = self.failed_rows or read_failed_rows(self)
+            # Those that were found by a comparison, and those of other tables, which it did not come to.
+            self.failed_rows += read_failed_rows(self)
+
+    def way_of(self, mapper: Mapper[object]) -> Way | None:
+        """Return how rows of a mapper are written together; None: each by a statement of its own."""
+        return self._ways.get(mapper.base_mapper, self._other_way) if getattr(mapper, "batches", False) else None
 
     def _compare(self, context: UOWTransaction) -> None:
-        states = [(state, deleted) for state, (deleted, listed) in context.states.items() if state.key and not listed]
-        deleted = _select_batched(state for state, gone in states if gone)
-        changed = _select_batched(state for state, gone in states if not gone and will_send_update(state))
+        changed, deleted = collect_written(context, lambda state: self.way_of(state.mapper) == "locked")
         compare(self, [*changed, *deleted], deleting=bool(deleted))
+
+    def expect(self, state: State, version: object) -> None:
+        """Note the version that the statement which writes a row compares."""
+        assert self.context is not None
+        key = find_key_in_update(self.context, state)
+        self.expected[state.mapper.base_mapper, key] = state, version
+
+    def note_compared(self, rows: Iterable[Row]) -> None:
+        """Note that rows were written by statements that have compared them; they are locked since."""
+        for row in rows:
+            state, version = self.expected[row]
+            self.locked[state] = version
 
     def find_connection(self, mapper: Mapper[object], state: State) -> Connection:
         """Return the connection on which a flush writes a row."""
@@ -112,13 +145,9 @@ class Flush:
         """Return whether the session is bound to a Connection, whose rollback may undo what other sessions have written."""
         return isinstance(self.session.bind or self.session.get_bind(mapper), Connection)
 
-    def collect_sent_rows(self) -> tuple[set[Row], set[Row]]:
-        """Return the rows that this flush has written, and those that it may have deleted."""
-        done: set[Row] = set()
-        unclear: set[Row] = set()
-        for keys, parameters, written in self.sent:
-            (done if written else unclear).update(keys(parameters))
-        return done, unclear
+    def collect_sent_rows(self, outcome: Outcome) -> set[Row]:
+        """Return the rows of the statements of this flush by what became of them."""
+        return {row for rows_of, parameters, found in self.sent if found == outcome for row in rows_of(parameters)}
 
     def has_added(self, state: State) -> bool:
         """Return whether the transaction, or the savepoint, that is about to be rolled back has added a row."""
@@ -149,35 +178,70 @@ class Flush:
 NOW: ContextVar[Flush | None] = ContextVar("pgfence_flush", default=None)
 
 
-def get_emitting() -> Flush | None:
-    """Return the batch that is writing rows now, if there is one."""
+def find_way(mapper: Mapper[object]) -> Way | None:
+    """Return how the flush that is running writes rows of a mapper together; None: it does not, or none is running."""
     flush = NOW.get()
-    return flush if flush is not None and flush.emitting else None
+    return flush.way_of(mapper) if flush is not None and flush.emitting else None
 
 
 def batch_of(state: State) -> Flush | None:
-    """Return the batch that is writing a row now; None: the row is compared by its own UPDATE.
+    """Return the flush that is writing a row together with others now; None: the row is compared by its own UPDATE.
 
     Raises:
-        TransactionStateError: a batch is writing, and the row belongs to another session.
+        TransactionStateError: rows of the table are written together, and this one belongs to another session.
     """
-    flush = get_emitting()
-    if flush is None or not getattr(state.mapper, "batches", False):
+    flush = NOW.get()
+    if flush is None or not flush.emitting or flush.way_of(state.mapper) is None:
         return None
     if state.session is not flush.session:
         raise TransactionStateError(
-            'another session flushes versioned rows while a flush with conflict_check="batch" runs: do that after the flush'
+            "another session flushes versioned rows while a VersionedSession writes rows of the same table together: do that"
+            ' after the flush, or pass conflict_check="row" to the VersionedSession'
         )
     return flush
 
 
-def _select_batched(states: Iterable[State]) -> list[State]:
-    # A row without a version cannot be compared; `check_version` rejects it when its turn comes.
-    return [
-        state
-        for state in states
-        if getattr(state.mapper, "batches", False) and state.dict.get(ATTRIBUTE, state) is not None
-    ]
+def collect_written(context: UOWTransaction, chosen: Callable[[State], bool]) -> tuple[list[State], list[State]]:
+    """Return the versioned rows that a flush is known to change, and those that it deletes."""
+    changed: list[State] = []
+    deleted: list[State] = []
+    for state, (gone, listed) in context.states.items():
+        # A row without a version cannot be compared; `check_version` rejects it when its turn comes.
+        if state.key and not listed and chosen(state) and state.dict.get(ATTRIBUTE, state) is not None:
+            if gone:
+                deleted.append(state)
+            elif will_send_update(state):
+                changed.append(state)
+    return changed, deleted
+
+
+def _choose_ways(flush: Flush, context: UOWTransaction) -> dict[Mapper[object], Way]:
+    """Return the way of each table of which a flush may write several rows; a single row is cheapest by itself."""
+    # As the flush itself does first: relationships add the rows that they change. A second run finds nothing left to do.
+    while any(action.execute(context) for action in list(context.presort_actions.values())):
+        pass
+    counts: dict[Mapper[object], int] = {}
+    for state in context.states:
+        if state.key and getattr(state.mapper, "batches", False):
+            counts[state.mapper.base_mapper] = counts.get(state.mapper.base_mapper, 0) + 1
+    # The versions that a trigger makes are read by one more statement if the rows are written together.
+    several = [mapper for mapper, count in counts.items() if count > (1 if mapper.version_id_generator else 2)]
+    found = {mapper: _choose_way(flush, context, mapper) for mapper in several}
+    return {mapper: way for mapper, way in found.items() if way is not None}
+
+
+def _choose_way(flush: Flush, context: UOWTransaction, mapper: Mapper[object]) -> Way | None:
+    # Where several sessions write in one transaction, only a count of one row tells which row was not written.
+    if flush.session.connection_callable is not None or flush.shares_connection(mapper):
+        return None
+    connection = flush.session.connection(bind_arguments={"mapper": mapper})
+    # In AUTOCOMMIT there is no rollback that would undo the rows that a statement has written.
+    if read_driver_state(connection).autocommit:
+        return None
+    if connection.dialect.supports_sane_multi_rowcount:
+        return "counted"
+    changed, deleted = collect_written(context, lambda state: state.mapper.base_mapper is mapper)
+    return "locked" if len(changed) + len(deleted) >= LOCK_FROM else None
 
 
 # ------------------------------------------------------------ the rows in their tables

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm.unitofwork import UOWTransaction
 
     from pgfence._orm import Key, State
-    from pgfence.versions._rows import Row
+    from pgfence.versions._rows import Outcome, Row
 
 _SHOWN = 5
 
@@ -32,8 +32,9 @@ class WrittenRow(NamedTuple):
     """A row that a failed flush was to write, as it was when the flush failed.
 
     `settled` is False for a row that is gone and that this transaction may have deleted itself: whether another process has
-    deleted it shows only after the rollback. `flushed` is True if this flush may have deleted it, because one statement
-    deleted several rows and their count was wrong. `ours` is True for a row that this transaction was the last to write.
+    deleted it shows only after the rollback. `flushed` is True if this flush may have written or deleted it, because one
+    statement was sent for several rows and their count was wrong. `ours` is True for a row that this transaction was the last
+    to write.
     """
 
     mapper: Mapper[object]
@@ -63,7 +64,7 @@ class FailedFlush(Protocol):
     def locked(self) -> Collection[State]: ...
     def find_connection(self, mapper: Mapper[object], state: State) -> Connection: ...
     def shares_connection(self, mapper: Mapper[object]) -> bool: ...
-    def collect_sent_rows(self) -> tuple[set[Row], set[Row]]: ...
+    def collect_sent_rows(self, outcome: Outcome) -> set[Row]: ...
     def has_added(self, state: State) -> bool: ...
     def collect_tables(self) -> set[str]: ...
 
@@ -74,7 +75,8 @@ def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
     Call it before the rollback, in the transaction of the flush.
     """
     found: list[WrittenRow] = []
-    done, unclear = flush.collect_sent_rows()
+    done, updated = flush.collect_sent_rows("written"), flush.collect_sent_rows("some updated")
+    deleted = flush.collect_sent_rows("some deleted")
     by_mapper: dict[Mapper[object], list[State]] = {}
     for state in _find_to_be_written(flush):
         if (state.mapper.base_mapper, identity_of(state)) not in done:
@@ -84,9 +86,10 @@ def read_failed_rows(flush: FailedFlush) -> list[WrittenRow]:
         now = versions_of(connection, mapper, list(map(identity_of, states)))
         rows = [(state, version_of(state), version) for state, version in zip(states, now, strict=True)]
         for row, (state, _, _) in zip(identify(flush, connection, mapper, rows), rows, strict=True):
-            flushed = row.found is None and (mapper.base_mapper, row.key) in unclear
-            if not (flushed and flush.has_added(state)):
-                found.append(row._replace(flushed=flushed))
+            here = (mapper.base_mapper, row.key)
+            gone = row.found is None and here in deleted
+            if not (gone and flush.has_added(state)):
+                found.append(row._replace(flushed=gone or (row.ours and here in updated)))
     return found if flush.started else [row for row in found if row.found is None]
 
 
@@ -196,7 +199,7 @@ def not_written_error(what: str) -> PgfenceError:
     return PgfenceError(
         f"{what} No other process has written the rows, so this is not a conflict, and retrying would fail the same way: a"
         " BEFORE trigger that returns NULL or a row-level security policy keeps rows from being written, or this session's own"
-        " statement has deleted them without synchronizing the session"
+        " statement has changed or deleted them without synchronizing the session"
     )
 
 

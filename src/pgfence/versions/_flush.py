@@ -12,7 +12,8 @@ from pgfence._orm import identity_of, sends_update
 from pgfence.errors import VersionRequiredError
 from pgfence.versions._batch import NOW, batch_of, compare
 from pgfence.versions._conflicts import missing_version_error, switched_class_error
-from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, mode_of
+from pgfence.versions._mapping import ATTRIBUTE, VersionedBase, get_version_column, mode_of, version_of
+from pgfence.versions._rows import versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Mapper, QueryContext
 
     from pgfence._orm import State
+    from pgfence.versions._batch import Flush
 
 
 def prepare_row(mapper: Mapper[object], state: State) -> None:
@@ -48,13 +50,10 @@ def _insert(mapper: Mapper[object], state: State) -> None:
     if replaced is not None and mapper.version_id_generator is False:
         _touch_switched(state, replaced)
     if batch is not None:
-        if replaced is not None:
-            if replaced not in batch.locked:
-                compare(batch, [replaced])
-            batch.locked[state] = batch.locked[replaced]
+        old = None if replaced is None else _compare(batch, mapper, replaced, by=state)
         if replaced is not None or not _returns_version(mapper):
             batch.written[state] = None  # `_confirm` reads its version after the flush
-        raise_version(mapper, state, batch.locked.get(state))
+        raise_version(mapper, state, old)
 
 
 def _returns_version(mapper: Mapper[object]) -> bool:
@@ -83,22 +82,41 @@ def _update(mapper: Mapper[object], state: State) -> None:
     if mode_of(mapper) == "server" and get_version_column(mapper).table is not mapper.local_table:
         touch(state.obj())
     if batch is not None:
-        if state not in batch.locked:
-            compare(batch, [state])
-        raise_version(mapper, state, batch.locked[state])
+        raise_version(mapper, state, _compare(batch, mapper, state, by=state))
         batch.written[state] = None
 
 
-def _before_delete(mapper: Mapper[object], _connection: Connection, state: State) -> None:
+def _compare(batch: Flush, mapper: Mapper[object], state: State, *, by: State) -> object:
+    """Return the version of a row, which was compared, or will be by the UPDATE that writes an instance to it."""
+    if batch.way_of(mapper) == "counted":
+        version = version_of(state)
+        batch.expect(by, version)
+        return version
+    if state not in batch.locked:
+        compare(batch, [state])
+    batch.locked[by] = batch.locked[state]
+    return batch.locked[state]
+
+
+def _before_delete(mapper: Mapper[object], connection: Connection, state: State) -> None:
     batch = batch_of(state)
     if ATTRIBUTE not in state.dict:
         check_read(mapper, state)
     if batch is None or state not in batch.locked:
         check_version(mapper, state)
-    if batch is not None:
-        if state not in batch.locked:
-            compare(batch, [state], deleting=True)
-        batch.deleted.append(state)
+    if batch is None:
+        return
+    if batch.way_of(mapper) == "counted":
+        version = version_of(state)
+        if state in batch.locked:
+            # Written by post_update before.
+            generated = mapper.version_id_generator
+            version = state.dict[ATTRIBUTE] if generated else versions_of(connection, mapper, [identity_of(state)])[0]
+        batch.expect(state, version)
+        return
+    if state not in batch.locked:
+        compare(batch, [state], deleting=True)
+    batch.deleted.append(state)
 
 
 def touch(target: object) -> None:
@@ -163,10 +181,13 @@ def _find_spare_column(target: object) -> str | None:
 
 
 def raise_version(mapper: Mapper[object], state: State, old: object) -> None:
-    """Set the next version of a row that a batch writes."""
+    """Set the next version of a row that is written together with others."""
     if mapper.version_id_generator:
         state.dict[ATTRIBUTE] = mapper.version_id_generator(old)
         flag_modified(state.obj(), ATTRIBUTE)
+        if old is not None:
+            # flag_modified() has replaced it. If the flush fails, the version that was read is compared with the row.
+            state.committed_state[ATTRIBUTE] = old
 
 
 def check_version(mapper: Mapper[object], state: State) -> None:

@@ -3,7 +3,8 @@
 A flush sends the UPDATEs of a mapper with a version column one by one (`_emit_update_statements` in
 `sqlalchemy/orm/persistence.py`), whatever the dialect can do, and no event, option or Session hook changes that. A bulk
 UPDATE in `before_flush` would run ahead of `before_update` listeners, of the foreign keys that relationships copy, and of
-the INSERTs that it depends on. So a batch flush hides the version column while it writes, and `_batch` compares the versions.
+the INSERTs that it depends on. So a flush of several rows hides the version column while it writes. `_batch` has compared the
+versions ahead, or the classes below add them to the statements again.
 
 Private and overridden, as read in SQLAlchemy 2.0.40, 2.0.58 and 2.1.9 (`nox -s sqlalchemy_next` runs the tests on
 newer ones):
@@ -20,12 +21,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from sqlalchemy import Delete, Update
+from sqlalchemy import Delete, Update, bindparam
 from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.exc import StaleDataError
 from sqlalchemy.util import HasMemoized, memoized_property
 
-from pgfence.versions._batch import NOW, compare, get_emitting
+from pgfence.versions._batch import NOW, compare, find_way
 from pgfence.versions._conflicts import missing_version_error, not_counted_error
 from pgfence.versions._flush import check_version, prepare_row
 from pgfence.versions._mapping import ATTRIBUTE, get_version_column, mode_of
@@ -38,26 +39,36 @@ if TYPE_CHECKING:
 
     from pgfence._orm import Key, State
     from pgfence.versions._batch import Flush
-    from pgfence.versions._rows import Row
+    from pgfence.versions._rows import Row, Way
 
     Parameters = Mapping[Any, Any]
     RowCheck: TypeAlias = Callable[..., None] | None
 
 
 class SentUpdate(Update):
-    """The UPDATE of one row, at the version it was read at."""
+    """The UPDATE of rows, at the versions they were read at.
+
+    Attributes:
+        mapper: the base mapper of the rows.
+        way: how rows are written together; None: one by one.
+        version: their column.
+    """
 
     inherit_cache = True
     mapper: Mapper[object]
-    batches: bool
+    way: Way | None
     version: Column[object]
 
     @classmethod
-    def of(cls, statement: Update, mapper: Mapper[object], *, batches: bool) -> Self:
-        """Return the same statement for a base mapper, whose rows a batch can write or not."""
+    def of(cls, statement: Update, mapper: Mapper[object], way: Way | None) -> Self:
+        """Return the same statement for a base mapper."""
         made = cls(statement.table).where(*statement._where_criteria)
-        made.mapper, made.batches, made.version = mapper, batches, get_version_column(mapper)
+        made.mapper, made.way, made.version = mapper, way, get_version_column(mapper)
         return made
+
+    def compare_versions(self) -> Self:
+        """Return the statement with a parameter for the version of each row."""
+        return self.where(self.version == bindparam(self.version._label, type_=self.version.type))
 
     def _execute_on_connection(
         self,
@@ -65,10 +76,27 @@ class SentUpdate(Update):
         distilled_params: Sequence[Parameters],
         execution_options: CoreExecuteOptionsParameter,
     ) -> Any:
+        flush = NOW.get() if self.way == "counted" else None
+        if flush is not None:
+            _add_versions(flush, self.rows_of(distilled_params), distilled_params, str(self.version._label))
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         if len(distilled_params) == 1:
             self._record_written(distilled_params[0], result)
+        elif flush is not None:
+            self._record_counted(flush, distilled_params, result)
+        if flush is not None:
+            flush.note_compared(self.rows_of(distilled_params))
         return result
+
+    def _record_counted(self, flush: Flush, parameters: Sequence[Parameters], result: CursorResult[Any]) -> None:
+        """Note rows that were written at the versions they were read at, all of them or not."""
+        written = result.rowcount == len(parameters)
+        flush.sent.append((self.rows_of, parameters, "written" if written else "some updated"))
+        if not written:
+            raise StaleDataError(
+                f"An UPDATE on table '{self.table.description}' expected to update {len(parameters)} row(s);"
+                f" {result.rowcount} were matched."
+            )
 
     def _record_written(self, parameters: Parameters, result: CursorResult[Any]) -> object:
         """Note a row that was written, and return its version where the server has made it."""
@@ -78,7 +106,7 @@ class SentUpdate(Update):
                 f"An UPDATE on table '{self.table.description}' expected to update 1 row(s); {result.rowcount} were matched."
             )
         if (flush := NOW.get()) is not None:
-            flush.sent.append((self.rows_of, (parameters,), True))
+            flush.sent.append((self.rows_of, (parameters,), "written"))
         mapper = self.mapper
         if mapper.version_id_generator is not False or (row := result.returned_defaults) is None:
             return None
@@ -103,8 +131,7 @@ class SentPostUpdate(SentUpdate):
         distilled_params: Sequence[Parameters],
         execution_options: CoreExecuteOptionsParameter,
     ) -> Any:
-        flush = NOW.get()
-        if flush is not None and flush.emitting and self.batches:
+        if self.way is not None and (flush := NOW.get()) is not None:
             _raise_versions(flush, self.mapper, distilled_params, connection)
             return Update._execute_on_connection(self, connection, distilled_params, execution_options)
         column = self.version
@@ -132,14 +159,19 @@ class SentDelete(Delete):
 
     inherit_cache = True
     mapper: Mapper[object]
-    batches: bool
+    way: Way | None
+    version: Column[object]
 
     @classmethod
-    def of(cls, statement: Delete, mapper: Mapper[object], *, batches: bool) -> Self:
-        """Return the same statement for a base mapper, whose rows a batch can write or not."""
+    def of(cls, statement: Delete, mapper: Mapper[object], way: Way | None) -> Self:
+        """Return the same statement for a base mapper."""
         made = cls(statement.table).where(*statement._where_criteria)
-        made.mapper, made.batches = mapper, batches
+        made.mapper, made.way, made.version = mapper, way, get_version_column(mapper)
         return made
+
+    def compare_versions(self) -> Self:
+        """Return the statement with a parameter for the version of each row."""
+        return self.where(self.version == bindparam(self.version.key, type_=self.version.type))
 
     def _execute_on_connection(
         self,
@@ -152,13 +184,15 @@ class SentDelete(Delete):
             # Counted one by one and now: the rollback would restore rows that another session deleted on this connection.
             results = [self._execute_on_connection(connection, [each], execution_options) for each in distilled_params]
             return SimpleNamespace(rowcount=len(results))
+        if flush is not None and self.way == "counted":
+            _add_versions(flush, self.rows_of(distilled_params), distilled_params, self.version.key)
         result = super()._execute_on_connection(connection, distilled_params, execution_options)
         several = len(distilled_params) > 1
-        # Some drivers cannot count several rows at once. `_confirm` reads the rows of a batch after the flush.
-        uncounted = several and flush is not None and flush.emitting and self.batches
+        # Some drivers cannot count several rows at once. `_confirm` reads the rows that were locked after the flush.
+        uncounted = several and self.way == "locked"
         written = uncounted or result.rowcount == len(distilled_params)
         if flush is not None and (written or several):
-            flush.sent.append((self.rows_of, distilled_params, written))
+            flush.sent.append((self.rows_of, distilled_params, "written" if written else "some deleted"))
         if not written:
             raise StaleDataError(
                 f"A DELETE on table '{self.table.description}' expected to delete {len(distilled_params)} row(s);"
@@ -175,10 +209,16 @@ def _get_key_in(mapper: Mapper[object], parameters: Parameters) -> Key:
     return tuple(parameters[column._label] for column in mapper.primary_key)
 
 
+def _add_versions(flush: Flush, rows: Sequence[Row], parameters: Sequence[Parameters], name: str) -> None:
+    for row, each in zip(rows, parameters, strict=True):
+        assert isinstance(each, dict)
+        each[name] = flush.expected[row][1]
+
+
 def _raise_versions(
     flush: Flush, mapper: Mapper[object], parameters: Sequence[Parameters], connection: Connection
 ) -> None:
-    """Lock and compare the rows that a batch has not locked yet, and raise the versions in the parameters of their UPDATE."""
+    """Lock and compare rows that are not locked yet, and raise the versions in the parameters of their UPDATE."""
     assert flush.context is not None
     # By the keys in memory, as SQLAlchemy does for the parameters: a row that was added has no identity yet.
     states = {
@@ -208,13 +248,13 @@ _SENT: dict[str, type[SentUpdate | SentDelete]] = {
 
 
 class VersionedMapper(Mapper[object]):
-    """A mapper that has no version column while a batch flush writes."""
+    """A mapper that has no version column while a flush writes its rows together."""
 
     @property
     def version_id_col(self) -> ColumnElement[object] | None:
         # SQLAlchemy reads this several times for each row of a flush, so it must stay cheap.
         flush = NOW.get()
-        return None if flush is not None and flush.emitting and self.batches else self.__dict__["version_id_col"]
+        return None if flush is not None and flush.emitting and flush.way_of(self) else self.__dict__["version_id_col"]
 
     @version_id_col.setter
     def version_id_col(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -224,7 +264,7 @@ class VersionedMapper(Mapper[object]):
 
     @memoized_property
     def batches(self) -> bool:
-        """Whether a batch can write this class: it has a column for the version, and its statements are kept as below."""
+        """Whether rows can be written together: there is a column for the version, and the statements are kept as below."""
         found = self.__dict__["version_id_col"]
         return found is not None and not found.system and isinstance(self.base_mapper, VersionedMapper)
 
@@ -280,17 +320,19 @@ class VersionedMapper(Mapper[object]):
         )
 
     def _memo(self, key: Any, callable_: Callable[[], Any]) -> Any:
-        version, batch = self.__dict__["version_id_col"], get_emitting()
+        version, way = self.__dict__["version_id_col"], find_way(self)
         kind = _SENT.get(key[0])
         if version is None or kind is None or key[1] is not version.table:
-            # Under a key of its own: an UPDATE that was built without the version must not be reused outside a batch.
-            return super()._memo(("batch", key) if batch else key, callable_)
+            # Under a key of its own: an UPDATE that was built without the version must not be reused where there is one.
+            return super()._memo((way, key) if way else key, callable_)
 
         def make() -> Any:
-            return kind.of(callable_(), self, batches=self.batches)
+            return kind.of(callable_(), self, way)
 
-        if batch and self.batches:
-            return super()._memo(("batch", key), make)
+        if way == "counted" and key[0] != "post_update":
+            return super()._memo((way, key), lambda: make().compare_versions())
+        if way is not None:
+            return super()._memo((way, key), make)
         if key[0] != "delete" and self.batches and self._kept[1]:
             return super()._memo(key, lambda: make().return_defaults(version))
         return super()._memo(key, make)

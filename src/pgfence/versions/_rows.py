@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from sqlalchemy import (
     ARRAY,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from pgfence._orm import AnySelect, Key
 
     Row: TypeAlias = tuple[Mapper[object], Key]
+    Way: TypeAlias = Literal["locked", "counted"]
+    Outcome: TypeAlias = Literal["written", "some updated", "some deleted"]
 
 _T = TypeVar("_T")
 _XIDS = 2**32

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _O = TypeVar("_O")
 
 POLICIES = ("bump", "refuse", "ignore")
-CHECKS = ("row", "batch")
+CHECKS = ("auto", "row", "batch")
 
 
 class VersionedSession(Session):
@@ -43,7 +43,8 @@ class VersionedSession(Session):
         If a flush fails because other processes have written rows of classes with `Versioned`, the error lists these rows
         and no others, each with the version that was read and the one that is there now, whichever way the flush was to write
         them: as a change or a deletion of their own, by a cascade, by `post_update`, or as a new row under the key of one that
-        it deletes. In mode "row" these are the rows that the flush knew of when it came to the first conflict. The look at them
+        it deletes. Unless `conflict_check` is "batch", these are the rows that the flush knew of when it came to the first
+        conflict. The look at them
         goes through the session's own connection, before the transaction, or the savepoint in which the flush was, is rolled
         back; what was before the savepoint is usable. merge() of an instance that was read elsewhere compares its version as
         well, and one without a version is rejected where there is a row that it would overwrite.
@@ -60,9 +61,13 @@ class VersionedSession(Session):
         bulk: what becomes of statements on versioned classes beside the flush. "bump" raises the version of each row that
             they write, and refuses those that cannot be made to; an UPDATE inside of a SELECT is looked for one level deep.
             "refuse" refuses all that would not have it by themselves, at any depth; "ignore" sends them as they are.
-        conflict_check: "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush
-            first, names every conflict at once, and then writes rows that change alike together; in AUTOCOMMIT, where a row
-            lock does not last, it raises TransactionStateError.
+        conflict_check: "auto" writes several rows of a table together and a single row by itself, whichever costs fewer round
+            trips. With psycopg and psycopg2, one statement has the versions of all rows that change alike, and the driver counts
+            the rows that it matches. asyncpg cannot count them: four rows or more are locked and compared first. Rows of a
+            class with the mode "xmin", of a Session on a Connection, and in AUTOCOMMIT are written one by one.
+            "row" sends and counts one UPDATE for each row. "batch" locks and compares all rows of the flush first, names every
+            conflict at once, and then writes rows that change alike together; in AUTOCOMMIT, where a row lock does not last, it
+            raises TransactionStateError.
         **session_options: for Session.
 
     Raises:
@@ -80,7 +85,7 @@ class VersionedSession(Session):
         bind: Engine | Connection | None = None,
         *,
         bulk: Literal["bump", "refuse", "ignore"] = "bump",
-        conflict_check: Literal["row", "batch"] = "row",
+        conflict_check: Literal["auto", "row", "batch"] = "auto",
         **session_options: Any,
     ) -> None:
         for name, value, known in (("bulk", bulk, POLICIES), ("conflict_check", conflict_check, CHECKS)):
@@ -99,7 +104,7 @@ class VersionedSession(Session):
             PgfenceError: no other process has written them, but they were not written: a trigger or a policy is in the way, or
                 this session has changed the rows by a statement which it cannot follow.
         """
-        flush = Flush(self, batch=self.conflict_check == "batch")
+        flush = Flush(self, self.conflict_check)
         before = NOW.set(flush)
         try:
             super().flush(objects)
