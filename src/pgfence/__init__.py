@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pgfence import compat
-from pgfence._api.handles import AsyncHeld, Held, current, held
-from pgfence._holds.carriers import cancel_waits
 from pgfence._process.clock import Seconds
-from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
 from pgfence.config import configure
 from pgfence.errors import (
     AttemptLostError,
@@ -41,19 +37,22 @@ from pgfence.errors import (
     WaitCancelledError,
 )
 from pgfence.fence import fence, fenced
-from pgfence.fence.handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
 from pgfence.keys import KeyFamily, LockKey, Name
-from pgfence.lease import AsyncLease, Heartbeat, Json, Lease, LeaseRef
-from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
-from pgfence.transaction import AsyncTransactionLock, TransactionLock
-from pgfence.types import Event, Holder, OnLoss, State
+from pgfence.types import Event, Holder, Json, LeaseRef, OnLoss, State
 
 if TYPE_CHECKING:
-    from pgfence import schema
+    from pgfence import compat, schema
+    from pgfence._api.handles import AsyncHeld, Held, current, held
+    from pgfence._holds.carriers import cancel_waits
+    from pgfence.advisory import AdvisoryLock, AsyncAdvisoryLock
     from pgfence.effects import AsyncAttempt, AsyncIdempotentEffect, Attempt, IdempotentEffect
     from pgfence.fence import Fenced
+    from pgfence.fence.handles import AsyncFencedHeld, AsyncHeldLease, FencedHeld, HeldLease
     from pgfence.idempotency import AsyncIdem, Idem, Op, idempotent, idempotent_call, insert_once
+    from pgfence.lease import AsyncLease, Heartbeat, Lease
+    from pgfence.once import AsyncOnce, AsyncSlot, CatchUp, Once, Slot, SlotOverError
     from pgfence.retrying import TransactionAttempt, in_transaction, run_transaction
+    from pgfence.transaction import AsyncTransactionLock, TransactionLock
     from pgfence.versions import (
         IfMatch,
         Versioned,
@@ -155,20 +154,42 @@ __version__: str
 
 
 _LATE = {
+    "AdvisoryLock": "pgfence.advisory",
+    "AsyncAdvisoryLock": "pgfence.advisory",
     "AsyncAttempt": "pgfence.effects",
+    "AsyncFencedHeld": "pgfence.fence.handles",
+    "AsyncHeld": "pgfence._api.handles",
+    "AsyncHeldLease": "pgfence.fence.handles",
     "AsyncIdem": "pgfence.idempotency",
     "AsyncIdempotentEffect": "pgfence.effects",
+    "AsyncLease": "pgfence.lease",
+    "AsyncOnce": "pgfence.once",
+    "AsyncSlot": "pgfence.once",
+    "AsyncTransactionLock": "pgfence.transaction",
     "Attempt": "pgfence.effects",
+    "CatchUp": "pgfence.once",
     "Fenced": "pgfence.fence",
+    "FencedHeld": "pgfence.fence.handles",
+    "Heartbeat": "pgfence.lease",
+    "Held": "pgfence._api.handles",
+    "HeldLease": "pgfence.fence.handles",
     "Idem": "pgfence.idempotency",
     "IdempotentEffect": "pgfence.effects",
     "IfMatch": "pgfence.versions",
+    "Lease": "pgfence.lease",
+    "Once": "pgfence.once",
     "Op": "pgfence.idempotency",
+    "Slot": "pgfence.once",
+    "SlotOverError": "pgfence.once",
     "TransactionAttempt": "pgfence.retrying",
+    "TransactionLock": "pgfence.transaction",
     "Versioned": "pgfence.versions",
     "VersionedSession": "pgfence.versions",
     "VersionedUUID": "pgfence.versions",
+    "cancel_waits": "pgfence._holds.carriers",
+    "current": "pgfence._api.handles",
     "etag": "pgfence.versions",
+    "held": "pgfence._api.handles",
     "idempotent": "pgfence.idempotency",
     "idempotent_call": "pgfence.idempotency",
     "if_match": "pgfence.versions",
@@ -177,19 +198,29 @@ _LATE = {
     "load_for_version": "pgfence.versions",
     "run_transaction": "pgfence.retrying",
 }
-"""Where the names are that not every program uses; the mixins need SQLAlchemy's ORM, which costs as much as all the rest."""
+"""Where the names are that not every program uses: each is loaded, with what it needs, when it is asked for."""
+
+_LATE_MODULES = {"compat", "schema"}
 
 if not TYPE_CHECKING:  # checkers must report a misspelt name
 
     def __getattr__(name: str) -> object:
         """Look up what is loaded when it is asked for."""
-        if name == "__version__":
+        from importlib import import_module
+
+        if name in _LATE:
+            found = getattr(import_module(_LATE[name]), name)
+        elif name in _LATE_MODULES:
+            found = import_module(f"pgfence.{name}")
+        elif name == "__version__":
             from importlib.metadata import version
 
-            return version("pgfence")
-        if name == "schema" or name in _LATE:
-            from importlib import import_module
+            found = version("pgfence")
+        else:
+            raise AttributeError(f"module 'pgfence' has no attribute {name!r}")
+        globals()[name] = found
+        return found
 
-            home = import_module(_LATE.get(name, "pgfence.schema"))
-            return home if name == "schema" else getattr(home, name)
-        raise AttributeError(f"module 'pgfence' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
