@@ -51,7 +51,7 @@ def run(quick: bool) -> dict[str, Any]:
         "method": f"The medians of {len(found)} new processes with warm files.",
         "bars": [
             report.bar(
-                f"`import pgfence` after `import sqlalchemy`, {kind}", "under 30 ms", added[kind], 30, " ms", digits=1
+                f"`import pgfence` after `import sqlalchemy`, {kind}", "under 25 ms", added[kind], 25, " ms", digits=1
             )
             for kind in KINDS
         ]
