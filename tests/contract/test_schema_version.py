@@ -76,7 +76,7 @@ async def test_a_lease_is_held_across_a_downgrade_and_an_upgrade(
         assert held.token == 2
 
 
-@pytest.mark.parametrize("version", range(1, VERSION))
+@pytest.mark.parametrize("version", range(1, LEASES))
 def test_a_lease_of_an_older_release_is_respected(
     dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any], version: int
 ) -> None:
@@ -144,11 +144,13 @@ def test_tables_of_a_newer_release_serve_this_one(
 
 
 def made(admin: psycopg.Connection[Any], place: TableNames) -> set[Any]:
-    """Return the functions of a place with their bodies, and its columns."""
+    """Return the functions of a place with their bodies, its columns and its triggers."""
     query = (
         "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = to_regnamespace(%(s)s) UNION ALL"
         " SELECT attrelid::regclass::text, attname FROM pg_attribute JOIN pg_class AS c ON c.oid = attrelid"
-        " WHERE c.relnamespace = to_regnamespace(%(s)s) AND attnum > 0 AND NOT attisdropped"
+        " WHERE c.relnamespace = to_regnamespace(%(s)s) AND attnum > 0 AND NOT attisdropped UNION ALL"
+        " SELECT tgrelid::regclass::text, tgname FROM pg_trigger JOIN pg_class AS c ON c.oid = tgrelid"
+        " WHERE c.relnamespace = to_regnamespace(%(s)s)"
     )
     return set(admin.execute(query, {"s": place.schema}).fetchall())
 
@@ -196,6 +198,71 @@ def test_an_upgrade_behind_an_open_transaction_lets_renewals_pass(
         assert holder.renew()[0] == "ok"
     engine.dispose()
     assert versions(admin, place)[-1] == VERSION
+
+
+def waiting_for(session: psycopg.Connection[Any], place: TableNames, mode: str) -> bool:
+    """Return whether a lock on the table of gates is being waited for."""
+    asked = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted AND relation = %s::regclass AND mode = %s)"
+    row = session.execute(asked, [place.name("gate"), mode]).fetchone()
+    return bool(row and row[0])
+
+
+def test_an_upgrade_waits_for_a_transaction_that_has_raised_a_gate(
+    dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
+    """It has locked the gate's row alone, which writers by the new functions would not notice."""
+    make(admin, tables.build_creation(place, 3))
+    with Caller(dsn, name, f"{place.schema}.pgfence_") as holder, psycopg.connect(dsn) as upgrading:
+        holder.enter(1)
+        with ThreadPoolExecutor(1) as pool:
+            with holder.connection.transaction():
+                holder.enter(2)
+                upgrade = pool.submit(
+                    lambda: [upgrading.execute(each.encode()) for each in tables.build_creation(place)]
+                )
+                eventually(lambda: waiting_for(admin, place, "ShareRowExclusiveLock"))
+                assert not upgrade.done()
+            upgrade.result()
+        upgrading.commit()
+        holder.enter(2)
+
+
+def test_a_writer_inside_a_gate_can_write_after_an_upgrade(
+    dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
+    """The upgrade does not wait for it, a newer holder does."""
+    make(admin, tables.build_creation(place, 3))
+    prefix = f"{place.schema}.pgfence_"
+    with Caller(dsn, name, prefix) as writer, Caller(dsn, name, prefix) as newer, ThreadPoolExecutor(1) as pool:
+        writer.enter(1)
+        with writer.connection.transaction():
+            writer.enter(1)
+            make(admin, tables.build_creation(place))
+            entering = pool.submit(newer.enter, 2)
+            eventually(lambda: admin.execute("SELECT 1 FROM unnest(pg_blocking_pids(%s))", [newer.pid]).fetchone())
+            writer.call("check_gate_v1", name, "accounts")
+            assert not entering.done()
+        entering.result()
+        assert newer.gate == 2
+
+
+def test_a_downgrade_waits_for_a_transaction_inside_a_gate(
+    dsn: str, name: str, place: TableNames, admin: psycopg.Connection[Any]
+) -> None:
+    """A newer holder that enters by the older functions would not notice its lock."""
+    make(admin, tables.build_creation(place))
+    with Caller(dsn, name, f"{place.schema}.pgfence_") as writer, psycopg.connect(dsn) as lowering:
+        writer.enter(1)
+        with ThreadPoolExecutor(1) as pool:
+            with writer.connection.transaction():
+                writer.enter(1)
+                texts = tables.build_downgrade(place, 3)
+                downgrade = pool.submit(lambda: [lowering.execute(each.encode()) for each in texts])
+                eventually(lambda: waiting_for(admin, place, "AccessExclusiveLock"))
+                assert not downgrade.done()
+            downgrade.result()
+        lowering.commit()
+        writer.enter(2)
 
 
 def test_an_older_version_is_not_taken_for_the_newest(

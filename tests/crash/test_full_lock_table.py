@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from pgfence import schema
 from pgfence.errors import CapacityError
+from pgfence.fence import fence
 from support.locking import lock
 from support.servers import own
+from support.transactions import session
 from support.waiting import blocking
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.twins
 CONNECTIONS, PER_TRANSACTION = 20, 64
 LIMIT = CONNECTIONS * PER_TRANSACTION
 MANY = 20_000
+GATES = 10_000
 
 
 @pytest.fixture(scope="module")
@@ -147,3 +151,21 @@ def fill(connection: psycopg.Connection[Any]) -> None:
     except psycopg.errors.OutOfMemory:
         return
     raise AssertionError("the lock table has no end")
+
+
+async def test_raising_more_gates_than_there_is_room_for_is_a_capacity_error(world: World, small: OwnServer) -> None:
+    """C035: thousands of new tokens in one transaction: nothing is left, and the next transaction gets in."""
+    engine = world.engine(dsn=small.dsn)
+    await world.call(schema.create_all, engine)
+    with psycopg.connect(small.dsn, autocommit=True) as admin:
+        admin.execute(
+            "INSERT INTO pgfence_gate (resource, token, updated_at) SELECT 'many:' || i, 1, now() FROM generate_series(0, %s) AS i ON CONFLICT DO NOTHING",
+            [GATES],
+        )
+    async with session(world, engine) as work:
+        with pytest.raises(CapacityError, match="Enter fewer gates in one transaction") as caught:
+            await world.call(fence, work, dict.fromkeys(names(GATES), 2))
+        assert caught.value.sqlstate == "53200"
+    async with session(world, engine) as work:
+        await world.call(fence, work, dict.fromkeys(names(GATES), 1))
+        await world.call(work.commit)

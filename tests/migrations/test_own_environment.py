@@ -60,11 +60,11 @@ def test_a_lease_is_held_across_scripts_that_bring_its_tables_back_and_forth(own
     engine = create_engine(f"postgresql+psycopg://{own.split('://', 1)[1]}")
     lease = Lease(engine, "nightly", ttl=30)
     with lease.hold() as held:
-        run(own, alembic(tmp_path, own, "downgrade", "0003:0002", "--sql"))
+        run(own, alembic(tmp_path, own, "downgrade", "0004:0002", "--sql"))
         held.renew()
-        run(own, alembic(tmp_path, own, "upgrade", "0002:0003", "--sql"))
+        run(own, alembic(tmp_path, own, "upgrade", "0002:0004", "--sql"))
         held.renew()
-        run(own, alembic(tmp_path, own, "downgrade", "0003:0002", "--sql"))
+        run(own, alembic(tmp_path, own, "downgrade", "0004:0002", "--sql"))
         run(own, schema.sql())
         held.renew()
         assert held.state == "held"

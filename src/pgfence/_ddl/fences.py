@@ -7,8 +7,8 @@ import string
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pgfence._sql.storage import TableNames, block, quote
-from pgfence._sql.tables import execute_plain, quote_literal
+from pgfence._sql.storage import TableNames, block, quote, quote_literal
+from pgfence._sql.tables import execute_plain
 from pgfence.keys import qualify_name
 
 if TYPE_CHECKING:

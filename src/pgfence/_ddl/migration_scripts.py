@@ -17,8 +17,8 @@ from pgfence._ddl.fences import (
     select_kind,
 )
 from pgfence._sql.columns import list_column_types
-from pgfence._sql.storage import TableNames, block, quote
-from pgfence._sql.tables import execute_plain, quote_literal
+from pgfence._sql.storage import TableNames, block, quote, quote_literal
+from pgfence._sql.tables import execute_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,8 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from pgfence._sql.storage import TableNames, quote
-from pgfence._sql.tables import execute_plain, quote_literal
+from pgfence._sql.storage import TableNames, quote, quote_literal
+from pgfence._sql.tables import execute_plain
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 

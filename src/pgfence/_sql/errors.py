@@ -84,7 +84,10 @@ class ErrorContext:
     lock_table: tuple[int, int] = (0, 0)
 
 
-FENCE = ErrorContext(on_primary="A gate is entered where rows are written. Begin on the primary, not read-only")
+FENCE = ErrorContext(
+    on_primary="A gate is entered where rows are written. Begin on the primary, not read-only",
+    fewer_locks="Enter fewer gates in one transaction",
+)
 
 
 def translate_error(

@@ -51,13 +51,18 @@ _END = (
     " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
     " AND ((l.classid::bigint << 32) | l.objid::bigint) = CAST({0} AS bigint) AND l.pid = ANY (CAST({1} AS integer[]))) AS s"
 )
-# Nothing tells who locked a row. Whoever is inside a gate has this lock on the table of gates until the transaction ends.
+# Nothing tells who locked a row. A transaction inside a gate has one of these locks until it ends: the gate's advisory lock, or
+# one on the table of gates, from which it cannot be told which gate is meant.
 _INSIDE = (
     f"SELECT DISTINCT l.pid, a.application_name, pg_catalog.host(a.client_addr), {microseconds_sql('a.xact_start')}"
     " FROM pg_catalog.pg_locks AS l"
     " LEFT JOIN pg_catalog.pg_stat_activity AS a ON a.pid = l.pid"
-    " WHERE l.locktype = 'relation' AND l.granted AND l.relation = pg_catalog.to_regclass({0})"
-    " AND l.mode IN ('RowShareLock', 'RowExclusiveLock') AND l.pid <> pg_catalog.pg_backend_pid() ORDER BY l.pid"
+    " WHERE l.granted AND l.pid <> pg_catalog.pg_backend_pid() AND (l.locktype = 'relation'"
+    " AND l.relation = pg_catalog.to_regclass({0}) AND l.mode IN ('RowShareLock', 'RowExclusiveLock')"
+    " OR l.locktype = 'advisory' AND l.objsubid = 1"
+    " AND l.database = (SELECT d.oid FROM pg_catalog.pg_database AS d WHERE d.datname = pg_catalog.current_database())"
+    " AND ((l.classid::bigint << 32) | l.objid::bigint)"
+    " = pg_catalog.hashtextextended({1}, pg_catalog.to_regclass({2})::oid::bigint)) ORDER BY l.pid"
 )
 _RETRIES = 10
 
@@ -203,7 +208,8 @@ def _end_sessions(connection: Connection, order: EvictionRequest, pids: list[int
 
 
 def _occupied_error(connection: Connection, order: EvictionRequest) -> LockTimeoutError:
-    rows = _run(connection, order.place, _INSIDE, order.place.name("gate")).all()
+    gate = order.place.name("gate")
+    rows = _run(connection, order.place, _INSIDE, gate, order.name, gate).all()
     writers = [
         Holder(
             name=None,

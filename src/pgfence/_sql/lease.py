@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from pgfence._sql.params import call, mark, name_of
-from pgfence._sql.tables import quote_literal
+from pgfence._sql.storage import quote_literal
 
 if TYPE_CHECKING:
     from pgfence._sql.params import ParamStyle

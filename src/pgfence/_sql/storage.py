@@ -15,19 +15,22 @@ if TYPE_CHECKING:
 
     from pgfence.config import HasDialect
 
-VERSION = 3
+VERSION = 4
 """The version of the tables and functions that this release creates. Fences and guards need only version 1."""
 KEYS = 2
 """The version that idempotency keys and effects need."""
 LEASES = 3
 """The version that leases, token locks and slots need."""
+GATE_TRIGGER = 4
+"""The version that has a trigger on the table of gates."""
 
 # A function that looks for rows does so with `enable_seqscan = off`: a session plans it once, maybe while its table is tiny, and
 # would go on reading the whole of it until the table is analyzed again.
 FILES = {
     1: ("gate", "lease", "token", "slot"),
     2: ("idempotency", "effects"),
-    3: ("gate", "lease", "token", "slot", "effects"),
+    3: ("lease", "token", "slot", "effects"),
+    4: ("gate",),
 }
 _CREATED = re.compile(r"^CREATE FUNCTION @(\w+)@", re.MULTILINE)
 WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('search_path')"
@@ -36,6 +39,12 @@ WHERE = "SELECT pg_catalog.current_database(), pg_catalog.current_setting('searc
 
 def quote(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
+
+
+def quote_literal(value: str) -> str:
+    """Return a text as a constant in a statement, whatever standard_conforming_strings says."""
+    inner = value.replace("'", "''")
+    return f"E'{inner.replace(chr(92), chr(92) * 2)}'" if "\\" in inner else f"'{inner}'"
 
 
 def block(body: str) -> str:

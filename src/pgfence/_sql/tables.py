@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Index, MetaData
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from pgfence._sql.alterations import (
+    add_columns,
+    add_gate_trigger,
+    alter_tables,
+    drop_columns,
+    drop_gate_trigger,
+    has_trigger,
+    name_gate_trigger,
+)
 from pgfence._sql.columns import define, get_dialect, list_added_columns, list_column_types
 from pgfence._sql.encoding import translate_text_errors
-from pgfence._sql.storage import KEYS, VERSION, WHERE, TableNames, block, quote, read_functions
+from pgfence._sql.storage import KEYS, VERSION, WHERE, TableNames, block, quote, quote_literal, read_functions
 from pgfence.errors import SchemaError
 from pgfence.keys import LockKey
 
@@ -57,7 +66,7 @@ def build_creation(place: TableNames, version: int = VERSION) -> tuple[str, ...]
         *(_create_function(place, name, version) for name in read_functions(place, version)),
         *(() if version < KEYS else (_create_trigger(place),)),
         # Near the end, because these tables are locked from here to the commit.
-        *_add_columns(place, list_added_columns(version)),
+        *alter_tables([*add_gate_trigger(place, version), *add_columns(place, list_added_columns(version))]),
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
 
@@ -80,56 +89,6 @@ def _run_unless(there: str, made: str, end: str = "END") -> str:
     return block(f"BEGIN\n    IF NOT ({there}) THEN\n        {made};\n    END IF;\n{end}")
 
 
-def _add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the statement that adds the columns that tables lack, if any may lack some."""
-    return _alter_tables(
-        place,
-        [f"NOT {_has_column(place, name, each.partition(' ')[0])}" for name, some in columns.items() for each in some],
-        {name: [f"ADD COLUMN IF NOT EXISTS {each}" for each in some] for name, some in columns.items()},
-    )
-
-
-def _drop_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the statement that drops columns of tables, if there are any."""
-    return _alter_tables(
-        place,
-        [_has_column(place, name, each) for name, some in columns.items() for each in some],
-        {name: [f"DROP COLUMN IF EXISTS {each}" for each in some] for name, some in columns.items() if some},
-    )
-
-
-def _has_column(place: TableNames, table: str, column: str) -> str:
-    return (
-        "EXISTS (SELECT FROM pg_catalog.pg_attribute AS a WHERE a.attrelid ="
-        f" pg_catalog.to_regclass({quote_literal(place.name(table))}) AND a.attname = {quote_literal(column)} AND NOT a.attisdropped)"
-    )
-
-
-def _alter_tables(
-    place: TableNames, conditions: Sequence[str], changes: Mapping[str, Sequence[str]]
-) -> tuple[str, ...]:
-    """Return a statement that alters tables if one of the conditions holds; none if there is nothing to change."""
-    if not changes:
-        return ()
-    statement = "; ".join(f"ALTER TABLE {place.name(name)} {', '.join(parts)}" for name, parts in changes.items())
-    # ALTER TABLE waits for every open transaction that has used the table, and all later statements wait behind it, renewals of
-    # held leases too. So it waits for 200 ms at a time, and alters all tables in one attempt: none of them stays locked while
-    # another one cannot be had.
-    altering = block(
-        "DECLARE\n    before text := pg_catalog.current_setting('lock_timeout');\n"
-        f"BEGIN\n    IF {' OR '.join(conditions)} THEN\n"
-        "        FOR attempt IN 1..100 LOOP\n            BEGIN\n"
-        "                PERFORM pg_catalog.set_config('lock_timeout', '200ms', true);\n"
-        f"                {statement};\n                EXIT;\n"
-        "            EXCEPTION WHEN lock_not_available THEN\n"
-        "                IF attempt = 100 THEN\n                    RAISE;\n                END IF;\n"
-        "            END;\n            PERFORM pg_catalog.pg_sleep(0.4);\n"
-        "        END LOOP;\n"
-        "        PERFORM pg_catalog.set_config('lock_timeout', before, true);\n    END IF;\nEND"
-    )
-    return (altering,)
-
-
 def _create_schema(name: str) -> str:
     called = quote(name)
     there = f"pg_catalog.to_regnamespace({quote_literal(called)}) IS NOT NULL"
@@ -146,8 +105,7 @@ def _create_trigger(place: TableNames) -> str:
     """Return what keeps a transaction from committing while a key that it claimed has no result."""
     table, name = place.name("idempotency_key"), place.prefix + "unfinished_key"
     return _run_unless(
-        f"EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid = {quote_literal(table)}::pg_catalog.regclass"
-        f" AND t.tgname = {quote_literal(name)}::pg_catalog.name)",
+        has_trigger(place, "idempotency_key", "unfinished_key"),
         f"CREATE CONSTRAINT TRIGGER {quote(name)} AFTER INSERT OR UPDATE ON {table}"
         " DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.status = 'in_progress' AND NEW.locked_until IS NULL)"
         f" EXECUTE FUNCTION {place.name('check_key_v1')}()",
@@ -164,6 +122,7 @@ def build_removal(place: TableNames) -> tuple[str, ...]:
     """Return the statements that drop functions and tables, in order."""
     return (
         f"DROP TRIGGER IF EXISTS {quote(place.prefix + 'unfinished_key')} ON {place.name('idempotency_key')}",
+        f"DROP TRIGGER IF EXISTS {name_gate_trigger(place)} ON {place.name('gate')}",
         *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place)),
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in list_column_types()),
     )
@@ -176,9 +135,10 @@ def build_downgrade(place: TableNames, version: int) -> tuple[str, ...]:
     columns = {name: [each for each in list_column_types()[name] if each not in kept[name]] for name in kept}
     return (
         *(f"DROP TABLE IF EXISTS {place.name(name)}" for name in tables),
-        *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place, version)),
         *(_replace_function(body) for name, body in older.items() if body != read_functions(place)[name]),
-        *_drop_columns(place, columns),
+        *alter_tables([*drop_gate_trigger(place, version), *drop_columns(place, columns)]),
+        # After the trigger that calls one of them.
+        *(f"DROP FUNCTION IF EXISTS {name}" for name in list_functions(place, version)),
         f"DELETE FROM {place.name('schema_version')} WHERE version > {version}",
         f"INSERT INTO {place.name('schema_version')} (version) VALUES ({version}) ON CONFLICT DO NOTHING",
     )
@@ -189,12 +149,6 @@ def list_functions(place: TableNames, above: int = 0) -> tuple[str, ...]:
     """Return the quoted names of our functions; with `above` only of those that came after that version."""
     older = read_functions(place, above)
     return tuple(place.name(name) for name in read_functions(place) if name not in older)
-
-
-def quote_literal(value: str) -> str:
-    """Return a text as a constant in a statement, whatever standard_conforming_strings says."""
-    inner = value.replace("'", "''")
-    return f"E'{inner.replace(chr(92), chr(92) * 2)}'" if "\\" in inner else f"'{inner}'"
 
 
 @cache

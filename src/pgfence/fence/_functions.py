@@ -58,6 +58,7 @@ def fence(
         LockTimeoutError: a transaction of an older holder was still inside after the configured `default_timeout`, or the
             session's own `lock_timeout`. PostgreSQL has aborted this transaction: roll back.
         TransactionStateError: something was sent in this transaction already; or the connection is in autocommit.
+        CapacityError: the server's lock table is full. PostgreSQL has aborted this transaction.
         SchemaError: pgfence's tables are missing, or this role may not use them.
         StandbyError: the server is a standby, or the transaction is read-only. PostgreSQL has aborted it.
         TypeError: `session` has no transaction (an engine, a factory); a name is not a str, or a token not an int.

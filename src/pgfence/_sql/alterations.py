@@ -1,0 +1,117 @@
+"""Changes of tables that are in use: what an upgrade or a downgrade waits for, and for how long."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pgfence._sql.storage import GATE_TRIGGER, block, quote, quote_literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pgfence._sql.storage import TableNames
+
+
+class Change(NamedTuple):
+    """A statement that locks tables in use, and the condition under which it is needed."""
+
+    needed: str
+    statement: str
+
+
+def add_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list[Change]:
+    """Return what adds the columns that tables lack, to all of these tables if any lacks one."""
+    needed = [
+        f"NOT {_has_column(place, name, each.partition(' ')[0])}" for name, some in columns.items() for each in some
+    ]
+    return _change_columns(
+        place, needed, {name: [f"ADD COLUMN IF NOT EXISTS {each}" for each in some] for name, some in columns.items()}
+    )
+
+
+def drop_columns(place: TableNames, columns: Mapping[str, Sequence[str]]) -> list[Change]:
+    """Return what drops columns of tables, if there are any."""
+    needed = [_has_column(place, name, each) for name, some in columns.items() for each in some]
+    return _change_columns(
+        place,
+        needed,
+        {name: [f"DROP COLUMN IF EXISTS {each}" for each in some] for name, some in columns.items() if some},
+    )
+
+
+def _change_columns(place: TableNames, needed: Sequence[str], changes: Mapping[str, Sequence[str]]) -> list[Change]:
+    if not changes:
+        return []
+    altered = (f"ALTER TABLE {place.name(name)} {', '.join(parts)}" for name, parts in changes.items())
+    return [Change(" OR ".join(needed), "; ".join(altered))]
+
+
+def add_gate_trigger(place: TableNames, version: int) -> list[Change]:
+    """Return what puts the trigger on the table of gates, which the functions of this version rely on.
+
+    It waits for every transaction that has raised a gate, and none can be raised until the commit. So no transaction that the
+    trigger does not see is still open when another session can first use these functions.
+    """
+    if version < GATE_TRIGGER:
+        return []
+    made = (
+        f"CREATE TRIGGER {name_gate_trigger(place)} BEFORE UPDATE OR DELETE ON {place.name('gate')}"
+        f" FOR EACH ROW EXECUTE FUNCTION {place.name('lock_gate_v1')}()"
+    )
+    return [Change(f"NOT {_has_gate_trigger(place)}", made)]
+
+
+def drop_gate_trigger(place: TableNames, version: int) -> list[Change]:
+    """Return what drops it. It waits for every transaction that is inside a gate."""
+    if version >= GATE_TRIGGER:
+        return []
+    return [Change(_has_gate_trigger(place), f"DROP TRIGGER {name_gate_trigger(place)} ON {place.name('gate')}")]
+
+
+def name_gate_trigger(place: TableNames) -> str:
+    return quote(place.prefix + "lock_gate")
+
+
+def _has_gate_trigger(place: TableNames) -> str:
+    return has_trigger(place, "gate", "lock_gate")
+
+
+def has_trigger(place: TableNames, table: str, name: str) -> str:
+    return (
+        "EXISTS (SELECT FROM pg_catalog.pg_trigger AS t WHERE t.tgrelid ="
+        f" {quote_literal(place.name(table))}::pg_catalog.regclass"
+        f" AND t.tgname = {quote_literal(place.prefix + name)}::pg_catalog.name)"
+    )
+
+
+def _has_column(place: TableNames, table: str, column: str) -> str:
+    return (
+        "EXISTS (SELECT FROM pg_catalog.pg_attribute AS a WHERE a.attrelid ="
+        f" pg_catalog.to_regclass({quote_literal(place.name(table))}) AND a.attname = {quote_literal(column)} AND NOT a.attisdropped)"
+    )
+
+
+def alter_tables(changes: Sequence[Change]) -> tuple[str, ...]:
+    """Return a statement that makes the changes that are needed; none if there is nothing to change."""
+    if not changes:
+        return ()
+    # Each change waits for every open transaction that has used its table, and all later statements wait behind it, renewals of
+    # held leases too. So it waits for 200 ms at a time, and all changes are made in one attempt: no table stays locked while
+    # another one cannot be had.
+    steps = "".join(
+        f"                IF {each.needed} THEN\n                    {each.statement};\n                END IF;\n"
+        for each in changes
+    )
+    altering = block(
+        "DECLARE\n    before text := pg_catalog.current_setting('lock_timeout');\n"
+        f"BEGIN\n    IF {' OR '.join(each.needed for each in changes)} THEN\n"
+        "        FOR attempt IN 1..100 LOOP\n            BEGIN\n"
+        "                PERFORM pg_catalog.set_config('lock_timeout', '200ms', true);\n"
+        f"{steps}                EXIT;\n"
+        "            EXCEPTION WHEN lock_not_available THEN\n"
+        "                IF attempt = 100 THEN\n                    RAISE;\n                END IF;\n"
+        "            END;\n            PERFORM pg_catalog.pg_sleep(0.4);\n"
+        "        END LOOP;\n"
+        "        PERFORM pg_catalog.set_config('lock_timeout', before, true);\n    END IF;\nEND"
+    )
+    return (altering,)
