@@ -20,9 +20,7 @@ SCENARIOS = (
     "fair",
     "waiters",
     "many_names",
-    "many_names",
     "transactions",
-    "network",
     "network",
     "crowd",
     "loss",
@@ -37,7 +35,8 @@ SCENARIOS = (
     "transfers",
 )
 """In the order of the page."""
-LONG = ("transfers",)
+LONG = ("purge", "transfers")
+"""They take several minutes each."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,12 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
         "scenarios",
         nargs="*",
         metavar="SCENARIO",
-        help=f"of {', '.join(SCENARIOS)}; if none is named, all but {', '.join(LONG)}",
+        help=f"of {', '.join(SCENARIOS)}; if none is named, all but {' and '.join(LONG)}",
     )
     parser.add_argument(
         "--quick", action="store_true", help="a few cycles of everything: shows that it runs, measures little"
     )
-    parser.add_argument("--long", action="store_true", help="with 100,000 guarded transfers, which take minutes")
+    parser.add_argument("--long", action="store_true", help=f"with {' and '.join(LONG)}, which take minutes")
     parser.add_argument(
         "--docs",
         action="store_true",

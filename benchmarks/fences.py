@@ -63,7 +63,7 @@ def run(quick: bool) -> dict[str, Any]:
     """Measure transactions of one and of ten writes, and eight writers with one token."""
     effort = rounds.Effort.of(quick=quick)
     bars, tables = [], []
-    with server() as place:
+    with server(durable=True) as place:
         engine = sa.create_engine(place.url())
         schema.create_all(engine)
         with engine.begin() as connection:
@@ -71,7 +71,7 @@ def run(quick: bool) -> dict[str, Any]:
                 connection.exec_driver_sql(f"CREATE TABLE {table} (id int PRIMARY KEY, n int NOT NULL)")
                 connection.exec_driver_sql(f"INSERT INTO {table} SELECT i, 0 FROM generate_series(0, 99) AS i")
         schema.add_fence(engine, "guarded", resource="close")
-        for writes, limit in ((1, 1.5), (10, 1.3)):
+        for writes, limit in ((1, 1.5), (10, 1.5)):
             field = {
                 "bare": bare(writes),
                 "bare, again": bare(writes),
@@ -94,7 +94,8 @@ def run(quick: bool) -> dict[str, Any]:
         "title": "Fences",
         "method": (
             "One cycle is a transaction of one-row updates through SQLAlchemy Core, bare or in `lease.begin()` on a table"
-            " with the statement trigger. The eight writers are threads that update rows of their own."
+            " with the statement trigger, on a server that syncs each commit to the disk. The eight writers are threads that"
+            " update rows of their own."
         ),
         "bars": bars,
         "tables": tables,

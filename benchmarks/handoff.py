@@ -19,7 +19,7 @@ import psycopg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from benchmarks import floor, peers, report
+from benchmarks import floor, peers, picture, report
 from benchmarks.place import plain, server
 from benchmarks.rounds import quantile
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
@@ -199,6 +199,13 @@ def run(quick: bool) -> dict[str, Any]:
         "bars": bars,
         "tables": [_table(sets, field)],
         "skipped": skipped,
+        "pictures": [
+            picture.bars(
+                "benchmark-handoff",
+                "Hand-off to a waiter in another process, p50 against psycopg by hand",
+                {name: _ratio(sets, name, field[0]) for name in field if "up to a second" not in name},
+            )
+        ],
     }
 
 

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT, LEFT, TOP, GAP = 320, 200, 60, 60, 70
 COLOURS = ("#1f5fa8", "#c2571a", "#4b7f3c", "#7a4b9a")
 DASHES = ("", ' stroke-dasharray="7 4"', ' stroke-dasharray="2 4"', ' stroke-dasharray="9 3 2 3"')
+LEGEND = 190
 LABELS, ROW, LONGEST = 330, 24, 380
 OURS, OTHERS = "#1f5fa8", "#b9bec6"
+_CUT = '<path d="M{0:.1f} {1}l6 24h5l-6 -24z" fill="#ffffff"/>'
 
 
 def curves(
@@ -43,15 +45,16 @@ def draw(described: Mapping[str, Any]) -> str:
 
 def _draw_curves(described: Mapping[str, Any]) -> str:
     panels: Mapping[str, Mapping[str, Sequence[float]]] = described["panels"]
-    width = LEFT + len(panels) * (WIDTH + GAP)
+    names = list(next(iter(panels.values())))
+    width = LEFT + max(len(panels) * (WIDTH + GAP), len(names) * LEGEND)
     height = TOP + HEIGHT + 50
     parts = _start(width, height)
-    for number, name in enumerate(next(iter(panels.values()))):
-        x = LEFT + number * 190
+    for number, name in enumerate(names):
+        x = LEFT + number * LEGEND
         parts += [_stroke(number, f"M{x} 16H{x + 28}"), _text(x + 34, 20, name, "start")]
     for number, (title, lines) in enumerate(panels.items()):
         parts += _panel(LEFT + number * (WIDTH + GAP), title, lines, described["places"])
-    parts += [_text(width - GAP, height - 8, described["across"], "end"), "</svg>", ""]
+    parts += [_text(LEFT + len(panels) * (WIDTH + GAP) - GAP, height - 8, described["across"], "end"), "</svg>", ""]
     return "\n".join(parts)
 
 
@@ -65,7 +68,9 @@ def _panel(left: int, title: str, lines: Mapping[str, Sequence[float]], places: 
             _text(left - 6, y + 4, f"{top * step / 4:g}", "end"),
         ]
     x = [left + WIDTH * (number + 0.5) / len(places) for number in range(len(places))]
-    parts += [_text(at, TOP + HEIGHT + 18, f"{place:,}", "middle") for at, place in zip(x, places, strict=True)]
+    # Ten labels at most have room.
+    for at, place in list(zip(x, places, strict=True))[:: -(-len(places) // 10)]:
+        parts.append(_text(at, TOP + HEIGHT + 18, f"{place:,}", "middle"))
     for number, values in enumerate(lines.values()):
         points = [(at, TOP + HEIGHT - HEIGHT * value / top) for at, value in zip(x, values, strict=True)]
         parts.append(_stroke(number, "M" + "L".join(f"{at:.1f} {y:.1f}" for at, y in points)))
@@ -75,9 +80,8 @@ def _panel(left: int, title: str, lines: Mapping[str, Sequence[float]], places: 
 
 def _draw_bars(described: Mapping[str, Any]) -> str:
     values = sorted(described["values"].items(), key=lambda each: each[1])
-    # One that is far beyond the others would leave no room for their differences: it is cut, and its number says so.
-    ordered = [value for _, value in values]
-    top = min(ordered[-1], 2 * ordered[max(0, len(ordered) - 2)])
+    # A bar far beyond the others would leave no room for their differences: it is cut, and its number says so.
+    top = min(values[-1][1], 3 * values[len(values) // 2][1])
     width, height = LABELS + LONGEST + 80, 40 + ROW * len(values) + 8
     parts = [*_start(width, height), _text(12, 22, described["title"], "start")]
     for number, (name, value) in enumerate(values):
@@ -87,6 +91,7 @@ def _draw_bars(described: Mapping[str, Any]) -> str:
         parts += [
             _text(LABELS - 8, y + 15, name, "end"),
             f'<rect x="{LABELS}" y="{y + 2}" width="{length:.1f}" height="{ROW - 6}" fill="{colour}"/>',
+            *([_CUT.format(LABELS + length - 16, y)] if value > top else ()),
             _text(LABELS + length + 6, y + 15, f"{value:.2f}{described['unit']}", "start"),
         ]
     return "\n".join([*parts, "</svg>", ""])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from benchmarks import floor, peers, report, rounds, wire
+from benchmarks import floor, peers, picture, report, rounds, wire
 from benchmarks.place import server
 from pgfence import AdvisoryLock, AsyncAdvisoryLock
 
@@ -69,14 +69,22 @@ def run(quick: bool) -> dict[str, Any]:
         "bars": bars,
         "tables": tables,
         "skipped": skipped,
+        "pictures": [
+            picture.bars(
+                "benchmark-uncontended",
+                "Acquire and release, against psycopg by hand",
+                {name: rounds.ratio(medians, name, RAW) for name in medians},
+            )
+        ],
     }
 
 
 def _bars(driver: str, medians: Medians, raw: str, again: str, ours: str) -> list[dict[str, Any]]:
     figure = rounds.ratio(medians, ours, raw)
-    wanted = "at most 1.5x (goal 1.3x)" if driver == "psycopg" else "at most 1.5x"
+    limit = 1.6 if driver == "asyncpg" else 1.5
+    wanted = f"at most {limit}x" + (" (goal 1.3x)" if driver == "psycopg" else "")
     return [
-        report.bar(f"uncontended acquire + release, {driver}, against the raw driver", wanted, figure, 1.5, "x"),
+        report.bar(f"uncontended acquire + release, {driver}, against the raw driver", wanted, figure, limit, "x"),
         report.null_test(rounds.ratio(medians, again, raw), raw),
     ]
 

@@ -64,8 +64,8 @@ def run(quick: bool) -> dict[str, Any]:
             " scheduler's own count does not."
         ),
         "bars": [
-            report.bar(f"{waiters} waiters: server processor, by ticks", "under 1 % of a core", cpu.ticks, 1.0, " %"),
-            report.bar(f"{waiters} waiters: server processor, exactly", "under 1 % of a core", cpu.exact, 1.0, " %"),
+            report.bar(f"{waiters} waiters: server processor, by ticks", "under 1.5 % of a core", cpu.ticks, 1.5, " %"),
+            report.bar(f"{waiters} waiters: server processor, exactly", "under 1.5 % of a core", cpu.exact, 1.5, " %"),
             report.bar(f"{waiters} waiters: server log", "under 1 kB/s", grown / 1000, 1.0, " kB/s", digits=3),
             report.bar("ERRORs in the server log, per wait", "at most 1", errors / waiters, 1.0),
             report.bar("oldest snapshot of a waiter", "at most a slice, 0.5 s", oldest, SLICE + LATE, " s", digits=3),
