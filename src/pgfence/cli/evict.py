@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pgfence._admin import requests
 from pgfence._sql import evict as statements
-from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.codes import Code, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
-from pgfence.cli.report import Console, as_data
-from pgfence.cli.server import find_engine, settle
-from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.cli.report import AdminReport, as_data, confirm, expect_answer, run_reported
+from pgfence.cli.server import open_engine
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -53,51 +49,15 @@ def evict(
 
     The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
     """
-    target = find_engine(dsn=dsn, path=engine, environ=os.environ)
-    try:
-        settle(target, namespace=namespace, schema=schema, prefix=prefix)
-        eviction = _Eviction(target, name, reason, actor)
-        report = eviction.run(dry_run=dry_run, yes=yes)
-    finally:
-        target.dispose()
-    if as_json:
-        print(report.as_json(name))
-    elif report.code in {Code.OK, Code.NOBODY}:
-        print("\n".join(report.lines))
-    else:
-        Console().warn(" ".join(report.lines))
-    raise CommandExit(report.code)
-
-
-@dataclass(frozen=True, slots=True)
-class _EvictionReport:
-    """How it went.
-
-    Attributes:
-        outcome: in one word or two.
-        code: the exit code.
-        lines: for people.
-        found: who held the name, if that was seen.
-    """
-
-    outcome: str
-    code: Code
-    lines: list[str]
-    found: Found | None = None
-
-    def as_json(self, name: str) -> str:
-        found = self.found
-        return json.dumps(
-            {
-                "name": name,
-                "outcome": self.outcome,
-                "exit_code": int(self.code),
-                "token": found and found.token,
-                "newest": found and found.newest,
-                "holders": [_as_data(holder) for holder in found.holders] if found else [],
-                "message": " ".join(self.lines),
-            }
-        )
+    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+        report = _Eviction(target, name, reason, actor).run(dry_run=dry_run, yes=yes)
+    found = report.found
+    data: dict[str, object] = {
+        "token": found.token if found else None,
+        "newest": found.newest if found else None,
+        "holders": [_as_data(holder) for holder in found.holders] if found else [],
+    }
+    report.show(as_json=as_json, target={"name": name}, found=data)
 
 
 class _Eviction:
@@ -111,50 +71,33 @@ class _Eviction:
         except ValueError as error:
             raise MisuseError(str(error)) from None
 
-    def run(self, *, dry_run: bool, yes: bool) -> _EvictionReport:
-        if not (dry_run or yes or sys.stdin.isatty()):
-            raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
-        try:
-            seen = requests.perform(self._engine, statements.look, self._order)
-            if seen.token is None and not seen.holders:
-                return _EvictionReport(
-                    "nobody",
-                    Code.NOBODY,
-                    [f"No lease and no session has the name {self._name!r}: nothing to evict."],
-                    seen,
-                )
-            if dry_run:
-                return _EvictionReport("seen", Code.OK, [*self._list_holders(seen), "Nothing was done."], seen)
-            if not yes and not self._confirm(seen):
-                return _EvictionReport("declined", Code.DECLINED, ["nothing was done"], seen)
-            return self._evict(seen)
-        except LockTimeoutError as error:
-            return _EvictionReport("busy", Code.BUSY, [str(error)])
-        except UnreachableError as error:
-            return _EvictionReport("unavailable", Code.UNAVAILABLE, [str(error)])
-        except PgfenceError as error:
-            return _EvictionReport("refused", Code.REFUSED, [str(error)])
+    def run(self, *, dry_run: bool, yes: bool) -> AdminReport[Found]:
+        expect_answer(dry_run=dry_run, yes=yes)
+        return run_reported(lambda: self._run(dry_run=dry_run, yes=yes))
 
-    def _confirm(self, seen: Found) -> bool:
-        for line in self._list_holders(seen):
-            typer.echo(line, err=True)
-        try:
-            return typer.confirm("Evict?", err=True)
-        except typer.Abort:  # the end of the input, or Ctrl-C
-            return False
+    def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[Found]:
+        seen = requests.perform(self._engine, statements.look, self._order)
+        if seen.token is None and not seen.holders:
+            nobody = f"No lease and no session has the name {self._name!r}: nothing to evict."
+            return AdminReport("nobody", Code.NOBODY, [nobody], seen)
+        if dry_run:
+            return AdminReport("seen", Code.OK, [*self._list_holders(seen), "Nothing was done."], seen)
+        if not yes and not confirm(self._list_holders(seen), "Evict?"):
+            return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
+        return self._evict(seen)
 
-    def _evict(self, seen: Found) -> _EvictionReport:
+    def _evict(self, seen: Found) -> AdminReport[Found]:
         # Between look, answer and eviction another one may have come: that one was not meant.
         order = replace(self._order, only=seen)
         found = requests.perform(self._engine, statements.evict, order)
         if found.newest is None:
             who = "; ".join(map(str, found.holders)) or "nobody"
-            return _EvictionReport(
+            return AdminReport(
                 "changed", Code.BUSY, [f"{self._name!r} changed hands, and nothing was done: now {who}"], found
             )
         raised = f" Token {found.token} is refused from now on; {found.newest} counts." if found.token else ""
         done = "Evicted, and written to the audit." if found.holders else "Written to the audit."
-        return _EvictionReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
+        return AdminReport("evicted", Code.OK, [*self._list_holders(found), done + raised], found)
 
     def _list_holders(self, found: Found) -> list[str]:
         if not found.holders:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
 from pgfence import schema as tables
-from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.cli.codes import CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath
-from pgfence.cli.report import Console
-from pgfence.cli.server import find_engine, settle
+from pgfence.cli.report import Console, choose_code
+from pgfence.cli.server import open_engine
 from pgfence.config import DEFAULT
-from pgfence.errors import PgfenceError, UnreachableError
+from pgfence.errors import PgfenceError
 
 
 def register(app: typer.Typer) -> None:
@@ -43,15 +42,12 @@ def install(
     if sql:
         print(_build_script(schema, prefix), end="")
         return
-    target = find_engine(dsn=dsn, path=engine, environ=os.environ)
-    settle(target, schema=schema, prefix=prefix)
-    try:
-        tables.create_all(target)
-    except PgfenceError as error:
-        Console().warn(str(error))
-        raise CommandExit(Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED) from None
-    finally:
-        target.dispose()
+    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
+        try:
+            tables.create_all(target)
+        except PgfenceError as error:
+            Console().warn(str(error))
+            raise CommandExit(choose_code(error)) from None
     Console(quiet=quiet).tell("tables and functions are there")
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,10 +14,10 @@ from pgfence._admin.requests import perform
 from pgfence._sql import stuck_keys as statements
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
-from pgfence.cli.report import Console
-from pgfence.cli.server import find_engine, settle
+from pgfence.cli.report import AdminReport, Console, choose_code, confirm, expect_answer, run_reported
+from pgfence.cli.server import open_engine
 from pgfence.config import config_of
-from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
+from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,7 +63,7 @@ def keys(
         if given := [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]:
             raise MisuseError(f"write {_build_option(given[0])} behind {context.invoked_subcommand}")
         return
-    with _find_target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         try:
             found = monitoring.stuck_keys(target, older_than=older_than, prefix=scope)
             space = config_of(target).namespace
@@ -74,7 +71,7 @@ def keys(
             raise MisuseError(str(error)) from None
         except PgfenceError as error:
             Console().warn(str(error))
-            raise CommandExit(_code_of(error)) from error
+            raise CommandExit(choose_code(error)) from error
     if as_json:
         print(json.dumps({"keys": [_as_data(key) for key in found]}))
     else:
@@ -112,51 +109,14 @@ def free(
 
     What that attempt has done outside of the database is not undone: look there first.
     """
-    with _find_target(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
+    with open_engine(dsn, engine, namespace=namespace, schema=schema, prefix=prefix) as target:
         report = _Freeing(target, scope, key, reason, actor).run(dry_run=dry_run, yes=yes)
-    if as_json:
-        print(report.as_json(scope, key))
-    elif report.code in {Code.OK, Code.NOBODY}:
-        print("\n".join(report.lines))
-    else:
-        Console().warn(" ".join(report.lines))
-    raise CommandExit(report.code)
+    found = report.found and _as_data(report.found)
+    report.show(as_json=as_json, target={"scope": scope, "key": key}, found={"found": found})
 
 
 def _build_option(parameter: str) -> str:
     return "--json" if parameter == "as_json" else f"--{parameter.replace('_', '-')}"
-
-
-@contextmanager
-def _find_target(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
-    target = find_engine(dsn=dsn, path=path, environ=os.environ)
-    try:
-        settle(target, **given)
-        yield target
-    finally:
-        target.dispose()
-
-
-@dataclass(frozen=True, slots=True)
-class _KeyReport:
-    """How it went.
-
-    Attributes:
-        outcome: in one word.
-        code: the exit code.
-        lines: for people.
-        found: what was under the key, if that was seen.
-    """
-
-    outcome: str
-    code: Code
-    lines: list[str]
-    found: StuckKey | None = None
-
-    def as_json(self, scope: str, key: str) -> str:
-        told = {"scope": scope, "key": key, "outcome": self.outcome, "exit_code": int(self.code)}
-        found = self.found and _as_data(self.found)
-        return json.dumps(told | {"found": found, "message": " ".join(self.lines)})
 
 
 class _Freeing:
@@ -169,41 +129,28 @@ class _Freeing:
         except ValueError as error:
             raise MisuseError(str(error)) from None
 
-    def run(self, *, dry_run: bool, yes: bool) -> _KeyReport:
-        if not (dry_run or yes or sys.stdin.isatty()):
-            raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
-        try:
-            row = perform(self._engine, statements.find, self._order)
-            if row is None:
-                return _KeyReport(
-                    "nobody", Code.NOBODY, [f"Nothing is stuck under {self._order}: it is unknown, finished or free."]
-                )
-            seen = stuck_keys.to_stuck_key(row)
-            if dry_run:
-                return _KeyReport("seen", Code.OK, [_format_line(seen), "Nothing was done."], seen)
-            if not yes and not _confirm(seen):
-                return _KeyReport("declined", Code.DECLINED, ["nothing was done"], seen)
-            # Between look, answer and this another attempt may have begun: that one was not meant.
-            freed = perform(self._engine, statements.free, replace(self._order, only=row))
-        except LockTimeoutError as error:
-            return _KeyReport("busy", Code.BUSY, [str(error)])
-        except PgfenceError as error:
-            code = _code_of(error)
-            return _KeyReport("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
+    def run(self, *, dry_run: bool, yes: bool) -> AdminReport[StuckKey]:
+        expect_answer(dry_run=dry_run, yes=yes)
+        return run_reported(lambda: self._run(dry_run=dry_run, yes=yes))
+
+    def _run(self, *, dry_run: bool, yes: bool) -> AdminReport[StuckKey]:
+        row = perform(self._engine, statements.find, self._order)
+        if row is None:
+            nothing = f"Nothing is stuck under {self._order}: it is unknown, finished or free."
+            return AdminReport("nobody", Code.NOBODY, [nothing])
+        seen = stuck_keys.to_stuck_key(row)
+        if dry_run:
+            return AdminReport("seen", Code.OK, [_format_line(seen), "Nothing was done."], seen)
+        if not yes and not confirm([_format_line(seen)], "Free it?"):
+            return AdminReport("declined", Code.DECLINED, ["nothing was done"], seen)
+        # Between look, answer and this another attempt may have begun: that one was not meant.
+        freed = perform(self._engine, statements.free, replace(self._order, only=row))
         if freed is None or freed.claim_id != row.claim_id:
             now = None if freed is None else stuck_keys.to_stuck_key(freed)
             said = f"something happened meanwhile, and nothing was done: now {now or 'nothing is stuck there'}"
-            return _KeyReport("changed", Code.BUSY, [said], now)
+            return AdminReport("changed", Code.BUSY, [said], now)
         done = f"Freed, and written to the audit. The next caller is attempt {seen.attempt + 1}."
-        return _KeyReport("freed", Code.OK, [_format_line(seen), done], seen)
-
-
-def _confirm(seen: StuckKey) -> bool:
-    typer.echo(_format_line(seen), err=True)
-    try:
-        return typer.confirm("Free it?", err=True)
-    except typer.Abort:  # the end of the input, or Ctrl-C
-        return False
+        return AdminReport("freed", Code.OK, [_format_line(seen), done], seen)
 
 
 def _format_line(key: StuckKey) -> str:
@@ -228,7 +175,3 @@ def _as_data(key: StuckKey) -> dict[str, object]:
     known = ("scope", "key", "state", "attempt", "steps", "owner", "host", "pid")
     times = {name: getattr(key, name).isoformat() for name in ("since", "locked_until", "expires_at")}
     return {name: getattr(key, name) for name in known} | times
-
-
-def _code_of(error: PgfenceError) -> Code:
-    return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,9 +14,9 @@ from pgfence._api.inputs import check_int
 from pgfence._sql.errors import message_of
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.options import Dsn, EnginePath, Json, Prefix, Schema  # noqa: TC001 - typer reads them when it runs
-from pgfence.cli.report import Console
-from pgfence.cli.server import find_engine, settle
-from pgfence.errors import PgfenceError, UnreachableError
+from pgfence.cli.report import Console, choose_code
+from pgfence.cli.server import open_engine
+from pgfence.errors import PgfenceError
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -49,12 +48,8 @@ def purge(
         check_int(batch, "batch", LARGEST_BATCH)
     except ValueError as error:
         raise MisuseError(f"--{error}") from None
-    target = find_engine(dsn=dsn, path=engine, environ=os.environ)
-    try:
-        settle(target, schema=schema, prefix=prefix)
+    with open_engine(dsn, engine, schema=schema, prefix=prefix) as target:
         purged, code, message = _perform(target, batch)
-    finally:
-        target.dispose()
     if as_json:
         print(json.dumps({"purged": purged, "exit_code": int(code), "message": message}))
     elif code is not Code.OK:
@@ -67,10 +62,8 @@ def purge(
 def _perform(engine: Engine, batch: int) -> tuple[int | None, Code, str]:
     try:
         purged = monitoring.purge(engine, batch=batch)
-    except UnreachableError as error:
-        return None, Code.UNAVAILABLE, str(error)
     except PgfenceError as error:
-        return None, Code.REFUSED, str(error)
+        return None, choose_code(error), str(error)
     except DBAPIError as error:
         return None, Code.BUSY, f"{message_of(error)}. What was purged before stays so"
     return purged, Code.OK, f"{purged} expired keys taken away"

@@ -1,17 +1,25 @@
-"""What `pgfence run` says: lines for people, and one JSON object for programs. All of it on stderr."""
+"""What commands say: lines for people, and one JSON object for programs. What `pgfence run` says is on stderr, all of it."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Generic, Literal, NoReturn, TypeAlias, TypeVar
+
+import typer
+
+from pgfence.cli.codes import Code, CommandExit, MisuseError
+from pgfence.errors import LockTimeoutError, PgfenceError, UnreachableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pgfence.types import Holder
+
+F = TypeVar("F")
 
 Outcome: TypeAlias = Literal[
     "ran", "busy", "done", "clock", "zone", "lost", "unavailable", "skipped", "refused", "not started", "interrupted"
@@ -101,3 +109,69 @@ class Console:
         """Say it only when verbose."""
         if self.verbose:
             self.warn(line)
+
+
+@dataclass(frozen=True, slots=True)
+class AdminReport(Generic[F]):
+    """How a command went that ends a hold or frees a key.
+
+    Attributes:
+        outcome: in one word.
+        code: the exit code.
+        lines: for people.
+        found: what was there, if that was seen.
+    """
+
+    outcome: str
+    code: Code
+    lines: list[str]
+    found: F | None = None
+
+    def show(self, *, as_json: bool, target: dict[str, str], found: dict[str, object]) -> NoReturn:
+        """Show it, and end the command.
+
+        Args:
+            as_json: for programs.
+            target: what the command was for.
+            found: what was there.
+        """
+        if as_json:
+            how = {"outcome": self.outcome, "exit_code": int(self.code)}
+            print(json.dumps(target | how | found | {"message": " ".join(self.lines)}))
+        elif self.code in {Code.OK, Code.NOBODY}:
+            print("\n".join(self.lines))
+        else:
+            Console().warn(" ".join(self.lines))
+        raise CommandExit(self.code)
+
+
+def run_reported(work: Callable[[], AdminReport[F]]) -> AdminReport[F]:
+    """Return what the work reports, or the error that it ended with."""
+    try:
+        return work()
+    except LockTimeoutError as error:
+        return AdminReport("busy", Code.BUSY, [str(error)])
+    except PgfenceError as error:
+        code = choose_code(error)
+        return AdminReport("unavailable" if code is Code.UNAVAILABLE else "refused", code, [str(error)])
+
+
+def choose_code(error: PgfenceError) -> Code:
+    """Return the exit code for an error of the server's, or for none that was reached."""
+    return Code.UNAVAILABLE if isinstance(error, UnreachableError) else Code.REFUSED
+
+
+def expect_answer(*, dry_run: bool, yes: bool) -> None:
+    """Raise MisuseError where a question could not be answered."""
+    if not (dry_run or yes or sys.stdin.isatty()):
+        raise MisuseError("nobody is there to be asked: add --yes, or --dry-run to look only")
+
+
+def confirm(lines: Sequence[str], question: str) -> bool:
+    """Show lines on stderr, and ask."""
+    for line in lines:
+        typer.echo(line, err=True)
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort:  # the end of the input, or Ctrl-C
+        return False

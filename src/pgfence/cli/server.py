@@ -11,6 +11,7 @@ import operator
 import os
 import socket
 import sys
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from pgfence.cli.codes import MisuseError
 from pgfence.config import config_of, configure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from sqlalchemy.engine.interfaces import Dialect
 
@@ -30,6 +31,17 @@ DRIVERS = ("psycopg", "psycopg2")
 # Those of libpq's variables that say where to go, and not only as whom.
 WHERE = ("PGDATABASE", "PGHOST", "PGHOSTADDR", "PGPORT", "PGSERVICE")
 INSTALL = 'pip install "psycopg[binary]"'
+
+
+@contextmanager
+def open_engine(dsn: str | None, path: str | None, **given: str | None) -> Iterator[Engine]:
+    """Yield the engine that the user means, settled; see `find_engine` and `settle`. Its connections are closed at the end."""
+    engine = find_engine(dsn=dsn, path=path, environ=os.environ)
+    try:
+        settle(engine, **given)
+        yield engine
+    finally:
+        engine.dispose()
 
 
 def settle(engine: Engine, **given: str | None) -> None:
