@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from benchmarks import report, rounds
+from benchmarks import picture, report, rounds
 from benchmarks.place import server
 from benchmarks.wire import counted
 from pgfence import schema
@@ -98,6 +98,9 @@ ONE = {
 }
 
 
+LINES = {"pgfence, Versioned": "Versioned in a VersionedSession", "version_id_col": "bare version_id_col"}
+
+
 def several(number: int) -> dict[str, Make]:
     """Return those who flush several rows."""
     return {
@@ -120,7 +123,7 @@ def run(quick: bool) -> dict[str, Any]:
         many = {}
         for number in SIZES:
             share = 1 + number // 20
-            some = rounds.Effort(effort.sets, max(5, effort.cycles // share), max(2, effort.warm // share))
+            some = rounds.Effort(max(2, effort.sets // 3), max(5, effort.cycles // share), max(2, effort.warm // share))
             many[number] = rounds.alternate(place, several(number), some)
         trips = {number: _count_trips(place, VersionedSession, number) for number in (1, *SIZES)}
         trips_of_unversioned = _count_trips(place, Session, MANY, Plain)
@@ -167,6 +170,19 @@ def run(quick: bool) -> dict[str, Any]:
             *[_table(f"A flush of {number:,} rows", found) for number, found in many.items()],
         ],
         "skipped": {},
+        "pictures": [
+            picture.curves(
+                "benchmark-versions",
+                "rows in a flush",
+                (1, *SIZES),
+                {
+                    "ratio to unversioned rows": {
+                        label: [rounds.ratio(found, name, "unversioned") for found in (one, *many.values())]
+                        for label, name in LINES.items()
+                    }
+                },
+            )
+        ],
     }
 
 
@@ -178,11 +194,11 @@ def _count_trips(place: Place, make: Callable[[Any], Session], number: int, cls:
             session.expire_on_commit = False
             rows = session.scalars(sa.select(cls).order_by(cls.id).limit(number)).all()
             session.commit()
-            before = counter.requests
+            before = counter.trips
             for row in rows:
                 row.n += 1
             session.commit()
-            found = counter.requests - before
+            found = counter.trips - before
         engine.dispose()
     return found
 
