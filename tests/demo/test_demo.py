@@ -77,7 +77,7 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Quiet:
-    """An audience that watches; `during` is called while an act goes on."""
+    """A reporter that watches; `during` is called while an act goes on."""
 
     def __init__(self, during: Any = lambda: None) -> None:
         self._during = during
@@ -153,9 +153,9 @@ def test_the_control_loses_money_and_no_guarded_act_does(
     for act in guarded:
         assert (act["cents_lost"], act["accounts_off"]) == (0, 0)
         assert 0 < act["wait_p50"] <= act["wait_p99"] <= act["wait_longest"]
-    blows = shown["acts"][-1]["takeovers"]
-    assert [each["blow"] for each in blows] == [Fault.KILL, Fault.TERMINATE]
-    assert all(0 < each["seconds"] < 30 for each in blows)
+    faults = shown["acts"][-1]["takeovers"]
+    assert [each["blow"] for each in faults] == [Fault.KILL, Fault.TERMINATE]
+    assert all(0 < each["seconds"] < 30 for each in faults)
     assert sum(shown["acts"][-1]["retries"].values()) >= 1, "nobody was told that its session was ended"
 
     assert schemas(admin) == []
@@ -195,9 +195,9 @@ def test_a_lock_that_nobody_takes_over_is_exit_code_1(
     monkeypatch.setattr(measurement, "_TIMES_LONGER", 1.0)
     monkeypatch.setattr(measurement, "_SECONDS_LONGER", 0.0)
     # These locks are over too soon to tell of them, so nobody is known to hold one.
-    acts(replace(transaction.ACT, blows=(Fault.KILL,)))
+    acts(replace(transaction.ACT, faults=(Fault.KILL,)))
     assert demo(dsn, seconds="0.5", processes="3") == 1
-    assert "SIGKILL of a holder: nobody had its lock afterwards" in capfd.readouterr().out
+    assert "SIGKILL of a holder: no process had its lock afterwards" in capfd.readouterr().out
 
 
 def test_a_schema_of_that_name_is_left_alone(
@@ -236,13 +236,13 @@ def test_keep_leaves_the_tables_of_the_last_look(
     admin.execute(f"DROP SCHEMA {SCHEMA} CASCADE")
 
 
-def test_a_process_that_ends_unasked_ends_the_demo(engine: Engine, admin: psycopg.Connection[Any]) -> None:
-    """Only blows may kill; whatever else ends a process is an error that names it, and everything is cleaned up."""
+def test_a_process_that_ends_unexpectedly_ends_the_demo(engine: Engine, admin: psycopg.Connection[Any]) -> None:
+    """Any end of a process other than by a fault raises an error that names the process, and everything is cleaned up."""
 
     def kill_one() -> None:
         workers()[0].kill()
 
-    with pytest.raises(DemoError, match=r"process \d ended with -9, unasked"):
+    with pytest.raises(DemoError, match=r"process \d ended unexpectedly with -9"):
         runner.play(engine, Quiet(kill_one), seconds=5, processes=3, keep=True, acts=[advisory.ACT], scenes=())
     assert schemas(admin) == []
 

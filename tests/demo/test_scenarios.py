@@ -143,11 +143,10 @@ def test_a_client_loses_its_patience_with_a_server_that_is_gone(monkeypatch: pyt
 
 
 def test_clients_end_with_the_process_that_forked_them(stage: Engine, eventually: Callable[..., Any]) -> None:
-    """SIGKILL of it in the middle of the storm leaves none of them at work."""
+    """SIGKILL of that process leaves none of them running."""
     retries.RetriesBase.metadata.create_all(stage)
     with start_processes() as start:
-        player = start(retries.__name__, stage.url)
-        process = psutil.Process(player.popen.pid)
+        process = psutil.Process(start(retries.__name__, stage.url).popen.pid)
         eventually(lambda: len(process.children()) == retries.PROCESSES)
         clients = process.children()
         with stage.connect() as connection:
@@ -160,8 +159,8 @@ def alive(process: psutil.Process) -> bool:
 
 
 def test_a_process_that_ends_unexpectedly_is_reported(dsn: str) -> None:
-    """A process that fails is a DemoError with its last words, and no wait for ever."""
+    """A process that fails raises a DemoError with its last line of output, and the wait ends."""
     engine: Any = create_engine(dsn)
     with start_processes() as start, pytest.raises(DemoError, match="NoSuchModule|No module"):
-        start("pgfence._demo.no_such_module", engine.url).hear()
+        start("pgfence._demo.no_such_module", engine.url).read_message()
     engine.dispose()

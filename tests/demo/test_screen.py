@@ -13,12 +13,12 @@ from pgfence._demo.workload import Fault, Figures, TakeOver, Verdict
 from pgfence._demo.workloads import ACTS
 from pgfence.cli import screen
 
-CONTROL, LOCKED, _, STRUCK = (
+CONTROL, LOCKED, _, FAULTY = (
     Figures(act=act.name, title=act.title, seconds=4.0, transfers=12_345, waits=[0.0004, 0.0123, 2.5]) for act in ACTS
 )
 CONTROL = replace(CONTROL, cents_lost=1_234_567, accounts_off=99, waits=())
-STRUCK = replace(
-    STRUCK, takeovers=(TakeOver(Fault.KILL, "x", 0.012), TakeOver(Fault.TERMINATE, "x", 0.0031)), retries={"Error": 1}
+FAULTY = replace(
+    FAULTY, takeovers=(TakeOver(Fault.KILL, "x", 0.012), TakeOver(Fault.TERMINATE, "x", 0.0031)), retries={"Error": 1}
 )
 
 
@@ -28,14 +28,14 @@ def outcome(*acts: tuple[Figures, Verdict]) -> Outcome:
 
 def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each act; no wait, no time to take over: a dash."""
-    screen.show(outcome((CONTROL, Verdict.OK), (LOCKED, Verdict.OK), (STRUCK, Verdict.OK)))
+    screen.show(outcome((CONTROL, Verdict.OK), (LOCKED, Verdict.OK), (FAULTY, Verdict.OK)))
     shown = capsys.readouterr().out
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80
     rows = {line[:22].strip(): line[22:].split() for line in lines[3:6]}
     assert rows[CONTROL.title] == ["12,345", "3,086", "1,234,567", "-", "-", "-", "-"]
     assert rows[LOCKED.title] == ["12,345", "3,086", "0", "12", "ms", "2.50", "s", "2.50", "s", "-"]
-    assert rows[STRUCK.title][-2:] == ["12", "ms"]
+    assert rows[FAULTY.title][-2:] == ["12", "ms"]
     assert f"{CONTROL.title}: 1,234,567 cents lost, in 99 accounts." in lines
     assert "pg_terminate_backend of a holder: another process had its lock after 3.1 ms." in lines
     assert "Told of a loss and began anew: 1 by Error." in lines
@@ -47,7 +47,7 @@ def test_the_table_fits_80_columns_and_says_what_was_measured(capsys: pytest.Cap
     [
         (replace(CONTROL, cents_lost=0), Verdict.CONTROL_FAILED, "lost nothing, so the other acts prove nothing"),
         (replace(LOCKED, cents_lost=1, accounts_off=1), Verdict.GUARD_FAILED, "THE GUARD FAILED"),
-        (replace(STRUCK, takeovers=(TakeOver(Fault.KILL, "", None),)), Verdict.GUARD_FAILED, "nobody had its lock"),
+        (replace(FAULTY, takeovers=(TakeOver(Fault.KILL, "", None),)), Verdict.GUARD_FAILED, "no process had its lock"),
     ],
 )
 def test_a_failed_scenario_is_reported_without_praise(
@@ -69,11 +69,11 @@ def test_a_failed_guard_is_worse_than_a_failed_control() -> None:
 
 
 def watch() -> None:
-    with screen.Screen() as audience:
-        audience.step("loading")
+    with screen.Screen() as reporter:
+        reporter.step("loading")
         for seconds in (0.1, 0.2):
-            audience.progress(ACTS[0], seconds, 10)
-        audience.result(CONTROL, Verdict.OK)
+            reporter.progress(ACTS[0], seconds, 10)
+        reporter.result(CONTROL, Verdict.OK)
 
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What acts are judged by: percentiles, verdicts, and the blows with their take-overs."""
+"""What acts are judged by: percentiles, verdicts, and the faults with their take-overs."""
 
 from __future__ import annotations
 
@@ -82,51 +82,51 @@ class Crew:
 
 
 @pytest.fixture
-def blows() -> Faults:
+def faults() -> Faults:
     """One SIGKILL, due at once."""
     return Faults([Fault.KILL], Crew(), None, start=clock() - 2, seconds=1)  # type: ignore[arg-type]
 
 
-def killed(blows: Faults) -> list[Any]:
-    crew: Any = blows._crew
-    return crew.killed
+def killed(faults: Faults) -> list[Any]:
+    pool: Any = faults._pool
+    return pool.killed
 
 
-def test_a_holder_is_struck_when_another_process_waits(blows: Faults) -> None:
+def test_a_fault_hits_a_holder_when_another_process_waits(faults: Faults) -> None:
     """Without a waiter there would be nobody to take over."""
-    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
-    blows.hear("two", {"asks": "y"})  # type: ignore[arg-type]
-    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
-    assert killed(blows) == []
-    blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
-    blows.hear("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
-    assert killed(blows) == ["one"]
-    assert not blows.done
-    assert blows.takeovers == ((Fault.KILL, "x", None),)
+    faults.observe("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    faults.observe("two", {"asks": "y"})  # type: ignore[arg-type]
+    faults.observe("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    assert killed(faults) == []
+    faults.observe("two", {"asks": "x"})  # type: ignore[arg-type]
+    faults.observe("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    assert killed(faults) == ["one"]
+    assert not faults.done
+    assert faults.takeovers == ((Fault.KILL, "x", None),)
 
 
-def test_a_take_over_is_the_next_grant_to_another_process(blows: Faults) -> None:
-    """Grants of other locks, and of the struck process itself, are none."""
+def test_a_take_over_is_the_next_grant_to_another_process(faults: Faults) -> None:
+    """Grants of other locks, and grants to the killed process itself, do not count."""
     began = clock()
-    blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
-    blows.hear("one", {"granted": "x", "at": began})  # type: ignore[arg-type]
-    blows.hear("two", {"granted": "y", "at": began + 100})  # type: ignore[arg-type]
-    blows.hear("one", {"granted": "x", "at": began + 100})  # type: ignore[arg-type]
-    assert not blows.done
-    blows.hear("two", {"granted": "x", "at": began + 200})  # type: ignore[arg-type]
-    assert blows.done
-    (takeover,) = blows.takeovers
+    faults.observe("two", {"asks": "x"})  # type: ignore[arg-type]
+    faults.observe("one", {"granted": "x", "at": began})  # type: ignore[arg-type]
+    faults.observe("two", {"granted": "y", "at": began + 100})  # type: ignore[arg-type]
+    faults.observe("one", {"granted": "x", "at": began + 100})  # type: ignore[arg-type]
+    assert not faults.done
+    faults.observe("two", {"granted": "x", "at": began + 200})  # type: ignore[arg-type]
+    assert faults.done
+    (takeover,) = faults.takeovers
     assert takeover.seconds is not None and 150 < takeover.seconds <= 200
 
 
-def test_a_fault_that_came_too_late_is_injected_again(blows: Faults) -> None:
-    """If somebody else had the lock before the blow fell, no holder was struck."""
-    blows.hear("two", {"asks": "x"})  # type: ignore[arg-type]
+def test_a_fault_that_came_too_late_is_injected_again(faults: Faults) -> None:
+    """If another process had the lock before the fault, no holder was hit."""
+    faults.observe("two", {"asks": "x"})  # type: ignore[arg-type]
     granted = clock()
-    blows.hear("one", {"granted": "x", "at": granted - 1})  # type: ignore[arg-type]
-    blows.hear("two", {"granted": "x", "at": granted - 0.5})  # type: ignore[arg-type]
-    assert not blows.done
-    assert blows.takeovers == ((Fault.KILL, "", None),)
-    blows.hear("three", {"asks": "x"})  # type: ignore[arg-type]
-    blows.hear("two", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
-    assert killed(blows) == ["one", "two"]
+    faults.observe("one", {"granted": "x", "at": granted - 1})  # type: ignore[arg-type]
+    faults.observe("two", {"granted": "x", "at": granted - 0.5})  # type: ignore[arg-type]
+    assert not faults.done
+    assert faults.takeovers == ((Fault.KILL, "", None),)
+    faults.observe("three", {"asks": "x"})  # type: ignore[arg-type]
+    faults.observe("two", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    assert killed(faults) == ["one", "two"]

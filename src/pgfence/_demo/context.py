@@ -26,7 +26,7 @@ _REPORT_EVERY = 0.1
 
 
 def say(**words: object) -> None:
-    """Send one line to whoever gives the orders."""
+    """Send one line to the demo."""
     sys.stdout.write(f"{json.dumps(words)}\n")
     sys.stdout.flush()
 

@@ -26,68 +26,68 @@ _LONGEST_END = 60.0
 
 
 class Reporter(Protocol):
-    """Who is told what happens."""
+    """What shows the progress of a demo."""
 
     def step(self, what: str) -> None:
-        """Hear what is done before the acts."""
+        """Show what is done before the acts."""
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
-        """Hear how an act goes, several times a second."""
+        """Show the progress of an act; called several times a second."""
 
     def result(self, figures: Figures, verdict: Verdict) -> None:
-        """Hear what came of an act."""
+        """Show the result of an act."""
 
 
 class Measurement:
     """One act. It may last longer than asked for, until it has shown what it is for: on a slow machine that takes a while."""
 
     def __init__(
-        self, act: Workload, accounts: Accounts, crew: WorkerPool, engine: Engine, held: Held, *, seconds: float
+        self, act: Workload, accounts: Accounts, pool: WorkerPool, engine: Engine, held: Held, *, seconds: float
     ) -> None:
         self._act = act
         self._accounts = accounts
-        self._crew = crew
+        self._pool = pool
         self._engine = engine
         self._held = held
         self._seconds = seconds
         self._start = clock()
-        self._blows = Faults(act.blows, crew, engine, start=self._start, seconds=seconds)
+        self._faults = Faults(act.faults, pool, engine, start=self._start, seconds=seconds)
         self._working: set[Worker] = set()
         self._transfers = 0
         self._waits: list[float] = []
         self._retries: Counter[str] = Counter()
 
-    def play(self, audience: Reporter) -> Figures:
-        """Let everybody work, stop them, and read the ledger.
+    def play(self, reporter: Reporter) -> Figures:
+        """Let all processes work, stop them, and read the ledger.
 
         Raises:
             DemoError: a process failed, or does not stop.
             LockLostError: the server has gone.
         """
-        self._working = set(self._crew.members)
-        self._crew.tell({"act": self._act.name, "first": self._accounts.first})
+        self._working = set(self._pool.members)
+        self._pool.send({"act": self._act.name, "first": self._accounts.first})
         until, longest = self._start + self._seconds, self._seconds * _TIMES_LONGER + _SECONDS_LONGER
         while clock() < until:
             self._listen()
-            audience.progress(self._act, clock() - self._start, self._transfers)
+            reporter.progress(self._act, clock() - self._start, self._transfers)
             if clock() >= until and until < self._start + longest and not self._is_shown():
                 until += self._seconds
-        self._crew.tell({"stop": True})
+        self._pool.send({"stop": True})
         deadline = clock() + _LONGEST_END
-        while self._working & set(self._crew.members):
+        while self._working & set(self._pool.members):
             self._listen()
             if clock() > deadline:
                 raise DemoError(f"the processes did not stop within {_LONGEST_END:.0f} s")
         return self._build_figures(clock() - self._start)
 
     def _listen(self) -> None:
-        # The demo's own lock: if that is lost the server is, and nobody would tell us anything any more.
+        # The demo's own lock: if it is lost, the server is gone, and no process would send anything.
         self._held.check()
-        for member, words in self._crew.listen(_LISTEN):
-            self._hear(member, words)
+        for member, words in self._pool.listen(_LISTEN):
+            self._observe(member, words)
 
-    def _hear(self, member: Worker, words: Message) -> None:
-        self._blows.hear(member, words)
+    def _observe(self, member: Worker, words: Message) -> None:
+        self._faults.observe(member, words)
         if "transfers" in words:
             self._transfers += words["transfers"]
             self._waits += words["waits"]
@@ -96,9 +96,9 @@ class Measurement:
             self._working.discard(member)
 
     def _is_shown(self) -> bool:
-        """Say whether more time would tell nothing new: a loss, for one, stays a loss."""
+        """Say whether more time would show nothing new."""
         figures = self._build_figures(clock() - self._start)
-        return self._blows.done and figures.transfers > 0 and self._act.check(figures) is not Verdict.CONTROL_FAILED
+        return self._faults.done and figures.transfers > 0 and self._act.check(figures) is not Verdict.CONTROL_FAILED
 
     def _build_figures(self, seconds: float) -> Figures:
         ledger = self._accounts.audit(self._engine)
@@ -110,6 +110,6 @@ class Measurement:
             cents_lost=ledger.cents_off,
             accounts_off=ledger.accounts_off,
             waits=sorted(self._waits),
-            takeovers=self._blows.takeovers,
+            takeovers=self._faults.takeovers,
             retries=dict(self._retries),
         )

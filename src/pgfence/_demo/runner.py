@@ -1,7 +1,7 @@
-"""Where the acts are played: a server, the bank's tables, the processes, and the look into the ledger at the end of each.
+"""Run the acts: a server, the bank's tables, the processes, and the ledger that is read at the end of each.
 
-Promised: a schema of our own, which is gone at the end; nothing else in the database is touched. No process outlives this
-one. Every figure is measured: transfers and losses are read from the ledger, waits are the processes' own.
+Guarantees: everything is in a separate schema, which is dropped at the end; nothing else in the database is touched. No process
+outlives this one. Every figure is measured: transfers and losses are read from the ledger, waits by the processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pgfence._demo.workload import Figures, Workload
 
 LEAST_PROCESSES = 3
-"""One may be killed, and then there must be another one to take over from a third."""
+"""One may be killed, and then another one must take over from a third."""
 _ACCOUNTS_APART = 1000
 
 
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """The gravest: a guard that failed before a control that did."""
+        """The worst verdict of all; a guard that failed is worse than a control that did."""
         verdicts = {verdict for _, verdict in self.acts} | {shown.verdict for shown in self.scenes}
         verdicts -= {Verdict.OK}
         return min(verdicts, default=Verdict.OK)
@@ -76,7 +76,7 @@ class Outcome:
 
 def play(
     engine: Engine,
-    audience: Reporter,
+    reporter: Reporter,
     *,
     seconds: float,
     processes: int,
@@ -88,7 +88,7 @@ def play(
 
     Args:
         engine: for a database in which a schema may be made.
-        audience: is told how it goes.
+        reporter: shows the progress.
         seconds: that each act lasts.
         processes: how many move money at a time, at least `LEAST_PROCESSES`.
         keep: leave the schema there at the end.
@@ -102,28 +102,28 @@ def play(
         PoolerError, StandbyError, UnsupportedServerError, UnreachableError: as `AdvisoryLock` says.
     """
     demo = AdvisoryLock(engine, "demo", namespace=NAMESPACE)
-    with demo.hold(timeout=0) as held, WorkerPool(engine.url, processes) as crew:
+    with demo.hold(timeout=0) as held, WorkerPool(engine.url, processes) as pool:
         with engine.connect() as connection:
             server = f"PostgreSQL {connection.scalar(text('SHOW server_version')).split()[0]}"
-        audience.step(f"{server}: loading pgbench's tables, starting {processes} processes")
-        crew.start()
-        # The inner one ends the crew before the tables go.
-        with load.create_tables(engine, keep=keep) as loaded_by, crew:
-            audience.step(f"loaded by {loaded_by}")
+        reporter.step(f"{server}: loading pgbench's tables, starting {processes} processes")
+        pool.start()
+        # The inner one ends the pool before the tables go.
+        with load.create_tables(engine, keep=keep) as loaded_by, pool:
+            reporter.step(f"loaded by {loaded_by}")
             played = []
             for number, act in enumerate(acts):
-                crew.fill()
+                pool.fill()
                 # Each act has accounts of its own, so that the traces of all stay visible.
                 accounts = Accounts(1 + number * _ACCOUNTS_APART)
-                figures = Measurement(act, accounts, crew, engine, held, seconds=seconds).play(audience)
+                figures = Measurement(act, accounts, pool, engine, held, seconds=seconds).play(reporter)
                 played.append((figures, act.check(figures)))
-                audience.result(*played[-1])
-            crew.close()
-            shown = _show(engine, audience, held, scenes)
+                reporter.result(*played[-1])
+            pool.close()
+            shown = _show(engine, reporter, held, scenes)
     return Outcome(server, loaded_by, processes, tuple(played), shown)
 
 
-def _show(engine: Engine, audience: Reporter, held: Held, scenes: Sequence[Scenario]) -> tuple[ScenarioResult, ...]:
+def _show(engine: Engine, reporter: Reporter, held: Held, scenes: Sequence[Scenario]) -> tuple[ScenarioResult, ...]:
     """Play the scenes, on an engine that finds pgfence's tables in the demo's schema."""
     own = create_engine_for(engine.url)
     try:
@@ -132,7 +132,7 @@ def _show(engine: Engine, audience: Reporter, held: Held, scenes: Sequence[Scena
         shown = []
         for scene in scenes:
             held.check()
-            audience.step(f"{scene.title} ...")
+            reporter.step(f"{scene.title} ...")
             shown.append(scene.play(own))
     finally:
         own.dispose()

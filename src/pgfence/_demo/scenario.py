@@ -1,4 +1,4 @@
-"""What a scene is: something that happens once, with processes of its own, and what it showed."""
+"""A scene: something that happens once, with separate processes, and what it showed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def create_engine_for(url: str | URL) -> Engine:
 
 
 class ScenarioProcess:
-    """A process that plays a part: told its part on standard input, it tells what it does in lines of JSON."""
+    """A process that plays a part. It reads its part from standard input and reports in lines of JSON."""
 
     def __init__(self, module: str, url: URL, errors: IO[bytes], **part: object) -> None:
         self._errors = errors
@@ -89,16 +89,17 @@ class ScenarioProcess:
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         self._stdin, self._stdout = self.popen.stdin, self.popen.stdout
-        self.tell(url=url.render_as_string(hide_password=False), **part)
+        self.send(url=url.render_as_string(hide_password=False), **part)
 
-    def tell(self, **words: object) -> None:
-        """Give it a line; one that has ended does not hear it, and is found out when it is listened to."""
+    def send(self, **words: object) -> None:
+        """Send it a line."""
+        # A process that has ended reads nothing: the next read from it finds that out, and says why.
         with suppress(OSError):
             self._stdin.write(f"{json.dumps(words)}\n")
             self._stdin.flush()
 
-    def hear(self) -> Message:
-        """Wait for what it tells next.
+    def read_message(self) -> Message:
+        """Wait for its next message.
 
         Raises:
             DemoError: it has ended instead.
@@ -107,20 +108,20 @@ class ScenarioProcess:
         if not line:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise DemoError(": ".join(["a process of the demo ended unasked", *last]))
+            raise DemoError(": ".join(["a process of the demo ended unexpectedly", *last]))
         words: Message = json.loads(line)
         return words
 
-    def hear_of(self, what: str) -> Any:
-        """Wait until it tells of something, and return what."""
+    def wait_for(self, what: str) -> Any:
+        """Wait for a message about something, and return what it says."""
         deadline = clock() + _PATIENCE
-        while what not in (words := self.hear()):
+        while what not in (words := self.read_message()):
             if clock() > deadline:
                 raise DemoError(f"a process of the demo did not come to {what!r} within {_PATIENCE:.0f} s")
         return words[what]
 
     def close(self) -> None:
-        """End it, in whatever it is."""
+        """Kill it."""
         self.popen.kill()
         self._stdin.close()
         self._stdout.close()
@@ -140,17 +141,17 @@ def start_processes() -> Iterator[Callable[..., ScenarioProcess]]:
         try:
             yield start
         finally:
-            for player in started:
-                player.close()
+            for process in started:
+                process.close()
 
 
 def say(**words: object) -> None:
-    """Send one line to whoever plays the scene."""
+    """Send one line to the process that plays the scene."""
     sys.stdout.write(f"{json.dumps(words)}\n")
     sys.stdout.flush()
 
 
 def read_part() -> Message:
-    """Return the next line from whoever plays the scene."""
+    """Return the next line from the process that plays the scene."""
     words: Message = json.loads(sys.stdin.readline() or "{}")
     return words

@@ -1,7 +1,6 @@
-"""The program of one process: `python -m pgfence._demo.worker`, told what to do by lines of JSON on its standard input.
+"""The program of one process: `python -m pgfence._demo.worker`, which reads orders as lines of JSON from standard input.
 
-The first line has the database's URL; each further one is an order. It answers on standard output with what it has done.
-When the input ends, whoever gave the orders is gone, and so is this process, in whatever it is.
+The first line has the database's URL; each further one is an order. It reports on standard output what it has done.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PAUSE = 0.05
 
 
 class Orders:
-    """What the standard input says, read on a thread of its own."""
+    """The orders from standard input, read on a separate thread."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
@@ -48,28 +47,28 @@ class Orders:
                 self._acts.put(order)
             else:
                 self.stopped.set()
-        # At once: the main thread may be waiting for a lock, and the server frees what this process holds.
+        # The demo is gone. At once: the main thread may be waiting for a lock, and the server frees what this process holds.
         os._exit(0)
 
 
 def is_connection_error(error: Exception) -> bool:
-    """Say whether an error means: lock or connection are lost, begin anew with others."""
+    """Say whether an error means that the lock or connection is lost, and a new one is needed."""
     if isinstance(error, PgfenceError):
         return error.retryable
     return isinstance(error, OperationalError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
 
 
-def perform(act: Workload, desk: WorkerContext, orders: Orders) -> None:
+def perform(act: Workload, context: WorkerContext, orders: Orders) -> None:
     """Do the work of an act until the order to stop comes."""
     while not orders.stopped.is_set():
         try:
-            act.work(desk)
+            act.work(context)
         except Exception as error:
             if not is_connection_error(error):
                 raise
-            desk.retries[type(error).__name__] += 1
+            context.retries[type(error).__name__] += 1
             orders.stopped.wait(_PAUSE)
-    desk.report()
+    context.report()
 
 
 def serve() -> None:
@@ -86,7 +85,7 @@ def serve() -> None:
 
 
 def main() -> None:
-    """Serve; a mistake that nobody foresaw is one line to whoever gives the orders."""
+    """Follow orders, and report an unexpected error in one line."""
     try:
         serve()
     except Exception as error:

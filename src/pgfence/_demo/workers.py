@@ -1,7 +1,4 @@
-"""The processes of a demo: started, told what to do, listened to, ended.
-
-Each has a session of its own, so that Ctrl-C reaches us alone, and ends when its input does: none outlives us.
-"""
+"""The processes of a demo: started, given orders, listened to, ended."""
 
 from __future__ import annotations
 
@@ -36,9 +33,10 @@ class Worker:
     def __init__(self, name: str, stderr: int) -> None:
         self.name = name
         self.ready = False
-        self.condemned = False
-        """Its end is part of the play."""
+        self.expected_to_die = False
+        """Its end is part of the demo."""
         self._unread = b""
+        # A session of its own, so that Ctrl-C does not reach it. It ends when its input does, so it does not outlive this process.
         self.popen = subprocess.Popen(
             _PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
         )
@@ -46,13 +44,14 @@ class Worker:
         assert self.popen.stdout is not None
         self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
 
-    def tell(self, order: dict[str, object]) -> None:
-        """Give it an order; one that has just died does not hear it, and is found dead when it is listened to."""
+    def send(self, order: dict[str, object]) -> None:
+        """Give it an order."""
+        # A process that has just died reads nothing: the next read from it finds that out.
         with suppress(OSError):
             self.stdin.write(f"{json.dumps(order)}\n".encode())
 
-    def hear(self) -> list[Message] | None:
-        """Return what it has said since; None: it has ended."""
+    def read_messages(self) -> list[Message] | None:
+        """Return its messages since the last call; None: it has ended."""
         piece = os.read(self.stdout.fileno(), 1 << 16)
         *lines, self._unread = (self._unread + piece).split(b"\n")
         return [json.loads(line) for line in lines] if piece else None
@@ -64,7 +63,7 @@ class Worker:
 
 
 class WorkerPool:
-    """Some processes that do the same; a context manager, which ends them."""
+    """Several processes that do the same; a context manager that ends them."""
 
     def __init__(self, url: URL, size: int) -> None:
         self._url = url.render_as_string(hide_password=False)
@@ -82,21 +81,21 @@ class WorkerPool:
 
     @property
     def members(self) -> list[Worker]:
-        """Those who live."""
+        """The processes that are running."""
         return list(self._members)
 
     def start(self) -> None:
-        """Start who is missing, without waiting until they are ready."""
+        """Start the missing processes, without waiting until they are ready."""
         while len(self._members) < self._size:
             self._started += 1
             member = Worker(f"pgfence demo, process {self._started}", self._errors.fileno())
             self._members.append(member)
             self._selector.register(member.stdout, selectors.EVENT_READ, member)
             # On standard input, where no list of processes shows it.
-            member.tell({"url": self._url, "name": member.name})
+            member.send({"url": self._url, "name": member.name})
 
     def fill(self) -> None:
-        """Start who is missing and wait until everybody is connected.
+        """Start the missing processes and wait until all of them are connected.
 
         Raises:
             DemoError: one of them cannot.
@@ -109,22 +108,22 @@ class WorkerPool:
             if clock() > deadline:
                 raise DemoError(f"the processes of the demo were not ready after {_START:.0f} s")
 
-    def tell(self, order: dict[str, object]) -> None:
-        """Give everybody an order."""
+    def send(self, order: dict[str, object]) -> None:
+        """Give all processes an order."""
         for member in self._members:
-            member.tell(order)
+            member.send(order)
 
     def listen(self, timeout: float) -> Iterator[tuple[Worker, Message]]:
-        """Yield who said what, after waiting for at most `timeout` seconds.
+        """Yield the messages and their senders, after waiting for at most `timeout` seconds.
 
         Raises:
-            DemoError: one of them failed, or has ended unasked.
+            DemoError: one of them failed, or has ended unexpectedly.
         """
         for key, _ in self._selector.select(timeout):
             member: Worker = key.data
-            said = member.hear()
+            said = member.read_messages()
             if said is None:
-                self._bury(member)
+                self._remove_dead(member)
             for words in said or ():
                 if "failed" in words:
                     raise DemoError(f"{member.name}: {words['failed']}")
@@ -132,11 +131,11 @@ class WorkerPool:
 
     def kill(self, member: Worker) -> None:
         """End one without any warning, as the kernel does when memory runs out."""
-        member.condemned = True
+        member.expected_to_die = True
         member.popen.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """End everybody and wait for it."""
+        """End all processes and wait for their end."""
         for member in self._members:
             member.close()
         deadline = clock() + _END
@@ -150,12 +149,12 @@ class WorkerPool:
         self._selector.close()
         self._errors.close()
 
-    def _bury(self, member: Worker) -> None:
+    def _remove_dead(self, member: Worker) -> None:
         self._selector.unregister(member.stdout)
         self._members.remove(member)
         member.close()
         code = member.popen.wait()
-        if not member.condemned:
+        if not member.expected_to_die:
             self._errors.seek(0)
             last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
-            raise DemoError(": ".join([f"{member.name} ended with {code}, unasked", *last]))
+            raise DemoError(": ".join([f"{member.name} ended unexpectedly with {code}", *last]))

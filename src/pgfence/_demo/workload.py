@@ -1,4 +1,4 @@
-"""What an act is, and what it is judged by."""
+"""An act, and the rules it is judged by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Fault(StrEnum):
-    """What befalls a process while it holds a lock that another one waits for."""
+    """What happens to a process while it holds a lock that another one waits for."""
 
     KILL = "SIGKILL"
     TERMINATE = "pg_terminate_backend"
@@ -25,15 +25,15 @@ class Verdict(IntEnum):
 
     OK = 0
     GUARD_FAILED = 1
-    """A guarded act lost money, or a lock whose holder was gone went to nobody."""
+    """A guarded act lost money, or no process took over the lock of a holder that was gone."""
     CONTROL_FAILED = 3
     """The act without a guard lost nothing, so the others prove nothing."""
 
 
 class TakeOver(NamedTuple):
-    """One blow, and the seconds until another process was granted the lock; None: nobody was."""
+    """One fault, and the seconds until another process was granted the lock; None: no process was."""
 
-    blow: Fault
+    fault: Fault
     lock: str
     seconds: float | None
 
@@ -50,8 +50,8 @@ class Figures:
         cents_lost: the sum of the differences between balances and journal, without their signs.
         accounts_off: how many balances differ.
         waits: each wait for a lock, as its process measured it, sorted.
-        takeovers: one for each blow.
-        retries: how often a process was told that its lock or connection is lost, and began anew; by the error's name.
+        takeovers: one for each fault.
+        retries: how often a process lost its lock or connection and started again; by the error's name.
     """
 
     act: str
@@ -88,13 +88,14 @@ class Figures:
             "wait_p50": self.wait(50),
             "wait_p99": self.wait(99),
             "wait_longest": self.wait(100),
-            "takeovers": [{"blow": each.blow, "lock": each.lock, "seconds": each.seconds} for each in self.takeovers],
+            # Programs read these keys.
+            "takeovers": [{"blow": each.fault, "lock": each.lock, "seconds": each.seconds} for each in self.takeovers],
             "retries": self.retries,
         }
 
 
 def keeps_every_cent(figures: Figures) -> Verdict:
-    """Judge a guarded act: money moved, none is lost, and after each blow somebody else got the lock."""
+    """Judge a guarded act: money moved, none is lost, and after each fault another process got the lock."""
     taken_over = all(each.seconds is not None for each in figures.takeovers)
     fine = figures.transfers > 0 and figures.cents_lost == 0 and figures.accounts_off == 0 and taken_over
     return Verdict.OK if fine else Verdict.GUARD_FAILED
@@ -114,11 +115,11 @@ class Workload:
         title: for people.
         work: one piece of work, done in each process again and again.
         check: the verdict.
-        blows: what befalls the holders meanwhile, in this order.
+        faults: what happens to holders during it, in this order.
     """
 
     name: str
     title: str
     work: Callable[[WorkerContext], None]
     check: Callable[[Figures], Verdict] = keeps_every_cent
-    blows: tuple[Fault, ...] = ()
+    faults: tuple[Fault, ...] = ()

@@ -26,7 +26,7 @@ _NONE = "-"
 
 
 class Screen:
-    """The audience of a demo; a context manager, which ends the live part."""
+    """Shows a demo on the terminal; a context manager, which ends the live part."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stderr, highlight=False, markup=False)
@@ -45,11 +45,11 @@ class Screen:
             self._live.stop()
 
     def step(self, what: str) -> None:
-        """Hear what is done before the acts."""
+        """Show what is done before the acts."""
         self._console.print(what)
 
     def progress(self, act: Workload, seconds: float, transfers: int) -> None:
-        """Hear how an act goes, several times a second."""
+        """Show the progress of an act; called several times a second."""
         if self._live is not None:
             now = (act.title, f"{transfers:,}", f"{transfers / seconds:,.0f}")
             self._live.update(_build_table([*self._rows, now]))
@@ -58,7 +58,7 @@ class Screen:
         self._seen = act
 
     def result(self, figures: Figures, verdict: Verdict) -> None:
-        """Hear what came of an act."""
+        """Show the result of an act."""
         self._rows.append(_build_row(figures))
         if self._live is not None:
             self._live.update(_build_table(self._rows))
@@ -132,9 +132,9 @@ def _describe_verdict(figures: Figures, verdict: Verdict) -> list[str]:
         return [f"{figures.title}: lost nothing, so the other acts prove nothing."]
     lines = [f"{figures.title}: {_format_lost(figures)}."] if figures.cents_lost else []
     lines += [
-        f"{each.blow} of a holder: another process had its lock after {_format_duration(each.seconds)}."
+        f"{each.fault} of a holder: another process had its lock after {_format_duration(each.seconds)}."
         if each.seconds is not None
-        else f"{each.blow} of a holder: nobody had its lock afterwards."
+        else f"{each.fault} of a holder: no process had its lock afterwards."
         for each in figures.takeovers
     ]
     if figures.retries:

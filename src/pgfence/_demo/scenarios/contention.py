@@ -89,8 +89,10 @@ def play(engine: Engine) -> ScenarioResult:
     with Session(engine) as session, session.begin():
         session.add_all(VersionedAccount(id=number) for number in range(MANY))
     with start_processes() as start:
-        crew = [start(__name__, engine.url, seed=seed) for seed in range(PROCESSES)]
-        cells = {(accounts, guard): _measure(crew, accounts, guard) for accounts in (MANY, FEW) for guard in GUARDS}
+        processes = [start(__name__, engine.url, seed=seed) for seed in range(PROCESSES)]
+        cells = {
+            (accounts, guard): _measure(processes, accounts, guard) for accounts in (MANY, FEW) for guard in GUARDS
+        }
     with engine.connect() as connection:
         off = connection.scalar(_AUDIT) or 0
     return ScenarioResult(
@@ -105,12 +107,12 @@ def play(engine: Engine) -> ScenarioResult:
     )
 
 
-def _measure(crew: Sequence[ScenarioProcess], accounts: int, guard: str) -> Measured:
-    for player in crew:
-        player.hear_of("ready")
-    for player in crew:
-        player.tell(accounts=accounts, guard=guard)
-    done = [player.hear_of("done") for player in crew]
+def _measure(processes: Sequence[ScenarioProcess], accounts: int, guard: str) -> Measured:
+    for process in processes:
+        process.wait_for("ready")
+    for process in processes:
+        process.send(accounts=accounts, guard=guard)
+    done = [process.wait_for("done") for process in processes]
     return Measured(sum(map(len, done)), sum(map(sum, done)), max(map(max, done)))
 
 

@@ -45,15 +45,15 @@ def play(engine: Engine) -> ScenarioResult:
     schema.add_fence(engine, f"{SCHEMA}.fenced_steps", resource="steps")
     with start_processes() as start:
         first, second = (start(__name__, engine.url, name=name) for name in ("first", "second"))
-        first.hear_of("ready")
-        second.hear_of("ready")
-        first.tell(stops=True)
-        first.hear_of("stops")
-        second.tell(stops=False)
-        second.hear_of("step")
+        first.wait_for("ready")
+        second.wait_for("ready")
+        first.send(stops=True)
+        first.wait_for("stops")
+        second.send(stops=False)
+        second.wait_for("step")
         first.popen.send_signal(signal.SIGCONT)
-        refused = first.hear_of("refused")
-        told = first.hear_of("told")
+        refused = first.wait_for("refused")
+        told = first.wait_for("told")
     with engine.connect() as connection:
         late = connection.scalar(text(_LATE.format(table="steps"))) or 0
         late_fenced = connection.scalar(text(_LATE.format(table="fenced_steps"))) or 0

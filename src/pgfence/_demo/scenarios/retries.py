@@ -34,7 +34,7 @@ PROCESSES = 8
 PAYMENTS = 100
 TIMES = 3
 _THOUGHT = 0.005
-_BETWEEN_BLOWS = 0.02
+_BETWEEN_FAULTS = 0.02
 _PATIENCE = 100
 _CLIENT = f"{NAMESPACE} client"
 _TITLE = f"{PAYMENTS} payments, each asked for {TIMES} times while connections are ended"
@@ -112,8 +112,10 @@ def play(engine: Engine) -> ScenarioResult:
     """Let the clients ask without keys, then with them."""
     RetriesBase.metadata.create_all(engine)
     with start_processes() as start:
-        player = start(__name__, engine.url)
-        plain, keyed = (_run_storm(engine, player.hear_of(what), keyed=what == "keyed") for what in ("plain", "keyed"))
+        process = start(__name__, engine.url)
+        plain, keyed = (
+            _run_storm(engine, process.wait_for(what), keyed=what == "keyed") for what in ("plain", "keyed")
+        )
     return ScenarioResult(
         scene="retries",
         title=_TITLE,
@@ -173,7 +175,7 @@ def _play_one(pool: Pool, engine: Engine, ask: Callable[[int], ClientAnswer], re
     working, ended = pool.map_async(ask, requests, chunksize=1), 0
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         while not working.ready():
-            working.wait(_BETWEEN_BLOWS)
+            working.wait(_BETWEEN_FAULTS)
             ended += connection.scalar(_END, {"name": _CLIENT}) or 0
     return {"answers": working.get(), "ended": ended}
 

@@ -38,7 +38,7 @@ def play(engine: Engine) -> ScenarioResult:
     with engine.begin() as connection:
         connection.exec_driver_sql(_TABLE)
     with start_processes() as start:
-        start(__name__, engine.url).hear_of("done")
+        start(__name__, engine.url).wait_for("done")
     with engine.connect() as connection:
         slots, runs, processes = connection.execute(_COUNT).one()
     verdict = _judge(slots, runs)
@@ -57,7 +57,7 @@ def _judge(slots: int, runs: int) -> Verdict:
 
 
 def main() -> None:
-    """Fork the processes, and tell when all of them have ended."""
+    """Fork the processes, and report when all of them have ended."""
     url = read_part()["url"]
     children = [pid for number in range(PROCESSES) if (pid := _fork(number, url))]
     for child in children:

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 TRANSFERS_OF_A_JOB = 10
 
 
-def work(desk: WorkerContext) -> None:
+def work(context: WorkerContext) -> None:
     """Do one job: some transfers between the accounts of a till."""
-    till = desk.accounts.till(desk.chance)
+    till = context.accounts.till(context.chance)
     key = TILL(till.start)
-    desk.ask(key.label)
-    with AdvisoryLock(desk.engine, key).connect() as connection:
-        desk.note_grant(key.label)
+    context.ask(key.label)
+    with AdvisoryLock(context.engine, key).connect() as connection:
+        context.note_grant(key.label)
         for _ in range(TRANSFERS_OF_A_JOB):
-            source, target = desk.accounts.pair_of(till, desk.chance)
+            source, target = context.accounts.pair_of(till, context.chance)
             with Session(connection) as session, session.begin():
-                move(session, source, target, desk.pick_amount())
-            desk.count_move()
-    desk.note_release(key.label)
+                move(session, source, target, context.pick_amount())
+            context.count_move()
+    context.note_release(key.label)
 
 
 ACT = Workload(name="advisory-lock", title="AdvisoryLock.connect()", work=work)

@@ -9,5 +9,5 @@ ACT = Workload(
     name="advisory-lock-failures",
     title="same, holders killed",
     work=work,
-    blows=(Fault.KILL, Fault.TERMINATE),
+    faults=(Fault.KILL, Fault.TERMINATE),
 )

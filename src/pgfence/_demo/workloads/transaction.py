@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from pgfence._demo.context import WorkerContext
 
 
-def work(desk: WorkerContext) -> None:
+def work(context: WorkerContext) -> None:
     """Make one transfer."""
-    source, target = desk.accounts.pair(desk.chance)
-    with desk.sessions.begin() as session:
-        with desk.note_wait():
+    source, target = context.accounts.pair(context.chance)
+    with context.sessions.begin() as session:
+        with context.note_wait():
             TransactionLock(session, ACCOUNT(source), ACCOUNT(target)).acquire()
-        move(session, source, target, desk.pick_amount())
-    desk.count_move()
+        move(session, source, target, context.pick_amount())
+    context.count_move()
 
 
 ACT = Workload(name="transaction-lock", title="TransactionLock", work=work)

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from pgfence._demo.context import WorkerContext
 
 
-def work(desk: WorkerContext) -> None:
+def work(context: WorkerContext) -> None:
     """Make one transfer."""
-    source, target = desk.accounts.pair(desk.chance)
-    with desk.sessions.begin() as session:
-        move(session, source, target, desk.pick_amount())
-    desk.count_move()
+    source, target = context.accounts.pair(context.chance)
+    with context.sessions.begin() as session:
+        move(session, source, target, context.pick_amount())
+    context.count_move()
 
 
 ACT = Workload(name="unguarded", title="no guard (control)", work=work, check=loses_money)
