@@ -94,12 +94,12 @@ def killed(faults: Faults) -> list[Any]:
 
 def test_a_fault_hits_a_holder_when_another_process_waits(faults: Faults) -> None:
     """Without a waiter there would be nobody to take over."""
-    faults.observe("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
-    faults.observe("two", {"asks": "y"})  # type: ignore[arg-type]
-    faults.observe("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    faults.note("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    faults.note("two", {"asks": "y"})  # type: ignore[arg-type]
+    faults.note("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     assert killed(faults) == []
-    faults.observe("two", {"asks": "x"})  # type: ignore[arg-type]
-    faults.observe("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    faults.note("two", {"asks": "x"})  # type: ignore[arg-type]
+    faults.note("one", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     assert killed(faults) == ["one"]
     assert not faults.done
     assert faults.takeovers == ((Fault.KILL, "x", None),)
@@ -108,12 +108,12 @@ def test_a_fault_hits_a_holder_when_another_process_waits(faults: Faults) -> Non
 def test_a_take_over_is_the_next_grant_to_another_process(faults: Faults) -> None:
     """Grants of other locks, and grants to the killed process itself, do not count."""
     began = clock()
-    faults.observe("two", {"asks": "x"})  # type: ignore[arg-type]
-    faults.observe("one", {"granted": "x", "at": began})  # type: ignore[arg-type]
-    faults.observe("two", {"granted": "y", "at": began + 100})  # type: ignore[arg-type]
-    faults.observe("one", {"granted": "x", "at": began + 100})  # type: ignore[arg-type]
+    faults.note("two", {"asks": "x"})  # type: ignore[arg-type]
+    faults.note("one", {"granted": "x", "at": began})  # type: ignore[arg-type]
+    faults.note("two", {"granted": "y", "at": began + 100})  # type: ignore[arg-type]
+    faults.note("one", {"granted": "x", "at": began + 100})  # type: ignore[arg-type]
     assert not faults.done
-    faults.observe("two", {"granted": "x", "at": began + 200})  # type: ignore[arg-type]
+    faults.note("two", {"granted": "x", "at": began + 200})  # type: ignore[arg-type]
     assert faults.done
     (takeover,) = faults.takeovers
     assert takeover.seconds is not None and 150 < takeover.seconds <= 200
@@ -121,12 +121,12 @@ def test_a_take_over_is_the_next_grant_to_another_process(faults: Faults) -> Non
 
 def test_a_fault_that_came_too_late_is_injected_again(faults: Faults) -> None:
     """If another process had the lock before the fault, no holder was hit."""
-    faults.observe("two", {"asks": "x"})  # type: ignore[arg-type]
+    faults.note("two", {"asks": "x"})  # type: ignore[arg-type]
     granted = clock()
-    faults.observe("one", {"granted": "x", "at": granted - 1})  # type: ignore[arg-type]
-    faults.observe("two", {"granted": "x", "at": granted - 0.5})  # type: ignore[arg-type]
+    faults.note("one", {"granted": "x", "at": granted - 1})  # type: ignore[arg-type]
+    faults.note("two", {"granted": "x", "at": granted - 0.5})  # type: ignore[arg-type]
     assert not faults.done
     assert faults.takeovers == ((Fault.KILL, "", None),)
-    faults.observe("three", {"asks": "x"})  # type: ignore[arg-type]
-    faults.observe("two", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
+    faults.note("three", {"asks": "x"})  # type: ignore[arg-type]
+    faults.note("two", {"granted": "x", "at": clock()})  # type: ignore[arg-type]
     assert killed(faults) == ["one", "two"]

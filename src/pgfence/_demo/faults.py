@@ -60,7 +60,7 @@ class Faults:
         open_ = [TakeOver(self._injected.fault, self._injected.lock, None)] if self._injected else []
         return (*self._takeovers, *open_, *(TakeOver(fault, "", None) for _, fault in self._due))
 
-    def observe(self, member: Worker, words: Message) -> None:
+    def note(self, member: Worker, words: Message) -> None:
         """Note a message of a process, and inject a fault into it if one is due."""
         if "asks" in words:
             self._asking[member] = words["asks"]

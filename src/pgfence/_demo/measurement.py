@@ -84,10 +84,10 @@ class Measurement:
         # The demo's own lock: if it is lost, the server is gone, and no process would send anything.
         self._held.check()
         for member, words in self._pool.listen(_LISTEN):
-            self._observe(member, words)
+            self._note(member, words)
 
-    def _observe(self, member: Worker, words: Message) -> None:
-        self._faults.observe(member, words)
+    def _note(self, member: Worker, words: Message) -> None:
+        self._faults.note(member, words)
         if "transfers" in words:
             self._transfers += words["transfers"]
             self._waits += words["waits"]
