@@ -27,6 +27,7 @@ SCENARIOS = (
     "imports",
     "leases",
     "fences",
+    "fence_growth",
     "versions",
     "idempotency",
     "purge",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -299,6 +300,32 @@ def test_sessions_of_a_new_holder_that_start_together_do_not_deadlock(sessions: 
         for token in range(2, 22):
             entered = [pool.submit(enter, one, token) for one in writers]
             assert [each.result() for each in entered] == [""] * len(writers)
+
+
+def test_in_a_crowd_of_every_kind_tokens_never_go_back(sessions: Callable[[], Session]) -> None:
+    """Six sessions, by functions and levels at random, tokens up and down: no write follows one with a newer token."""
+    ways = [way for way in INSIDE.values() if "claim" not in way[1]]
+    first = sessions()
+    first.run("DROP TABLE IF EXISTS log; CREATE TABLE log (id bigserial, token int)")
+
+    def write(writer: Session, seed: int) -> list[str]:
+        dice, states = random.Random(seed), []
+        for step in range(40):
+            token = max(1, step // 2 + dice.randint(-2, 2))
+            states.append(writer.begin(dice.choice(ways), token))
+            if not states[-1]:
+                insert = f"INSERT INTO log (token) SELECT {token} FROM pg_sleep(random() * 0.002); COMMIT"
+                states[-1] = writer.send((LEVELS[0], insert), token)
+            writer.run("ROLLBACK")
+        return states
+
+    with ThreadPoolExecutor(6) as pool:
+        writing = [pool.submit(write, sessions(), seed) for seed in range(6)]
+        states = [state for each in writing for state in each.result()]
+    order = [token for (token,) in first.run("SELECT token FROM log ORDER BY id")]
+    assert order == sorted(order)
+    assert set(states) <= {"", "PF001", "40001"}
+    assert len(order) == states.count("") > 20
 
 
 def test_thousands_of_gates_take_few_places_in_the_lock_table(sessions: Callable[[], Session]) -> None:
