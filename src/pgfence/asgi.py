@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pgfence._api.inputs import DAY
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
+from pgfence._http.exchange import Exchange, RequestMarker, claim_key
 from pgfence._http.problems import BODY_INCOMPLETE
-from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, parse_length
-from pgfence.effects._claim import Reply, StoredResult
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, Rules, parse_length
+from pgfence.effects._claim import Reply
 from pgfence.effects._ends import describe_error
-from pgfence.effects._manager import EffectManager
-from pgfence.effects._running import claim
-from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.errors import PgfenceError
 from pgfence.lease._engines import ASYNC_ENGINES
 
 if TYPE_CHECKING:
@@ -151,33 +150,21 @@ class IdempotencyMiddleware:
             return None
         body = await _read_body(receive, rules)
         wanted = rules.build_effect_key(request, owner, key, body)
-        try:
-            at = ASYNC_ENGINES.find_manager(self._engine, type(self).__name__, EffectManager)
-            found = await claim(*at, wanted, 0)
-        except Exception as error:
-            if refusal := answers.find_claim_problem(error, str(request)):
-                raise refusal from error
-            raise
-        if isinstance(found, StoredResult):
-            return answers.build_replay(found)
-        return _AsgiExchange(found, rules, request, body, receive, send)
+        found = await claim_key(ASYNC_ENGINES, self._engine, type(self).__name__, wanted, request)
+        return found if isinstance(found, Reply) else _AsgiExchange(found, rules, request, body, receive, send)
 
 
-class _AsgiExchange:
-    """One claimed request, between the server and the application."""
+class _AsgiExchange(Exchange):
+    """One claimed request of ASGI."""
 
     def __init__(
         self, running: RunningAttempt, rules: Rules, request: HttpRequest, body: bytes, receive: Receive, send: Send
     ) -> None:
-        self._running, self._rules, self._request = running, rules, request
+        super().__init__(running, rules, request)
         self._body: bytes | None = body
         self._receive, self._send = receive, send
         self._start: Message | None = None
-        self._chunks: list[bytes] = []
-        self._size = 0
         self._open = asyncio.Event()
-        self._gone = False
-        self._marker = RequestMarker(request)
 
     async def run(self, app: App, scope: Scope) -> None:
         self._marker.mark(scope)
@@ -190,9 +177,7 @@ class _AsgiExchange:
             await self._end_stopped(describe_error(error))
             raise
         except BaseException as error:
-            self._marker.ended = True
-            self._running.let_lapse(describe_error(error))
-            answers.log_lapse(self._request, self._running.describe_lapse(describe_error(error)))
+            self.interrupt(describe_error(error))
             raise
         await self._end_stopped("no response")
 
@@ -257,9 +242,9 @@ class _AsgiExchange:
             reply = None
         instead = None
         if reply is None:
-            await self._end_failed(f"status {start['status']}")
+            await self.fail(f"status {start['status']}")
         else:
-            instead = await self._record(reply)
+            instead = await self.store(reply)
         self._open.set()
         if not flows and instead:
             await _send(instead, self._send)
@@ -268,40 +253,14 @@ class _AsgiExchange:
             await self._send(start)
         await self._flush(more=False)
 
-    async def _record(self, reply: Reply) -> Reply | None:
-        """Store a response. Returns the response to send instead if this attempt was superseded."""
-        self._marker.ended = True
-        try:
-            await self._running.finish_reply(reply)
-        except AttemptLostError as error:
-            return answers.build_refusal(error, str(self._request))
-        except Exception:
-            # The work is done: send its response although no later request can get it.
-            answers.log.exception("%s: the response is not stored", self._request)
-        return None
-
     async def _end_stopped(self, how: str) -> None:
         """End the attempt of an application that has stopped, unless it has ended."""
         if self._gone and self._start is not None and not self._marker.ended:
             # The application has responded; only the client has stopped it from sending all of it.
             reply = self._rules.build_record(self._start["status"], _decode_headers(self._start), None)
             if reply is not None:
-                await self._record(reply)
-        await self._end_failed(how)
-
-    async def _end_failed(self, how: str) -> None:
-        """End the attempt without a record, unless it has ended."""
-        if self._marker.ended:
-            return
-        self._marker.ended = True
-        if not self._rules.free_on_failure:
-            row = await self._running.lapse(how)
-            answers.log_lapse(self._request, self._running.describe_lapse(how, row))
-            return
-        try:
-            await self._running.free()
-        except Exception:
-            answers.log.exception("%s: the key is not free", self._request)
+                await self.store(reply)
+        await self.fail(how)
 
 
 def _parse_request(scope: Scope) -> HttpRequest:

@@ -21,6 +21,7 @@ from pgfence._api.inputs import is_async_session
 from pgfence._http import openapi
 from pgfence._http.dependants import build_signature, check_root, find_parameter
 from pgfence._http.endpoint import build_scope, is_on_loop, read_payload, wait_in_thread
+from pgfence._http.exchange import RequestMarker
 from pgfence._http.problems import (
     MEDIA_TYPE,
     NAME_INVALID,
@@ -30,7 +31,7 @@ from pgfence._http.problems import (
     problem_of,
     retry_headers,
 )
-from pgfence._http.rules import RequestMarker, UnusableKeyError, parse_key
+from pgfence._http.rules import UnusableKeyError, parse_key
 from pgfence._values.codec import Codec
 from pgfence.errors import PgfenceError
 from pgfence.idempotency import AsyncIdem, Idem, idempotent

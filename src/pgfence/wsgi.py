@@ -10,13 +10,12 @@ from pgfence._api.inputs import DAY
 from pgfence._holds.carriers import run_sync
 from pgfence._http import answers
 from pgfence._http.answers import ProblemResponse
+from pgfence._http.exchange import Exchange, RequestMarker, claim_key
 from pgfence._http.problems import BODY_INCOMPLETE, LENGTH_REQUIRED, choose_phrase
-from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, RequestMarker, Rules, find_length, parse_length
-from pgfence.effects._claim import Reply, StoredResult
+from pgfence._http.rules import MEBIBYTE, WHY, HttpRequest, Rules, find_length, parse_length
+from pgfence.effects._claim import Reply
 from pgfence.effects._ends import describe_error
-from pgfence.effects._manager import EffectManager
-from pgfence.effects._running import claim
-from pgfence.errors import AttemptLostError, PgfenceError
+from pgfence.errors import PgfenceError
 from pgfence.lease._engines import SYNC_ENGINES
 
 if TYPE_CHECKING:
@@ -110,35 +109,25 @@ class IdempotencyMiddleware:
             return None
         body = _read_body(environ, request, rules)
         wanted = rules.build_effect_key(request, owner, key, body)
-        try:
-            at = SYNC_ENGINES.find_manager(self._engine, type(self).__name__, EffectManager)
-            found = run_sync(claim, *at, wanted, 0)
-        except Exception as error:
-            if refusal := answers.find_claim_problem(error, str(request)):
-                raise refusal from error
-            raise
-        if isinstance(found, StoredResult):
-            return answers.build_replay(found)
+        found = run_sync(claim_key, SYNC_ENGINES, self._engine, type(self).__name__, wanted, request)
+        if isinstance(found, Reply):
+            return found
         environ["wsgi.input"] = BytesIO(body)
         return _WsgiExchange(found, rules, request, start_response)
 
 
-class _WsgiExchange:
-    """One request that is handled, between the server and the application."""
+class _WsgiExchange(Exchange):
+    """One claimed request of WSGI."""
 
     def __init__(
         self, running: RunningAttempt, rules: Rules, request: HttpRequest, start_response: StartResponse
     ) -> None:
-        self._running, self._rules, self._request = running, rules, request
+        super().__init__(running, rules, request)
         self._server = start_response
         self._started: tuple[str, Headers] | None = None
         self._write: Callable[[bytes], object] | None = None
-        self._chunks: list[bytes] = []
-        self._size = 0
         self._streams = False
         self._length: int | None = None
-        self._gone = False
-        self._marker = RequestMarker(request)
 
     def run(self, app: WSGIApplication, environ: WSGIEnvironment) -> Iterable[bytes]:
         parts: Iterable[bytes] = ()
@@ -245,15 +234,7 @@ class _WsgiExchange:
         if reply is None:
             self._end_failed(None)
             return None
-        self._marker.ended = True
-        try:
-            run_sync(self._running.finish_reply, reply)
-        except AttemptLostError as error:
-            return answers.build_refusal(error, str(self._request))
-        except Exception:
-            # The work is done, and the client may know it.
-            answers.log.exception("%s: the response is not stored", self._request)
-        return None
+        return run_sync(self.store, reply)
 
     def give_up(self) -> None:
         """End the attempt when the server stops reading the response."""
@@ -272,21 +253,12 @@ class _WsgiExchange:
         """End the attempt without a record, unless it has ended."""
         if self._marker.ended:
             return
-        self._marker.ended = True
         begun = self._started
         how = describe_error(error) if error else f"status {begun[0]}" if begun else "no response"
-        if not isinstance(error, Exception | None):
-            self._running.let_lapse(how)
-            answers.log_lapse(self._request, self._running.describe_lapse(how))
-            return
-        if not self._rules.free_on_failure:
-            row = run_sync(self._running.lapse, how)
-            answers.log_lapse(self._request, self._running.describe_lapse(how, row))
-            return
-        try:
-            run_sync(self._running.free)
-        except Exception:
-            answers.log.exception("%s: the key is not free", self._request)
+        if isinstance(error, Exception | None):
+            run_sync(self.fail, how)
+        else:
+            self.interrupt(how)
 
 
 class _ResponseBody:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgfence._http.answers import UNRECORDABLE, ProblemResponse, build_refusal, build_replay, select_headers
+from pgfence._http.answers import UNRECORDABLE, ProblemResponse, build_refusal, build_replay
 from pgfence._http.problems import KEY_INVALID, retry_headers
 from pgfence._http.routes import compile_routes
-from pgfence._http.rules import SHOWN, HttpRequest, Rules, parse_key, parse_length
+from pgfence._http.rules import SHOWN, HttpRequest, Rules, parse_key, parse_length, select_headers
 from pgfence.effects._claim import Reply, StoredResult
 from pgfence.errors import (
     AttemptLostError,

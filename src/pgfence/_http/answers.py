@@ -1,4 +1,4 @@
-"""Responses that the application does not make: problems (RFC 9457) and replays. And which headers of its own are stored."""
+"""Responses that the application does not make: problems (RFC 9457) and replays."""
 
 from __future__ import annotations
 
@@ -10,37 +10,12 @@ from pgfence._sql.sqlstate import sqlstate_of
 from pgfence.errors import IdempotencyMisuseError, PgfenceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pgfence._http.problems import Problem
     from pgfence.effects._claim import Reply, StoredResult
-
-    Headers = tuple[tuple[str, str], ...]
 
 log = logging.getLogger("pgfence.http")
 
 REPLAYED = ("idempotent-replayed", "true")
-
-# Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may be a session, and a replay
-# may go to another client that knows the key.
-_DROPPED = frozenset(
-    (
-        "connection",
-        "date",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authentication-info",
-        "proxy-authorization",
-        "proxy-connection",
-        "server",
-        "set-cookie",
-        "set-cookie2",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
 
 
 class ProblemResponse(Exception):
@@ -95,11 +70,3 @@ def build_replay(stored: StoredResult) -> Reply:
     if stored.reply is None:
         raise IdempotencyMisuseError("the key of a request was used for something that is not an HTTP response")
     return stored.reply._replace(headers=(*stored.reply.headers, REPLAYED))
-
-
-def select_headers(headers: Sequence[tuple[str, str]]) -> Headers:
-    """Return the headers that a replay has: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
-    named = {
-        name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")
-    }
-    return tuple(pair for pair in headers if pair[0].lower() not in _DROPPED | named)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from pgfence._api.inputs import LONGEST_KEY, check_keep, check_key
-from pgfence._http.answers import UNRECORDABLE, ProblemResponse, select_headers
+from pgfence._http.answers import UNRECORDABLE, ProblemResponse
 from pgfence._http.problems import BODY_TOO_LARGE, KEY_INVALID, KEY_MISSING, KEY_REPEATED, PRINCIPAL_MISSING
 from pgfence._http.routes import compile_routes, matches
 from pgfence._leases.terms import ttl_of
@@ -29,8 +29,6 @@ Environ: TypeAlias = "MutableMapping[str, Any]"
 Principal: TypeAlias = "Callable[[Any], str | None]"
 
 WHY = "a key is claimed by a commit of its own before the request is handled"
-_HANDLED = "pgfence.idempotency"
-"""Where an environment has the marker of the middleware that handles its request."""
 MEBIBYTE = 1_048_576
 SHOWN = 60
 """Characters of a path that an operator sees in a scope."""
@@ -40,6 +38,26 @@ _SAFE = ("GET", "HEAD", "OPTIONS", "TRACE", "CONNECT")
 _AGAIN = (401, 408, 425, 429)
 # A row can hold a line feed, but no server sends one: a stored response with one could never be replayed.
 _STORABLE = re.compile(r"[^\0\r\n\u0100-\U0010ffff]*")
+# Headers of the connection (RFC 9110, 7.6.1), the server's name and clock, and cookies: a cookie may be a session, and a replay
+# may go to another client that knows the key.
+_DROPPED = frozenset(
+    (
+        "connection",
+        "date",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authentication-info",
+        "proxy-authorization",
+        "proxy-connection",
+        "server",
+        "set-cookie",
+        "set-cookie2",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
 _DIGITS = 19
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\])*)"')
 # Visible ASCII without what makes a list, a parameter or a quotation of it: servers join repeated headers by a comma.
@@ -108,36 +126,6 @@ class HttpRequest(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.method} {quote(self.root + self.path, errors='replace')}"
-
-
-class RequestMarker:
-    """Marks an environment, and its copies, as handled by an outer IdempotencyMiddleware until that one has finished."""
-
-    __slots__ = ("_keys", "ended", "skips_recording")
-
-    def __init__(self, request: HttpRequest) -> None:
-        self._keys = request.keys
-        self.ended = False
-        self.skips_recording = False
-        """Whether the response is not recorded, though it looks like one that is."""
-
-    def mark(self, environ: Environ) -> None:
-        """Put the marker into an environment."""
-        environ[_HANDLED] = self
-
-    @staticmethod
-    def skip_recording(environ: Environ) -> None:
-        """Keep a response from being stored: the stored one would be replayed after an operator has fixed the cause."""
-        found = environ.get(_HANDLED)
-        if isinstance(found, RequestMarker):
-            found.skips_recording = True
-
-    @staticmethod
-    def is_marked(environ: Environ, request: HttpRequest) -> bool:
-        """Return whether an outer middleware has claimed the keys of this request."""
-        found = environ.get(_HANDLED)
-        # A second call with the scope of a finished request, a retry for example, is not inside.
-        return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,3 +310,11 @@ def _join_framed(*parts: bytes) -> bytes:
 
 def _compute_digest(*parts: bytes) -> str:
     return sha256(_join_framed(*parts)).hexdigest()
+
+
+def select_headers(headers: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return the headers that a replay has: all but those of the connection, `Set-Cookie`, `Date` and `Server`."""
+    named = {
+        name.strip().lower() for header, value in headers if header.lower() == "connection" for name in value.split(",")
+    }
+    return tuple(pair for pair in headers if pair[0].lower() not in _DROPPED | named)

@@ -1,0 +1,113 @@
+"""One request whose key is claimed, from the claim to its end: what both middlewares do with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pgfence._http import answers
+from pgfence.effects._claim import StoredResult
+from pgfence.effects._manager import EffectManager
+from pgfence.effects._running import claim
+from pgfence.errors import AttemptLostError
+
+if TYPE_CHECKING:
+    from pgfence._http.rules import Environ, HttpRequest, Rules
+    from pgfence.effects._claim import EffectKey, Reply
+    from pgfence.effects._running import RunningAttempt
+    from pgfence.lease._engines import EngineKind, EngineSourceT
+
+_HANDLED = "pgfence.idempotency"
+"""Where an environment has the marker of the middleware that handles its request."""
+
+
+class RequestMarker:
+    """Marks an environment, and its copies, as handled by an outer IdempotencyMiddleware until that one has finished."""
+
+    __slots__ = ("_keys", "ended", "skips_recording")
+
+    def __init__(self, request: HttpRequest) -> None:
+        self._keys = request.keys
+        self.ended = False
+        self.skips_recording = False
+        """Whether the response is not recorded, though it looks like one that is."""
+
+    def mark(self, environ: Environ) -> None:
+        """Put the marker into an environment."""
+        environ[_HANDLED] = self
+
+    @staticmethod
+    def skip_recording(environ: Environ) -> None:
+        """Keep a response from being stored: the stored one would be replayed after an operator has fixed the cause."""
+        found = environ.get(_HANDLED)
+        if isinstance(found, RequestMarker):
+            found.skips_recording = True
+
+    @staticmethod
+    def is_marked(environ: Environ, request: HttpRequest) -> bool:
+        """Return whether an outer middleware has claimed the keys of this request."""
+        found = environ.get(_HANDLED)
+        # A second call with the scope of a finished request, a retry for example, is not inside.
+        return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
+
+
+async def claim_key(
+    engines: EngineKind[EngineSourceT], engine: EngineSourceT, what: str, wanted: EffectKey, request: HttpRequest
+) -> RunningAttempt | Reply:
+    """Claim the key of a request, or return what was recorded under it.
+
+    Raises:
+        PgfenceError: it is not to be had.
+        ProblemResponse: the server has rejected the claim.
+    """
+    try:
+        manager, place = engines.find_manager(engine, what, EffectManager)
+        found = await claim(manager, place, wanted, 0)
+    except Exception as error:
+        if refusal := answers.find_claim_problem(error, str(request)):
+            raise refusal from error
+        raise
+    return answers.build_replay(found) if isinstance(found, StoredResult) else found
+
+
+class Exchange:
+    """One claimed request, between the server and the application."""
+
+    def __init__(self, running: RunningAttempt, rules: Rules, request: HttpRequest) -> None:
+        self._running, self._rules, self._request = running, rules, request
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._gone = False
+        """Whether the client has disconnected."""
+        self._marker = RequestMarker(request)
+
+    async def store(self, reply: Reply) -> Reply | None:
+        """Store a response. Returns the response to send instead if this attempt was superseded."""
+        self._marker.ended = True
+        try:
+            await self._running.finish_reply(reply)
+        except AttemptLostError as error:
+            return answers.build_refusal(error, str(self._request))
+        except Exception:
+            # The work is done: its response is sent although no later request can get it.
+            answers.log.exception("%s: the response is not stored", self._request)
+        return None
+
+    async def fail(self, how: str) -> None:
+        """End the attempt without a record, unless it has ended."""
+        if self._marker.ended:
+            return
+        self._marker.ended = True
+        if not self._rules.free_on_failure:
+            row = await self._running.lapse(how)
+            answers.log_lapse(self._request, self._running.describe_lapse(how, row))
+            return
+        try:
+            await self._running.free()
+        except Exception:
+            answers.log.exception("%s: the key is not free", self._request)
+
+    def interrupt(self, how: str) -> None:
+        """End the attempt after an interrupt or a cancel, which must not be kept waiting."""
+        self._marker.ended = True
+        self._running.let_lapse(how)
+        answers.log_lapse(self._request, self._running.describe_lapse(how))
