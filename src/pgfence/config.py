@@ -1,8 +1,4 @@
-"""What an application may set once, kept with its engine.
-
-Nothing here is needed for the defaults. The settings live on the engine's dialect object: every copy made by
-`execution_options()`, every Connection and every Session of the engine finds them, and they go when the engine goes.
-"""
+"""What an application may set once, kept with its engine. Nothing here is needed for the defaults."""
 
 from __future__ import annotations
 
@@ -141,6 +137,8 @@ def config_of(thing: HasDialect, *, pin: bool = False) -> Config:
         thing: where to look.
         pin: from now on something lives by them, so that other values come too late.
     """
+    # On the dialect: the copies that execution_options() makes of an engine, its Connections and Sessions all share it, and the
+    # settings are collected with the engine.
     home = vars(_get_dialect(thing))
     config: Config = home.setdefault(_ATTRIBUTE, DEFAULT) if pin else home.get(_ATTRIBUTE, DEFAULT)
     return config

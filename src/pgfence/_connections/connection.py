@@ -222,6 +222,7 @@ class LockConnection(ABC):
     async def _send(self, engine: Engine, text: str, args: Sequence[object], prepare: bool) -> Row | None:
         if has_listeners(engine):  # hooks, tracing and echo are to see our statements too
             return await self._run(engine, lambda c: c.exec_driver_sql(text, tuple(args)).first())
+        # Past SQLAlchemy, which costs two to three times as much for a statement that takes 30 microseconds.
         return await self.driver.fetch(text, args, prepare=prepare)
 
     async def run_with_sqlalchemy(self, engine: Engine, run: Callable[[Connection], R], *, limit: float) -> R:

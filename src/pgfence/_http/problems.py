@@ -1,7 +1,4 @@
-"""The problems (RFC 9457) that a client can get: a code for its program, a status, and a sentence for people that says what to do.
-
-None of them repeats what an error says, which may name keys, holders and tables.
-"""
+"""The problems (RFC 9457) that a client can get: a code for its program, a status, and a sentence for people that says what to do."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ _LATER = "Send this request again after the number of seconds in Retry-After."
 _INTERNAL = "The service could not handle this request because of an error of its own. Its log has the cause."
 
 
+# None of them repeats the message of an error, which may name keys, holders and tables.
 class Problem(NamedTuple):
     """What a client gets instead of a response of the application."""
 

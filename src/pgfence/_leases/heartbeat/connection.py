@@ -1,8 +1,4 @@
-"""The heartbeat's connection: one session of ours, driven by one thread that may also rest and listen.
-
-Both kinds block the thread that calls them. The async one runs a private event loop there, so that a heartbeat of an async
-engine goes through the very driver, creator and events of that engine and yet owes nothing to the user's loop.
-"""
+"""The heartbeat's connection: one session of ours, driven by one thread that may also rest and listen."""
 
 from __future__ import annotations
 
@@ -168,6 +164,8 @@ class AsyncHeartbeatConnection(HeartbeatConnection):
     def __init__(self, engine: Engine, config: Config, on_notify: Heard) -> None:
         super().__init__(engine, config, on_notify)
         self._driver_kind = choose_driver_connection(engine.dialect)
+        # A private loop on the heartbeat's thread: the connection is opened by the engine's own driver, creator and events, and a
+        # user's loop that is blocked cannot delay a renewal.
         self._loop = asyncio.SelectorEventLoop()
         self._wake_reader = asyncio.Event()
 
