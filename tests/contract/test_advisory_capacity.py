@@ -56,7 +56,7 @@ async def test_an_exhausted_pool_is_no_obstacle(world: World, name: str, admin: 
 
 
 async def test_as_many_holders_as_the_pool_is_big_all_work(world: World, name: str) -> None:
-    """C009: five holders of five locks run a query each through a pool of five: nobody starves."""
+    """C009: five holders of five locks each run a query through a pool of five."""
     engine = world.engine(pool_size=5, max_overflow=0, pool_timeout=2)
 
     async def work(number: int) -> int:
@@ -169,7 +169,7 @@ async def test_a_creator_is_used(world: World, name: str, dsn: str, admin: psyco
 
 
 async def test_events_of_the_users_pool_do_not_run_for_ours(world: World, name: str) -> None:
-    """A checkout hook that checks or counts the user's connections sees none of ours."""
+    """A checkout hook for the user's connections is not called for pgfence's."""
     engine, seen = world.engine(), []
     inner = getattr(engine, "sync_engine", engine)
     for what in ("checkout", "checkin", "reset", "close", "close_detached", "detach", "invalidate", "soft_invalidate"):
@@ -216,7 +216,7 @@ async def test_dispose_keeps_holds_and_closes_the_rest(world: World, name: str, 
 async def test_idle_connections_are_closed_after_a_while(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a call of ours: a process that locks rarely keeps no connection."""
+    """Without a further call: a process that rarely locks keeps no connection."""
     set_limit(monkeypatch, "WARM_FOR", 0.1)
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).hold()):
@@ -231,7 +231,7 @@ async def test_idle_connections_are_closed_after_a_while(
 async def test_an_engine_that_is_dropped_takes_its_connections_along(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nothing of ours keeps an engine alive; its idle sessions end with it, and no descriptor stays open."""
+    """No engine is kept alive by pgfence; idle sessions end with it, and no descriptor stays open."""
     from sqlalchemy import create_engine
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -263,7 +263,7 @@ async def gone(world: World, admin: psycopg.Connection[Any], label: str) -> None
 
 
 async def test_a_limit_on_connections_is_kept(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """max_lock_connections: whoever comes later waits its turn, and is served by a release of any lock."""
+    """max_lock_connections: a further contender waits, and gets a connection at the release of any lock."""
     engine = labelled(world, name)
     configure(engine, max_lock_connections=2)
     one = await world.call(lock(world, engine, name + "1").acquire)

@@ -131,7 +131,7 @@ async def test_a_try_does_not_jump_the_queue(world: World, name: str) -> None:
 async def test_a_try_behind_a_local_holder_sends_no_statement(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """It is refused without a connection of its own."""
+    """The try returns None without a connection."""
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).hold()):
         for _ in range(5):
@@ -162,7 +162,7 @@ async def test_the_queue_moves_on_past_those_who_give_up(
 async def test_a_timeout_behind_a_neighbour_names_him(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """C040: who waits for a thread or task of its own process is told of it: in the log while waiting, in the error."""
+    """C040: a wait for a thread or task of the same process names it, in the log and in the error."""
     engine = labelled(world, name)
     async with world.enter(lock(world, engine, name).hold()):
         (session,) = sessions(admin, name)
@@ -203,7 +203,7 @@ async def test_a_long_wait_in_the_server_warns_once(
 async def test_a_release_hands_the_lock_to_the_neighbour(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The next in line goes on with the very session that holds: the server never sees it free."""
+    """The next in line continues on the session that holds the lock: the server never sees it free."""
     engine, seen = labelled(world, name), []
 
     async def contend() -> None:
@@ -260,7 +260,7 @@ async def test_a_crowd_does_not_keep_the_lock_from_other_processes(world: World,
 
 
 async def test_hand_overs_in_a_row_are_counted(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 15: at most 16 times in a row the lock goes on without the server, then it is given back for once."""
+    """At most 16 hand-overs in a row skip the server; then the lock is released there once."""
     set_limit(monkeypatch, "BURST_TIME", 60)
     engine, served, unlocks = world.engine(), [], []
     count_unlocks(engine, unlocks, served)
@@ -334,7 +334,7 @@ async def test_a_try_is_not_part_of_a_deadlock(world: World, name: str) -> None:
 async def test_a_nested_wait_is_cut_and_names_both_locks(
     world: World, name: str, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rule 19: whoever holds a lock waits for another at most a minute by default; what the call says stands."""
+    """The default timeout of a contender that holds a lock is at most a minute; an explicit one applies as it is."""
     set_limit(monkeypatch, "NESTED_LIMIT", 0.2)
     engine = world.engine()
     configure(engine, default_timeout=300)
@@ -385,7 +385,7 @@ async def test_a_lost_holder_lets_its_neighbours_go_on_at_once(
 async def test_a_session_that_dies_on_its_way_to_the_next_is_no_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Handed over and killed at the same time: who was served holds, or is told that it lost; never two holders."""
+    """Handed over and killed at the same time: the next one holds, or its handle is lost; never two holders."""
     engine, other = labelled(world, name), world.other()
     for _ in range(5):
         held = await world.call(lock(world, engine, name).acquire)

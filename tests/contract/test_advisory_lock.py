@@ -65,7 +65,7 @@ async def test_a_free_lock_is_taken_and_given_back(
 
 
 async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, dsn: str) -> None:
-    """C018: what is not granted is None, not some object that looks true, and leaves nothing behind."""
+    """C018: a try on a held lock returns None, not an object that looks true, and leaves nothing behind."""
     one = lock(world, world.engine(), name)
     with elsewhere(dsn, name) as holder:
         assert await world.call(one.try_acquire) is None
@@ -82,7 +82,7 @@ async def test_a_try_that_is_not_awaited_warns(world: World, name: str) -> None:
 
 
 async def test_acquire_without_waiting_names_the_holder_at_once(world: World, name: str, dsn: str) -> None:
-    """timeout=0 does not wait; the error says who has it."""
+    """timeout=0 does not wait; the error names the holder."""
     engine = world.engine()
     with elsewhere(dsn, name, label="other-deploy") as holder:
         start = time.monotonic()
@@ -153,7 +153,7 @@ async def test_the_configured_default_holds_where_a_call_says_nothing(world: Wor
 async def test_infinity_waits_until_it_is_free(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """math.inf has no end of its own."""
+    """math.inf waits without a limit."""
     with elsewhere(dsn, name) as holder:
         async with background(world.other().call(lock(world, world.engine(), name).acquire, timeout=math.inf)) as task:
             await eventually(waits(admin, name))
@@ -197,7 +197,7 @@ async def test_released_twice_is_an_error(world: World, name: str) -> None:
 
 
 async def test_two_contenders_release_one_handle(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Exactly one of them succeeds, whoever comes first."""
+    """Exactly one of two concurrent releases succeeds."""
     one = lock(world, world.engine(), name)
     others = [world.other() for _ in range(4)]
     for _ in range(10):
@@ -221,7 +221,7 @@ async def test_a_handle_is_a_context_manager(world: World, name: str, admin: psy
 
 
 async def test_hold_releases_however_the_block_ends(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C003: normally, by an exception, which goes on as it is, or by an early release inside."""
+    """C003: at a normal end, after an exception, which propagates unchanged, and after an early release inside."""
     one = lock(world, world.engine(), name)
     async with world.enter(one.hold()) as held:
         assert held.state == "held"
@@ -272,7 +272,7 @@ async def test_waiting_for_oneself_raises_at_once(world: World, name: str, admin
 
 
 async def test_another_contender_of_the_same_process_waits(world: World, name: str) -> None:
-    """A second thread or task is no re-entry: refused by try, served after the release."""
+    """A second thread or task is another contender: its try returns None, its wait ends with the release."""
     one = lock(world, world.engine(), name)
     other = world.other()
     held = await world.call(one.acquire)
@@ -285,7 +285,7 @@ async def test_another_contender_of_the_same_process_waits(world: World, name: s
 
 
 async def test_current_is_the_innermost_handle_of_this_contender(world: World, name: str) -> None:
-    """Nested holds are found innermost first, others' are not, and after the last one there is none."""
+    """`current()` returns the innermost of nested holds, none of other contenders, and None after the last."""
     engine, other = world.engine(), world.other()
     current = pgfence.current
     with pytest.raises(LockNotHeldError):
@@ -304,7 +304,7 @@ async def test_current_is_the_innermost_handle_of_this_contender(world: World, n
 async def test_looking_shows_holders_and_takes_nothing(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], advisory_rows: Callable[[], list[Any]]
 ) -> None:
-    """holders() and is_held() tell who has it, also ourselves; looking leaves no lock and needs none."""
+    """holders() and is_held() report the holder, this process included, and take no lock."""
     one = lock(world, labelled(world, name), name)
     assert await world.call(one.holders) == []
     assert await world.call(one.is_held) is False
@@ -322,7 +322,7 @@ async def test_looking_shows_holders_and_takes_nothing(
 
 @pytest.mark.every_driver
 async def test_looking_matches_the_whole_key(world: World, name: str, dsn: str) -> None:
-    """C117: the same halves in the other key space, half a key, or another database are somebody else's."""
+    """C117: half a key, the same halves in the other key space, and another database do not match."""
     key = LockKey.raw(-5)
     one = lock(world, world.engine(), key)
     pair, half = LockKey.pair(-1, -5), LockKey.raw(0xFFFFFFFB)
@@ -453,7 +453,7 @@ async def test_an_engine_may_be_found_when_it_is_needed(
 
 
 async def test_a_function_that_returns_no_engine_is_rejected(world: World, name: str) -> None:
-    """One of the other half is sent to the twin; what is no engine at all is named."""
+    """An engine of the other half raises an error that names the twin; any other value is named in the error."""
     kind = world.pick(pgfence.Lease, pgfence.AsyncLease)
     makers = (lambda engine: lock(world, engine, name), lambda engine: kind(engine, name, ttl=10))
     for make in makers:
@@ -473,7 +473,7 @@ async def test_a_function_that_returns_no_engine_is_rejected(world: World, name:
 async def test_a_dropped_handle_warns_and_frees_the_lock(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody can release what nobody has: a ResourceWarning, and the lock is free soon; waiting neighbours go on."""
+    """A handle that is garbage-collected raises a ResourceWarning and frees the lock, and local waiters go on."""
     one = lock(world, world.engine(), name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -533,7 +533,7 @@ async def test_threads_and_tasks_share_a_lock_object(world: World, name: str) ->
 
 
 async def test_events_are_reported(world: World, name: str, dsn: str) -> None:
-    """configure(on_event=...) hears of grants, releases and timeouts, with the name."""
+    """configure(on_event=...) receives grants, releases and timeouts, with the name."""
     seen: list[tuple[str, str | None]] = []
     engine = world.engine()
     configure(engine, on_event=lambda event: seen.append((event.event, event.name)))

@@ -42,7 +42,7 @@ def async_engine(request: pytest.FixtureRequest, dsn: str, name: str) -> Any:
 
 
 def test_one_engine_in_one_loop_after_another(async_engine: Any, name: str, admin: psycopg.Connection[Any]) -> None:
-    """asyncio.run() again and again: each loop has connections of its own, and they end with it."""
+    """Repeated asyncio.run(): each loop has separate connections, which end with it."""
 
     async def main() -> None:
         async with AsyncAdvisoryLock(async_engine, name).hold(timeout=5):
@@ -57,7 +57,7 @@ def test_one_engine_in_one_loop_after_another(async_engine: Any, name: str, admi
 def test_a_loop_that_ends_with_a_lock_held_frees_it(
     async_engine: Any, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody releases it any more: the connection is closed with the loop, and the handle says lost or released, not held."""
+    """The connection is closed with the loop, and the handle is lost or released, not held."""
 
     async def main() -> Any:
         return await AsyncAdvisoryLock(async_engine, name).acquire(timeout=5)
@@ -207,7 +207,7 @@ async def test_a_lock_engine_of_the_other_half_is_refused(world: World, name: st
 
 @pytest.mark.twins
 async def test_one_block_object_shared_by_contenders(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A module's `guard = lock.hold()` used by all: leaving it ends the hold of whoever leaves, also after a loss."""
+    """A shared `guard = lock.hold()`: leaving the block ends the hold of the contender that leaves, also after a loss."""
     engine, other = labelled(world, name), world.other()
     guard = lock(world, engine, name).hold(timeout=10)
     enter, leave = world.pick(("__enter__", "__exit__"), ("__aenter__", "__aexit__"))
@@ -248,7 +248,7 @@ async def test_nothing_is_remembered_of_names_that_were_locked(world: World, nam
 async def test_the_longest_waits_are_waits(
     world: World, name: str, timeout: Any, admin: psycopg.Connection[Any]
 ) -> None:
-    """For ever, for longer than a clock counts, for longer than lock_timeout can say: in the line and in the server."""
+    """Without a limit, longer than a clock counts, longer than lock_timeout can say: in the queue and in the server."""
     one, two = world.engine(), world.engine()
     here, there = world.other(), world.other()
     held = await world.call(lock(world, one, name).acquire)
@@ -267,7 +267,7 @@ async def test_the_longest_waits_are_waits(
 
 @pytest.mark.twins
 async def test_a_wait_that_hardly_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """A nanosecond is a wait, not "for ever": it ends, and takes what is free."""
+    """A timeout of a nanosecond ends, and takes a lock that is free."""
     one, other = world.engine(), world.other()
     async with other.enter(lock(world, world.engine(), name).hold()):
         with pytest.raises(pgfence.errors.LockTimeoutError):

@@ -47,7 +47,7 @@ def kill(admin: psycopg.Connection[Any], label: str) -> None:
 
 @pytest.mark.every_driver
 async def test_a_killed_backend_is_a_loss_at_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C042: without any statement of ours the handle turns to lost, others can lock, and it never turns back."""
+    """C042: without a statement the handle turns to lost for good, and other contenders can lock."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     kill(admin, name)
     await eventually(lambda: held.lost)
@@ -66,7 +66,7 @@ async def test_a_killed_backend_is_a_loss_at_once(world: World, name: str, admin
 async def test_callbacks_are_called_once_where_they_belong(
     world: World, name: str, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each once; a failing one is logged and stops nobody; one that comes late is called at once; sync on our thread."""
+    """Each is called once; a failing one is logged and stops no other; a late one is called at once; sync ones on our thread."""
     held = await world.call(lock(world, labelled(world, name), name).acquire)
     calls: list[tuple[str, str]] = []
 
@@ -111,7 +111,7 @@ async def test_a_coroutine_function_is_awaited_on_the_loop(
 
 
 async def test_a_callback_may_use_the_lock_itself(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """No lock of ours is held while it runs: it may look, release, or take the lock anew."""
+    """No internal lock is held while a callback runs: it may look, release or acquire again."""
     engine = labelled(world, name)
     held = await world.call(lock(world, engine, name).acquire)
     taken: list[Any] = []
@@ -179,7 +179,7 @@ async def test_wait_lost_waits_for_the_loss(world: World, name: str, admin: psyc
 
 
 async def test_wait_lost_ends_when_the_lock_is_released(world: World, name: str) -> None:
-    """What is given back can no longer be lost: whoever waits for that is told False, not left waiting for ever."""
+    """A release ends `wait_lost` with False."""
     held = await world.call(lock(world, world.engine(), name).acquire)
     async with background(world.other().call(held.wait_lost)) as task:
         await asyncio.sleep(0.05)
@@ -213,7 +213,7 @@ async def test_an_async_body_is_cancelled_with_the_reason(
 async def test_a_sync_body_finds_out_and_the_end_says_so(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Sync: check() raises inside; leaving the block after a loss raises LockLostError by itself."""
+    """Sync: check() raises inside the block, and leaving it after a loss raises LockLostError."""
     one = lock(world, labelled(world, name), name)
     with pytest.raises(LockLostError):
         async with world.enter(one.hold()) as held:
@@ -237,7 +237,7 @@ async def test_flag_leaves_the_body_alone(world: World, name: str, admin: psycop
 
 
 async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C005: a ValueError from the block goes on, with a note about the loss."""
+    """C005: a ValueError of the block propagates, with a note about the loss."""
     for on_loss in ("cancel", "flag"):
         with pytest.raises(ValueError, match="body") as caught:
             async with world.enter(lock(world, labelled(world, name), name).hold(on_loss=on_loss, timeout=5)) as held:
@@ -258,7 +258,7 @@ async def test_the_bodys_exception_wins(world: World, name: str, admin: psycopg.
 async def test_a_body_that_swallows_its_cancellation_raises_at_its_end(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Async: whoever catches the cancellation and goes on gets LockLostError on leaving; the task is not left cancelled."""
+    """Async: a block that catches the cancellation raises LockLostError at its end; the task is not left cancelled."""
     with pytest.raises(LockLostError):
         async with lock(world, labelled(world, name), name).hold():
             kill(admin, name)
@@ -423,7 +423,7 @@ async def test_events_tell_of_a_loss(world: World, name: str, admin: psycopg.Con
 async def test_current_shows_a_lost_handle_until_its_block_ends(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Code deep inside asks current() and check(): it must learn of the loss, not that there is no lock."""
+    """Code deep inside that asks current() and check() gets the loss, not an error that there is no lock."""
     kind = world.pick(pgfence.Held, pgfence.AsyncHeld)
     async with world.enter(lock(world, labelled(world, name), name).hold(on_loss="flag")) as held:
         kill(admin, name)
@@ -434,7 +434,7 @@ async def test_current_shows_a_lost_handle_until_its_block_ends(
 
 
 async def test_one_loss_of_two_leaves_the_other(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Rule 1: nested holds have sessions of their own: the inner one is lost, the outer one holds on."""
+    """Nested holds have separate sessions: the inner one is lost, the outer one is still held."""
     outer_engine, inner_engine = world.engine(), labelled(world, name)
     with pytest.raises(LockLostError) as caught:
         async with world.enter(lock(world, outer_engine, name + "outer").hold()) as outer:

@@ -149,7 +149,7 @@ async def test_a_hook_may_add_a_comment(world: World, name: str, dsn: str, admin
 async def test_a_hook_that_fails_is_the_users_own_error(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """An exception in a hook goes on as it is; nothing is held, and without the hook all is well again."""
+    """An exception in a hook propagates unchanged, nothing is held, and without the hook the lock works."""
     engine, broken = world.engine(), [True, "advisory"]
 
     def fail(*args: Any) -> None:
@@ -194,7 +194,7 @@ async def test_a_failing_unlock_does_not_hide_the_bodys_error(
 async def test_a_listened_lock_is_lost_and_waited_for_like_any_other(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A killed holder is told, a killed waiter goes on, with hooks as without."""
+    """With hooks as without: a killed holder is notified, and a killed waiter continues."""
     engine, other = labelled(world, name), world.other()
     listen(engine, "before_cursor_execute", [])
     held = await world.call(lock(world, engine, name).acquire)
@@ -237,7 +237,7 @@ async def test_behind_a_declared_pooler_nothing_is_set(
 
 
 async def test_a_declared_transaction_pooler_is_refused(world: World, name: str) -> None:
-    """C019: by every verb, with the way out."""
+    """C019: each method raises, and the message says how to fix it."""
     engine = world.engine()
     configure(engine, pooler="transaction")
     one = lock(world, engine, name)
@@ -254,7 +254,7 @@ async def test_a_declared_transaction_pooler_is_refused(world: World, name: str)
 async def test_a_transaction_pooler_is_found_out(
     world: World, name: str, pgbouncer: Callable[..., str], dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C019, C021: through PgBouncer in transaction mode no verb grants; a direct lock_engine is the way out."""
+    """C019, C021: through PgBouncer in transaction mode no method grants; a direct lock_engine does."""
     through = await asyncio.to_thread(pgbouncer, "transaction")
     arguments: dict[str, Any] = {"asyncpg": {"statement_cache_size": 0}, "psycopg2": {}}.get(
         world.name, {"prepare_threshold": None}
@@ -329,7 +329,7 @@ async def test_passwords_in_a_query_are_not_printed(world: World, name: str) -> 
 
 @pytest.mark.every_driver
 async def test_what_the_server_refuses_for_good_is_not_retryable(world: World, name: str, dsn: str) -> None:
-    """No such database: UnreachableError; where the driver passes the SQLSTATE on, it says that trying again is no use."""
+    """A missing database raises UnreachableError; with the driver's SQLSTATE it is not retryable."""
     engine = world.engine(dsn=dsn.rsplit("/", 1)[0] + "/no_such_database")
     with pytest.raises(UnreachableError, match="no_such_database") as caught:
         await world.call(lock(world, engine, name).acquire)

@@ -62,7 +62,7 @@ def hold_as_lease(admin: psycopg.Connection[Any], name: str, ttl: float = 60) ->
 async def test_a_grant_brings_a_token_that_is_committed(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """The handle is a fenced one, its token stands in the name's row before it is told, and the next one is larger."""
+    """The handle has the token that is committed in the name's row, and the next grant a larger one."""
     one = lock(world, world.engine(), name, token=True)
     held = await world.call(one.try_acquire)
     assert type(held) is world.pick(FencedHeld, AsyncFencedHeld)
@@ -166,7 +166,7 @@ def test_a_wait_writes_no_line_into_the_servers_log(name: str, make_server: Call
 async def test_a_lease_of_the_same_name_keeps_it_busy_and_its_token(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """While a lease of that name is held nobody takes its token away; the wait asks at most a few times a second."""
+    """While a lease of that name is held its token stays; the wait asks at most a few times a second."""
     engine = world.engine()
     token = hold_as_lease(admin, name)
     seen: list[str] = []
@@ -246,7 +246,7 @@ async def test_a_lost_lock_has_its_token(world: World, name: str, admin: psycopg
 
 
 async def test_events_carry_the_token(world: World, name: str) -> None:
-    """on_event hears of grant and release with the token; without token=True there is none."""
+    """on_event receives grant and release with the token; without token=True there is none."""
     engine = world.engine()
     told: list[tuple[str, int | None]] = []
     configure(engine, on_event=lambda e: told.append((e.event, e.token)))
@@ -305,7 +305,7 @@ async def test_a_strict_default_isolation_is_no_obstacle(
 
 
 def blocks(admin: psycopg.Connection[Any], pid: int) -> bool:
-    """Whether somebody waits for this server process."""
+    """Whether another session waits for this server process."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
     return admin.execute(query, [pid]).fetchone()[0] > 0
 
@@ -328,7 +328,7 @@ async def test_a_row_that_stays_locked_counts_as_busy(world: World, name: str, a
 async def test_missing_tables_are_an_error_with_the_command(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Where nobody installed the tables the error names the command; nothing is held, plain locks work on."""
+    """Without the tables the error names the command and nothing is held; locks without a token still work."""
     engine = world.engine()
     configure(engine, prefix="absent_")
     with pytest.raises(SchemaError, match="pgfence install --prefix absent_") as caught:
@@ -440,7 +440,7 @@ async def test_a_token_belongs_to_one_name_that_is_text(
 
 
 async def test_many_contenders_get_one_token_each(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Eight contenders over two engines: every grant has a token of its own, in the order of the grants."""
+    """Eight contenders over two engines: each grant has a different token, in the order of the grants."""
     tokens: list[int] = []
 
     async def work(engine: Any) -> None:
@@ -530,7 +530,7 @@ async def test_on_its_own_connection_the_work_is_fenced_too(
 async def test_an_evicted_holder_writes_nothing_more(
     world: World, name: str, admin: psycopg.Connection[Any], ledger: str
 ) -> None:
-    """After the eviction its token is refused by the fence, whoever brings it, though nobody took the lock since."""
+    """After the eviction the fence rejects its token, though no other contender took the lock since."""
     engine = world.engine()
     held = await world.call(lock(world, engine, name, token=True).acquire)
     (evicted,) = await world.call(monitoring.evict, world.engine(), name, reason="hung")

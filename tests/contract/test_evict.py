@@ -56,7 +56,7 @@ def state(connection: psycopg.Connection[Any], name: str) -> tuple[Any, ...]:
 
 
 def blocked_by(admin: psycopg.Connection[Any], connection: psycopg.Connection[Any]) -> bool:
-    """Whether somebody waits for a connection's transaction."""
+    """Whether another session waits for a connection's transaction."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
     return admin.execute(query, [connection.info.backend_pid]).fetchone()[0] > 0
 
@@ -139,7 +139,7 @@ def listening(admin: psycopg.Connection[Any], label: str) -> bool:
 async def test_a_holder_in_another_process_is_notified_of_its_eviction(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """By the server, long before its next renewal, also where nobody renews; the lease beside it stays."""
+    """By the server, long before its next renewal, also without a heartbeat; other leases stay held."""
     kind = world.pick(Lease, AsyncLease)
     engine = labelled(world, name)
     held = await world.call(kind(engine, name, ttl=3600, heartbeat="manual").acquire)
@@ -160,7 +160,7 @@ async def test_an_eviction_before_the_holder_listens_is_not_missed(world: World,
 
 
 def test_a_notification_is_only_a_hint(dsn: str, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Anyone may send one, and schemas with the same prefix share the channel: the holder asks the server, and does not renew."""
+    """Any session may send one, and schemas with one prefix share the channel: the holder checks, and does not renew."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}", connect_args={"application_name": name})
     asked = "SELECT query_start FROM pg_stat_activity WHERE application_name = %s AND query LIKE '%%json_agg%%'"
     with Lease(engine, name, ttl=3600, heartbeat="manual").hold() as held:
@@ -210,7 +210,7 @@ async def test_a_dry_run_names_the_holder_and_changes_nothing(
 async def test_a_name_that_was_never_held_is_left_alone(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody there: an empty answer, and no trace."""
+    """For an unknown name the result is empty, and nothing is written."""
     assert list(await world.call(monitoring.evict, world.engine(), name, reason="hung")) == []
     assert state(admin, name) == (None, None, None, 0)
 
@@ -218,7 +218,7 @@ async def test_a_name_that_was_never_held_is_left_alone(
 async def test_a_released_lease_still_gets_a_higher_token(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody holds it, yet a late writer of its last holder is refused from now on."""
+    """After an eviction a late writer of the last holder is rejected, though the lease was free."""
     token = lease(admin, name)
     admin.execute("SELECT pgfence_release_lease_v1(%s, %s, %s)", [name, LEASE, token])
     enter(admin, name, token)
@@ -321,7 +321,7 @@ async def test_other_keys_and_half_keys_are_left_alone(world: World, name: str, 
 async def test_a_role_with_the_documented_rights_evicts(
     world: World, name: str, admin: psycopg.Connection[Any], role: Callable[..., str]
 ) -> None:
-    """Reading and writing lease and gate, adding to the audit; and sessions of its own it may end."""
+    """Reading and writing lease and gate, adding to the audit, and ending its own sessions is enough."""
     login = role()
     user = login.split("//")[1].split(":")[0]
     admin.execute(f"GRANT SELECT, INSERT, UPDATE ON pgfence_lease, pgfence_gate TO {user}")
@@ -362,7 +362,7 @@ async def test_without_the_right_to_end_a_session_nothing_is_done(
 async def test_without_a_right_to_the_tables_the_error_names_the_grant(
     world: World, name: str, role: Callable[..., str]
 ) -> None:
-    """A role that may not read the lease's row is told which GRANT it lacks; no password in the message."""
+    """A role that may not read the lease's row gets an error with the missing GRANT, and without a password."""
     login = role()
     with pytest.raises(SchemaError, match="GRANT") as caught:
         await world.call(monitoring.evict, world.engine(dsn=login), name, reason="hung")
@@ -370,7 +370,7 @@ async def test_without_a_right_to_the_tables_the_error_names_the_grant(
 
 
 async def test_missing_tables_name_the_command(world: World, name: str) -> None:
-    """With a prefix nobody installed the error names `pgfence install` with that prefix."""
+    """For a prefix that is not installed the error names `pgfence install` with that prefix."""
     engine = world.engine()
     configure(engine, prefix="absent_")
     with pytest.raises(SchemaError, match="pgfence install --prefix absent_"):
@@ -379,7 +379,7 @@ async def test_missing_tables_name_the_command(world: World, name: str) -> None:
 
 @pytest.mark.every_driver
 async def test_an_unreachable_server_is_named_in_the_error(world: World, name: str) -> None:
-    """A server that does not answer is UnreachableError, never "nobody holds it"."""
+    """A server that does not answer raises UnreachableError, and is never an empty result."""
     engine = world.engine(dsn="postgresql://nobody:secret@127.0.0.1:1/nothing")
     with pytest.raises(UnreachableError) as caught:
         await world.call(monitoring.evict, engine, name, reason="hung", dry_run=True)
@@ -474,7 +474,7 @@ async def test_bad_input_is_refused_before_any_statement(
 async def test_an_unnamed_actor_is_this_user_on_this_host(
     world: World, name: str, admin: psycopg.Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `actor` the audit has the operating system's user and host; a user without a name is told by number."""
+    """Without `actor` the audit has the OS user and the host; a user without a name appears by number."""
 
     def nameless() -> str:
         raise KeyError
@@ -491,7 +491,7 @@ async def test_an_unnamed_actor_is_this_user_on_this_host(
 async def test_a_session_of_another_database_is_left_alone(
     world: World, name: str, make_server: Callable[..., OwnServer]
 ) -> None:
-    """The same key in another database of the server is somebody else's."""
+    """The session that holds the same key in another database of the server is not ended."""
     server = make_server()
     engine = world.engine(dsn=server.dsn)
     await world.call(schema.create_all, engine)

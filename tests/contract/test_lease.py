@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.twins, pytest.mark.usefixtures("tables")]
 
 @pytest.mark.every_driver
 async def test_a_free_lease_is_taken_and_given_back(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """The row says who holds it and until when, the handle says the same; release frees it and the row stays."""
+    """Row and handle show the holder and the expiry; release frees the lease and keeps the row."""
     one = lease(world, world.engine(), name, purpose="closing", metadata={"month": "2026-04"}, owner="billing")
     held = await world.call(one.try_acquire)
     assert isinstance(held, world.pick(HeldLease, AsyncHeldLease))
@@ -57,7 +57,7 @@ async def test_a_free_lease_is_taken_and_given_back(world: World, name: str, adm
 
 @pytest.mark.every_driver
 async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C018: what is not granted is None, and the holder's row is untouched."""
+    """C018: a try on a held lease returns None and leaves the holder's row untouched."""
     assert rival(admin, name) == 1
     before = row(admin, name)[:-1]
     assert await world.call(lease(world, world.engine(), name).try_acquire) is None
@@ -67,7 +67,7 @@ async def test_a_refused_try_is_none_and_holds_nothing(world: World, name: str, 
 async def test_acquire_without_waiting_names_the_holder_at_once(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """timeout=0 does not wait; the error says who has it, for what, with which token and until when."""
+    """timeout=0 does not wait; the error names the holder, its purpose, token and expiry."""
     rival(admin, name)
     start = time.monotonic()
     with pytest.raises(LockTimeoutError, match="rival") as caught:
@@ -83,7 +83,7 @@ async def test_acquire_without_waiting_names_the_holder_at_once(
 async def test_looking_shows_the_holder_and_changes_nothing(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody, somebody, nobody again after a release and after an expiry that nobody noticed."""
+    """`holders()` is empty before the grant, after the release and after an expiry, and names the holder in between."""
     one = lease(world, world.engine(), name)
     assert await world.call(one.holders) == []
     held = await world.call(one.acquire)
@@ -100,7 +100,7 @@ async def test_looking_shows_the_holder_and_changes_nothing(
 
 
 async def test_tokens_only_grow(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """After a release, after an expiry, by whoever: each grant has a larger one. C079: the row is never deleted."""
+    """Each grant has a larger token, after a release and after an expiry. C079: the row is never deleted."""
     engine = world.engine()
     tokens = []
     for _ in range(3):
@@ -113,7 +113,7 @@ async def test_tokens_only_grow(world: World, name: str, admin: psycopg.Connecti
 
 
 async def test_a_released_handle_says_so_and_cannot_be_released_again(world: World, name: str) -> None:
-    """The second release is LockNotHeldError; leaving the block of a released handle is none."""
+    """A second release raises LockNotHeldError; leaving the block of a released handle does not."""
     held = await world.call(lease(world, world.engine(), name).acquire)
     async with world.enter(held):
         await world.call(held.release)
@@ -219,7 +219,7 @@ async def test_a_dropped_handle_warns_and_frees_the_lease(
 
 
 async def test_events_are_reported(world: World, name: str) -> None:
-    """on_event hears of a grant and of its release, with name and token."""
+    """`on_event` receives the grant and the release, with name and token."""
     heard: list[tuple[str, str | None, int | None]] = []
     engine = world.engine()
     configure(engine, on_event=lambda e: heard.append((e.event, e.name, e.token)))
@@ -234,7 +234,7 @@ async def test_events_are_reported(world: World, name: str) -> None:
 async def test_min_hold_keeps_others_out_after_an_early_release(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C088: a short job is over, yet nobody runs it again before the minimum, by the server's clock."""
+    """C088: after a short job the name stays blocked until the minimum is over, by the server's clock."""
     held = await world.call(lease(world, world.engine(), name, ttl=2, min_hold=0.6).acquire)
     began = row(admin, name).acquired_at
     await world.call(held.release)
@@ -246,7 +246,7 @@ async def test_min_hold_keeps_others_out_after_an_early_release(
 async def test_lock_delay_counts_after_an_expiry_and_not_after_a_release(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Expired without a release nobody gets in for so long; released, at once."""
+    """The delay blocks the name after an expiry, and not after a release."""
     one = lease(world, world.engine(), name, ttl=0.4, lock_delay=0.8)
     await world.call((await world.call(one.acquire)).release)
     held = await world.call(one.acquire)
@@ -260,7 +260,7 @@ async def test_lock_delay_counts_after_an_expiry_and_not_after_a_release(
 async def test_max_hold_ends_it_however_alive_the_holder_is(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C083: renewed until then, and not longer: reason "overdue", also for whoever leaves the block."""
+    """C083: the lease is renewed up to max_hold and then lost as "overdue"; leaving the block raises that too."""
     one = lease(world, world.engine(), name, ttl=2, max_hold=2.5)
     with pytest.raises(LockLostError, match="max_hold") as caught:
         async with world.enter(one.hold()) as held:
@@ -285,7 +285,7 @@ async def test_abandon_stops_the_heartbeat_and_gives_nothing_back(
 
 @pytest.mark.every_driver
 async def test_renew_by_hand_moves_the_expiry(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """heartbeat="manual": nothing is renewed by itself; `renew` moves it, with a new TTL if one is given."""
+    """With heartbeat="manual" only `renew` moves the expiry, with a new TTL if one is given."""
     held = await world.call(lease(world, world.engine(), name, ttl=5, heartbeat="manual").acquire)
     before = held.expires_at
     await world.call(held.renew)
@@ -341,7 +341,7 @@ async def test_a_lease_is_handed_over_as_plain_json(world: World, name: str, adm
 
 
 async def test_a_reference_ends_with_its_ttl(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Nobody adopted it in time: "expired", whoever holds it by then is not disturbed."""
+    """A reference that was not adopted in time is "expired", and a later holder is not disturbed."""
     kind, engine = world.pick(Lease, AsyncLease), world.engine()
     ref = await world.call((await world.call(lease(world, engine, name).acquire)).hand_over)
     lapse(admin, name)

@@ -26,14 +26,14 @@ LEVELS = ["read committed", "repeatable read", "serializable"]
 
 @pytest.fixture
 def one(dsn: str, name: str) -> Iterator[Caller]:
-    """Somebody who wants the lease of this test."""
+    """A caller that wants the lease of this test."""
     with Caller(dsn, name) as caller:
         yield caller
 
 
 @pytest.fixture
 def other(dsn: str, name: str) -> Iterator[Caller]:
-    """Somebody else who does."""
+    """A second caller that wants the same lease."""
     with Caller(dsn, name) as caller:
         yield caller
 
@@ -95,7 +95,7 @@ def test_a_rejected_caller_learns_who_holds_the_slot(one: Caller, other: Caller)
 
 
 def test_asked_again_with_the_same_id_it_is_the_same_grant(one: Caller, other: Caller) -> None:
-    """C084: an answer was lost; whoever asks again has the token that was given, with all of its time."""
+    """C084: after a lost answer, the same request returns the same token, with its full time."""
     one.acquire(60)
     again = one.acquire(90)
     assert (again.granted, again.token, again.remaining) == (True, 1, 90)
@@ -118,7 +118,7 @@ def test_times_count_from_the_call_not_from_the_transaction(one: Caller) -> None
 def test_times_count_from_the_end_of_the_wait_for_the_row(
     one: Caller, admin: psycopg.Connection[Any], name: str, what: str, level: str
 ) -> None:
-    """C075: somebody keeps the row locked for a while: what is granted then has its whole time from then on."""
+    """C075: a grant that waited for a locked row has its full time from the end of the wait."""
     one.acquire(10)
     one.connection.execute(f"SET default_transaction_isolation = '{level}'")
     call = {"acquire": lambda: one.acquire(10), "adopt": lambda: one.adopt(one.lease, 1)}[what]
@@ -135,7 +135,7 @@ def test_times_count_from_the_end_of_the_wait_for_the_row(
 def test_a_row_that_stays_locked_is_an_error_after_two_seconds(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """Nobody waits for a row for ever: 55P03, whatever the session's own limit."""
+    """A wait for a locked row ends with 55P03, whatever the session's own limit is."""
     one.acquire()
     other.connection.execute("SET lock_timeout = 0")
     with row_locked(admin, name), pytest.raises(psycopg.errors.LockNotAvailable):
@@ -161,7 +161,7 @@ def test_an_expired_lease_goes_to_the_next_with_a_larger_token(
 
 
 def test_an_expired_lease_cannot_be_renewed(one: Caller, admin: psycopg.Connection[Any], name: str) -> None:
-    """C083: nobody took it and it is lost all the same; released it is free, and says that it had expired."""
+    """C083: an expired lease is lost even if no other caller took it; its release frees it and returns that it had expired."""
     one.acquire()
     lapse(admin, name)
     assert one.renew() == ["lost", "expired"]
@@ -181,7 +181,7 @@ def test_a_released_row_stays_and_its_token_counts_on(one: Caller, other: Caller
 
 
 def test_a_deleted_row_starts_above_its_gate(one: Caller, admin: psycopg.Connection[Any], name: str) -> None:
-    """C079, C080: somebody deleted the row or set it back: no token that a writer has shown is given again."""
+    """C079, C080: after the row was deleted or set back, no token that a writer has shown is issued again."""
     for _ in range(3):
         one.acquire()
         one.release()
@@ -221,7 +221,7 @@ def test_a_shorter_renewal_does_not_end_before_min_hold(
 def test_lock_delay_counts_after_an_expiry_only(
     one: Caller, other: Caller, admin: psycopg.Connection[Any], name: str
 ) -> None:
-    """Released in time it is free at once; expired, nobody gets in for that long, even if it is released then."""
+    """A release in time frees the name at once; after an expiry the delay applies, even to a late release."""
     one.acquire(60, lock_delay=30)
     assert one.release() == "released"
     assert other.acquire(60, lock_delay=30).granted
@@ -300,7 +300,7 @@ def test_a_grant_that_is_not_committed_yet_is_found_and_ended(one: Caller, other
 
 
 def test_a_reference_works_once(one: Caller, other: Caller) -> None:
-    """The token stays, the id changes, the owner that is not given stays: whoever handed it on has it no more."""
+    """An adoption keeps the token and an owner that is not given, changes the id, and ends the previous holder's claim."""
     one.acquire(60, max_hold=300)
     found = other.adopt(one.lease, one.token)
     assert (found.outcome, found.remaining, found.ttl, found.purpose) == ("ok", 60, 60, "a purpose")
@@ -315,7 +315,7 @@ def test_a_reference_works_once(one: Caller, other: Caller) -> None:
 
 
 def test_an_eviction_ends_the_lease_and_shuts_the_gate(one: Caller, other: Caller) -> None:
-    """C045: one transaction for row, gate and audit; the holder is told "evicted", whoever comes later has a larger token."""
+    """C045: row, gate and audit change in one transaction; the holder reads "evicted", and the next grant has a larger token."""
     assert other.evict() is None
     one.acquire()
     one.enter(1)
@@ -388,7 +388,7 @@ def _race(callers: list[Caller]) -> list[Caller]:
 
 
 def test_a_lease_and_a_session_lock_are_never_granted_at_once(dsn: str, name: str) -> None:
-    """Six processes try both in turn: whoever is granted one of them is alone until it is given back, and has a new token."""
+    """Six processes try both in turn: each grant is exclusive until it is given back, and has a new token."""
     inside: list[int] = []
     granted: list[tuple[bool, int]] = []
 
@@ -426,7 +426,7 @@ STEP = 1 << 32
 def test_a_token_jumps_by_the_timelines_in_between(
     admin: psycopg.Connection[Any], before: int, here: int, steps: int, token: int
 ) -> None:
-    """Nothing on one timeline; 2^32 for each newer one; in a new cluster, which counts from 1, for each of its own."""
+    """A token does not jump within a timeline, and by 2^32 for each newer one; a new cluster counts its own from 1."""
     assert value(admin, NEXT, token, before, here) == token + steps * STEP + 1
 
 

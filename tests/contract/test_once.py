@@ -74,7 +74,7 @@ def counted(world: World, calls: list[Any], error: Exception | None = None) -> A
 
 @pytest.mark.every_driver
 async def test_a_slot_is_run_once(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C087: the first gets a slot with its beginning and a token; left in peace it is done, for everybody."""
+    """C087: the first caller gets the slot with its beginning and a token; after a normal end it is done for all callers."""
     engine = world.engine()
     slot = await world.call(once(world, name, engine).try_acquire)
     assert isinstance(slot, world.pick(pgfence.Slot, pgfence.AsyncSlot))
@@ -90,7 +90,7 @@ async def test_a_slot_is_run_once(world: World, name: str, admin: psycopg.Connec
 
 
 async def test_release_says_that_it_is_done(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Released by hand, a slot is done too; a second release is an error."""
+    """An explicit release marks the slot as done; a second release is an error."""
     slot = await world.call(once(world, name).acquire)
     await world.call(slot.release)
     assert row_of(admin, name) == (this_year(), this_year(), 1)
@@ -99,7 +99,7 @@ async def test_release_says_that_it_is_done(world: World, name: str, admin: psyc
 
 
 async def test_a_slot_is_not_handed_over(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Whoever adopted it could not finish it, and it would run again: refused, still held, and done when it is left."""
+    """`hand_over` raises, because the adopter could not finish the slot; it stays held, and its release marks it as done."""
     slot = await world.call(once(world, name).acquire)
     with pytest.raises(TypeError, match="take a Lease"):
         await world.call(slot.hand_over)
@@ -110,7 +110,7 @@ async def test_a_slot_is_not_handed_over(world: World, name: str, admin: psycopg
 
 
 async def test_a_slot_that_is_done_raises_at_once(world: World, name: str) -> None:
-    """acquire() waits for nobody then: the next slot is another one; the error says when that is."""
+    """acquire() does not wait for the next slot; the error says when that begins."""
     engine = world.engine()
     await world.call((await world.call(once(world, name, engine).acquire)).release)
     for timeout in (None, 30, math.inf):
@@ -147,7 +147,7 @@ async def test_a_waiter_learns_that_the_slot_is_done(world: World, name: str) ->
 
 
 async def test_a_waiter_gets_the_attempt_after_a_failed_one(world: World, name: str) -> None:
-    """If the run fails, somebody who waits tries next."""
+    """If the run fails, a waiter gets the next attempt."""
     with pytest.raises(ZeroDivisionError):
         async with world.enter(once(world, name).hold()):
             other = world.other()
@@ -160,7 +160,7 @@ async def test_a_waiter_gets_the_attempt_after_a_failed_one(world: World, name: 
 
 
 async def test_a_wait_that_is_too_short_names_the_holder(world: World, name: str) -> None:
-    """Busy and done are told apart: busy has a holder."""
+    """A busy slot raises another error than one that is done, and names the holder."""
     engine = world.engine()
     async with world.enter(once(world, name).hold()):
         with pytest.raises(LockTimeoutError) as told:
@@ -171,7 +171,7 @@ async def test_a_wait_that_is_too_short_names_the_holder(world: World, name: str
 async def test_an_attempt_that_died_is_seen_and_resumed_by_one(
     world: World, name: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C045: a holder that never came back is followed after its TTL; the follower is told that it resumes."""
+    """C045: after the TTL of a dead holder one waiter gets the slot, marked as resumed."""
     slot = await world.call(once(world, name, ttl=1).acquire)
     slot.abandon()
     again = await world.call(once(world, name).acquire, timeout=20)
@@ -181,7 +181,7 @@ async def test_an_attempt_that_died_is_seen_and_resumed_by_one(
 
 
 async def test_a_lost_slot_is_not_done(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """Whoever lost it in between learns that on leaving, and the slot is there for another attempt."""
+    """Leaving the block after a loss raises, and the slot is free for another attempt."""
     engine = world.engine()
     with pytest.raises(LockLostError) as told:
         async with world.enter(once(world, name, engine, ttl=1).hold()) as slot:
@@ -193,7 +193,7 @@ async def test_a_lost_slot_is_not_done(world: World, name: str, admin: psycopg.C
 
 
 async def test_a_run_that_ended_too_late_is_not_done(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C083: whoever ends after its time is told so, and what is given back afterwards does not say that the slot is done."""
+    """C083: a run that ends after its time raises, and its release does not mark the slot as done."""
     with pytest.raises(LockLostError) as told:
         async with world.enter(once(world, name, ttl=20, max_hold=1).hold()) as slot:
             await world.call(slot.wait_lost, 10)

@@ -31,7 +31,7 @@ GRANT = "SELECT outcome, token, attempt, remaining, kind FROM {}acquire_slot_v2(
 
 
 class Caller:
-    """Somebody who asks for one slot name, on a connection of its own."""
+    """A caller that asks for one slot name, on a separate connection."""
 
     def __init__(self, dsn: str, name: str, place: str = "pgfence_") -> None:
         self.connection = psycopg.connect(dsn, autocommit=True)
@@ -71,7 +71,7 @@ class Caller:
 
 @pytest.fixture
 def one(dsn: str, name: str) -> Iterator[Caller]:
-    """Somebody who asks for the slots of this test."""
+    """A caller that asks for the slots of this test."""
     caller = Caller(dsn, name)
     yield caller
     caller.connection.close()
@@ -79,7 +79,7 @@ def one(dsn: str, name: str) -> Iterator[Caller]:
 
 @pytest.fixture
 def other(dsn: str, name: str) -> Iterator[Caller]:
-    """Somebody else who does."""
+    """A second caller that does."""
     caller = Caller(dsn, name)
     yield caller
     caller.connection.close()
@@ -94,7 +94,7 @@ def row_of(admin: psycopg.Connection[Any], name: str) -> Any:
 
 
 def test_a_slot_is_granted_once_and_then_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
-    """C087: while it runs others are busy, and afterwards it is done for everybody."""
+    """C087: while it runs other callers get busy, and afterwards done."""
     assert one.acquire() == ("granted", 1)
     assert other.acquire()[0] == "busy"
     assert one.finish() == "released"
@@ -120,7 +120,7 @@ def test_a_failed_attempt_leaves_the_slot_to_the_next(one: Caller, other: Caller
 
 
 def test_an_attempt_that_died_is_seen(one: Caller, other: Caller) -> None:
-    """Nobody gave it back: after its TTL another one may try, and is told that it resumes."""
+    """After the TTL of an attempt that was not given back, the next one is granted and marked as resuming."""
     one.acquire(ttl=0.2)
     while (found := other.acquire()) == ("busy", 1):
         pass
@@ -148,7 +148,7 @@ def test_an_answer_that_was_lost_may_be_asked_for_again(one: Caller, other: Call
 
 
 def test_work_finished_in_time_counts_if_the_confirmation_is_late(one: Caller, other: Caller) -> None:
-    """The client decides whether it still held when it sent; the server only whether somebody took over meanwhile."""
+    """The client decides whether it still held when it sent; the server, whether another attempt took over."""
     one.acquire(ttl=0.05)
     threading.Event().wait(0.1)
     assert one.finish() == "released"
@@ -235,7 +235,7 @@ def test_a_slot_that_was_running_when_the_clock_was_set_back_is_done(clocked: Cl
 
 
 def test_a_clock_that_jumps_ahead_does_not_take_a_finished_run_back(clocked: Clocked) -> None:
-    """By the new clock the lease has expired; nobody took over, so what its holder finished is done."""
+    """The lease has expired by the new clock; without a take-over, what its holder finished is done."""
     clocked.set(SLOT)
     assert clocked.one.acquire(SLOT, FOREVER) == ("granted", 1)
     clocked.set(SLOT + timedelta(days=30))
@@ -244,7 +244,7 @@ def test_a_clock_that_jumps_ahead_does_not_take_a_finished_run_back(clocked: Clo
 
 
 def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psycopg.Connection[Any]) -> None:
-    """Whoever was evicted cannot say that the slot is done; another one may try at once."""
+    """An evicted attempt cannot mark the slot as done; another one may try at once."""
     one.acquire()
     admin.execute("SELECT pgfence_evict_lease_v2(%s, 'me', 'test', NULL)", [one.name])
     assert one.finish() == "evicted"
@@ -253,7 +253,7 @@ def test_an_evicted_attempt_is_not_done(one: Caller, other: Caller, admin: psyco
 
 @pytest.mark.parametrize("level", ["read committed", "repeatable read", "serializable"])
 def test_of_many_at_once_one_gets_the_slot(dsn: str, name: str, level: str) -> None:
-    """C087: eight callers on a name that nobody has used before, at every isolation level."""
+    """C087: one of eight callers gets the slot of a new name, at every isolation level."""
     barrier, outcomes = threading.Barrier(8), []
 
     def ask() -> None:
@@ -281,7 +281,7 @@ def test_of_many_at_once_one_gets_the_slot(dsn: str, name: str, level: str) -> N
 def test_a_request_during_the_finish_learns_that_the_slot_is_done(
     one: Caller, other: Caller, admin: psycopg.Connection[Any]
 ) -> None:
-    """C088: between the look at what was done and the grant nobody can finish: the row is locked before it is read."""
+    """C088: the row is locked before it is read, so no slot can be finished between the look and the grant."""
     one.acquire()
     outcomes: list[str] = []
     asking = threading.Thread(target=lambda: outcomes.append(other.acquire()[0]))

@@ -122,7 +122,7 @@ async def test_thousands_of_names_are_one_statement(world: World, name: str, adv
 async def test_a_refusal_among_thousands_leaves_none(
     world: World, name: str, first: bool, position: int, advisory_rows: Any
 ) -> None:
-    """2,000 keys of which one in the middle is held: none is left, and the transaction goes on."""
+    """One of 2,000 keys is held elsewhere: the try keeps no key, and the transaction can go on."""
     engine = world.engine()
     keys = resolve([*(f"{name}:{n}" for n in range(1_900)), *(LockKey.pair(-n, n) for n in range(100))], "")
     async with connection(world, engine) as holder, connection(world, engine) as work:
@@ -227,7 +227,7 @@ async def test_autocommit_is_refused_before_anything_is_asked(world: World, name
 
 
 async def test_hold_does_not_release_at_the_end_of_its_block(world: World, name: str, advisory_rows: Any) -> None:
-    """C013: the block shows what the lock is for; the lock goes on until the transaction ends, without any warning."""
+    """C013: the lock is held until the transaction ends, without a warning at the end of the block."""
     async with session(world, world.engine()) as work:
         async with world.enter(lock(work, name).hold(timeout=20)):
             assert len(advisory_rows()) == 1
@@ -311,7 +311,7 @@ async def test_a_refused_try_is_false_and_runs_no_block(world: World, name: str)
 
 
 def test_an_unawaited_try_is_noticed(name: str) -> None:
-    """C018: an async try that nobody awaits warns, as Python does for every such coroutine."""
+    """C018: Python warns about an async try that is not awaited."""
     with pytest.warns(RuntimeWarning, match="never awaited"):
         lock(AsyncSession(), name).try_acquire()
         gc.collect()
@@ -353,7 +353,7 @@ async def test_a_pair_is_the_same_row_as_with_plain_sql(
 
 
 async def test_a_wrong_name_is_refused_when_the_lock_is_made(world: World) -> None:
-    """C025: keys out of range and names that are none never reach the server."""
+    """C025: keys out of range and unusable names raise before anything is sent to the server."""
     async with session(world, world.engine()) as work:
         for bad, error in (
             ((2**63,), ValueError),
@@ -381,7 +381,7 @@ async def test_a_name_lives_in_the_configured_namespace(world: World, name: str)
 
 
 async def test_grants_and_timeouts_are_reported_to_on_event(world: World, name: str) -> None:
-    """`configure(on_event=...)` hears of each grant and each timeout, and of nothing that cost no request."""
+    """`configure(on_event=...)` receives each grant and each timeout, and nothing that cost no request."""
     engine = world.engine()
     heard: list[tuple[str, str | None]] = []
     configure(engine, on_event=lambda event: heard.append((event.event, event.name)))
@@ -412,7 +412,7 @@ async def test_shared_holders_stand_beside_each_other_and_keep_writers_out(world
 
 
 async def test_asking_for_more_than_shared_is_refused_at_once(world: World, name: str, advisory_rows: Any) -> None:
-    """C037: two readers that both want to write would wait for each other; both are told, and both still read."""
+    """C037: two readers that both want to write would deadlock; both get an error, and both can still read."""
     engine = world.engine()
     async with connection(world, engine) as one, connection(world, engine) as two:
         for reader in (one, two):
@@ -428,7 +428,7 @@ async def test_asking_for_more_than_shared_is_refused_at_once(world: World, name
 async def test_a_new_reader_stands_behind_a_waiting_writer(
     world: World, name: str, advisory_rows: Any, eventually: Any
 ) -> None:
-    """C037: while a writer waits, a shared try says False and is no error."""
+    """C037: while a writer waits, a shared try returns False and raises nothing."""
     engine = world.engine()
     writer = world.other()
     async with (
@@ -477,7 +477,7 @@ async def test_random_subsets_in_random_order_never_deadlock(world: World, name:
 async def test_a_refused_request_for_several_leaves_none_behind(
     world: World, busy: int, first: bool, advisory_rows: Any
 ) -> None:
-    """C032: with one of three held elsewhere, try and timed wait fail, the other two are free, the transaction goes on."""
+    """C032: one of three keys is held elsewhere: try and timed wait fail, the others stay free, the transaction can go on."""
     engine = world.engine()
     keys = [LockKey.raw(11), LockKey.raw(12), LockKey.pair(13, 13)]
     async with connection(world, engine) as holder, connection(world, engine) as work:
