@@ -260,6 +260,7 @@ VERBS = frozenset(
         "poll",
         "pop",
         "post",
+        "postpone",
         "prelock",
         "prepare",
         "probe",

@@ -15,7 +15,6 @@ from pgfence import AsyncTransactionLock, TransactionLock
 from pgfence.errors import StaleFencingTokenError
 from pgfence.fence import fence
 from support.fences import guarded, overtake
-from support.keyed import Desk
 from support.leases import lease
 from support.moments import SoftLimit, Stop, interrupted, torn_connections
 from support.proxy import CountingProxy
@@ -412,23 +411,3 @@ async def test_an_interrupt_at_any_moment_is_what_comes_out(world: World, name: 
                 work()
             work()
     assert moments > 20
-
-
-# ---------------------------------------------------------------- keys
-
-
-@pytest.mark.every_driver
-async def test_a_key_around_one_insert_costs_four_round_trips(
-    world: World, admin: psycopg.Connection[Any], counting: CountingProxy
-) -> None:
-    """BEGIN with the claim, the INSERT, the result, COMMIT; other drivers send BEGIN separately."""
-    desk = Desk(world, admin, dsn=counting.dsn)
-    try:
-        keys = iter(range(100))
-
-        async def work() -> None:
-            await desk.pay(f"k{next(keys)}")
-
-        assert await count(counting, work) == (4 if world.name in PIPELINED else 5)
-    finally:
-        desk.close()

@@ -1,4 +1,7 @@
-"""The statements of an idempotency key in the caller's transaction: claim it, finish it. One round trip each."""
+"""The statements of an idempotency key in the caller's transaction: claim it, finish it.
+
+One round trip each, which the claim can share with BEGIN and the end with COMMIT.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,23 @@ from sqlalchemy import event
 
 from pgfence._sql.errors import message_of, read_detail
 from pgfence._sql.params import call, mark, name_of, style_of
+from pgfence._sql.postponed import Postponed, postpone
+from pgfence._sql.savepoints import read_along
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.storage import KEYS
-from pgfence._sql.transaction import send, send_quick
+from pgfence._sql.transaction import is_observed, send, send_quick
 from pgfence.errors import IdempotencyMisuseError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sqlalchemy import Connection
     from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.exc import DBAPIError
 
     from pgfence._sql.params import ParamStyle
     from pgfence._sql.storage import TableNames
+    from pgfence.errors import PgfenceError
 
 NEEDED = KEYS
 
@@ -105,6 +113,32 @@ def finish(connection: Connection, place: TableNames, row: KeyRow, status: str, 
     return done
 
 
+def finish_at_commit(
+    connection: Connection,
+    place: TableNames,
+    row: KeyRow,
+    status: str,
+    text: str,
+    build_error: Callable[[], PgfenceError],
+) -> bool:
+    """Have it stored by a statement that goes along with COMMIT; False: it has to be stored now.
+
+    Args:
+        connection: of the transaction that has claimed the key.
+        place: of the tables.
+        row: the claim.
+        status: of the key from then on.
+        text: what came of it.
+        build_error: of the COMMIT, if the key is not claimed any more.
+    """
+    if is_observed(connection):
+        return False
+    read_along(connection)
+    style = style_of(connection.dialect)
+    statement = Postponed(_finish_or_fail(place, style), (row.scope, row.key, status, text), build_error)
+    return postpone(connection, statement)
+
+
 def translate(connection: Connection) -> None:
     """Have a commit that is refused for an unfinished key raised as our error, whoever commits on this engine."""
     dialect = vars(connection.dialect)
@@ -150,6 +184,11 @@ def _select_attempt(place: TableNames, style: ParamStyle) -> str:
 @cache
 def _finish(place: TableNames, style: ParamStyle) -> str:
     return f"SELECT {call(place, style, 'finish_key_v1', 'text, text, text, text')}"
+
+
+@cache
+def _finish_or_fail(place: TableNames, style: ParamStyle) -> str:
+    return f"SELECT 1 / CAST({call(place, style, 'finish_key_v1', 'text, text, text, text')} AS integer)"
 
 
 def find_duplicate_columns(error: DBAPIError) -> frozenset[str] | None:

@@ -1,10 +1,10 @@
-"""A statement of ours in one round trip with the BEGIN before it, by the pipeline mode of psycopg.
+"""A statement of ours in one round trip with the BEGIN before it or the COMMIT after it, by the pipeline mode of psycopg.
 
 psycopg sends BEGIN by itself before the first statement of a transaction, and waits for the response. Its public `pipeline()`
 saves nothing here: it waits after that BEGIN all the same, and once more when it is left. So the driver's own steps are
 taken in another order, with one wait for all responses at the end. The statement goes through a cursor of the driver, which
 prepares it as usual. An error leaves the connection as it would be without a pipeline: aborted after an error of the
-statement, in no transaction after an error of BEGIN.
+statement, in no transaction after an error of BEGIN. COMMIT is not executed after an error of the statement.
 
 asyncpg has no pipeline mode, and psycopg2 none either.
 """
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from sqlalchemy import Connection
+    from sqlalchemy.engine.interfaces import Dialect
 
 DriverSteps: TypeAlias = "Generator[Any, Any, None]"
 """What the driver's own `wait` drives: it yields what to wait for, and gets what has become ready."""
 
 _IDLE = 0
+_IN_TRANSACTION = 2
 _CONNECTED = 0
 
 
@@ -60,15 +62,25 @@ def _load(is_async: bool) -> _Library | None:
 
 
 def may_begin(connection: Connection) -> bool:
-    """Return whether the next statement can take BEGIN along: the server is in no transaction, and the driver is as it was made.
+    """Return whether the next statement can take BEGIN along: the server is in no transaction."""
+    return _may_pipeline(connection, _IDLE)
+
+
+def may_commit(connection: Connection) -> bool:
+    """Return whether a statement can go along with COMMIT: the server is in a transaction, which is not aborted."""
+    return _may_pipeline(connection, _IN_TRANSACTION)
+
+
+def _may_pipeline(connection: Connection, status: int) -> bool:
+    """Return whether the driver is as it was made and has that status.
 
     Instrumentation replaces the class of connections or cursors, or a method of theirs; it has to see each statement start and
     end.
     """
     if connection.dialect.driver != "psycopg":
         return False
-    driver = _driver_of(connection)
-    if driver.pgconn.transaction_status != _IDLE or driver.autocommit or driver.pgconn.pipeline_status:
+    driver: Any = connection.connection.driver_connection
+    if driver.pgconn.transaction_status != status or driver.autocommit or driver.pgconn.pipeline_status:
         return False
     library = _load(connection.dialect.is_async)
     if library is None or driver.__class__ is not library.connection or driver.cursor_factory is not library.cursor:
@@ -79,12 +91,25 @@ def may_begin(connection: Connection) -> bool:
 
 def begin_and_execute(connection: Connection, text: str, values: tuple[object, ...]) -> Any:
     """Begin the server's transaction with a statement, and return the one value of its row. Only after `may_begin`."""
-    driver = _driver_of(connection)
-    library = _load(connection.dialect.is_async)
+    return _execute(connection.dialect, connection.connection.driver_connection, text, values, begins=True)
+
+
+def execute_and_commit(dialect: Dialect, driver: Any, text: str, values: tuple[object, ...]) -> None:
+    """Send a statement and commit the server's transaction. Only after `may_commit`."""
+    _execute(dialect, driver, text, values, begins=False)
+
+
+def is_in_transaction(driver: Any) -> bool:
+    """Return whether psycopg's connection is in a transaction that is not aborted."""
+    return bool(driver.pgconn.transaction_status == _IN_TRANSACTION)
+
+
+def _execute(dialect: Dialect, driver: Any, text: str, values: tuple[object, ...], *, begins: bool) -> Any:
+    library = _load(dialect.is_async)
     assert library is not None
     cursor = driver.cursor()
-    steps = _execute_together(driver, cursor, library.pipeline(driver), text, values)
-    if connection.dialect.is_async:
+    steps = _execute_together(driver, cursor, library.pipeline(driver), text, values, begins=begins)
+    if dialect.is_async:
         from sqlalchemy.util import await_only
 
         return await_only(_run_async(driver, cursor, steps))[0]
@@ -112,8 +137,10 @@ def _end(driver: Any, steps: DriverSteps) -> None:
         driver.pgconn.finish()
 
 
-def _execute_together(driver: Any, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...]) -> DriverSteps:
-    """Send BEGIN and a statement, then wait for both. Raises the first error."""
+def _execute_together(
+    driver: Any, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...], *, begins: bool
+) -> DriverSteps:
+    """Send BEGIN and a statement, or a statement and COMMIT, then wait for both. Raises the first error."""
     import psycopg
     from psycopg.generators import send
 
@@ -122,11 +149,15 @@ def _execute_together(driver: Any, cursor: Any, pipeline: Any, text: str, values
     wire.enter_pipeline_mode()
     driver._pipeline = pipeline
     try:
-        pipeline.result_queue.append(None)
-        # Handed to libpq at once: that makes the connection busy, so that the cursor sends no BEGIN of its own.
-        wire.send_query_params(driver._get_tx_start_command(), None)
+        if begins:
+            pipeline.result_queue.append(None)
+            # Handed to libpq at once: that makes the connection busy, so that the cursor sends no BEGIN of its own.
+            wire.send_query_params(driver._get_tx_start_command(), None)
         try:
             yield from cursor._execute_gen(text, values)
+            if not begins:
+                pipeline.result_queue.append(None)
+                wire.send_query_params(b"COMMIT", None)
         except Exception as error:
             failure = error
         # After an error too: a server that has rejected a statement skips all messages up to this one.
@@ -144,9 +175,3 @@ def _execute_together(driver: Any, cursor: Any, pipeline: Any, text: str, values
                 wire.exit_pipeline_mode()
     if failure is not None:
         raise failure
-
-
-def _driver_of(connection: Connection) -> Any:
-    adapted = connection.connection.dbapi_connection
-    assert adapted is not None
-    return connection.dialect.get_driver_connection(adapted)

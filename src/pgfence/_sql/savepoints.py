@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sqlalchemy import event
 
+from pgfence._sql.postponed import send_postponed
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from weakref import ref
@@ -61,7 +63,7 @@ class TransactionRecord:
         if records is None:
             records = {}
             setattr(connection, _RECORDS, records)
-            _read_along(connection)
+            read_along(connection)
         record: Self | None = records.get(cls)
         if record is None:
             record = records[cls] = cls()
@@ -125,7 +127,8 @@ def mark_sent(connection: Connection) -> None:
         record.first = False
 
 
-def _read_along(connection: Connection) -> None:
+def read_along(connection: Connection) -> None:
+    """Read the statements of an engine from now on."""
     dialect = vars(connection.dialect)
     if _READING not in dialect:
         event.listen(connection.engine, "do_execute", _read)
@@ -136,10 +139,12 @@ def _read_along(connection: Connection) -> None:
 
 
 def _read(_cursor: object, statement: str, _parameters: object, context: ExecutionContext) -> None:
+    harmless = statement.startswith(_HARMLESS) and ";" not in statement
+    if not harmless or "set_config" in statement:
+        send_postponed(context.root_connection)
     records = getattr(context.root_connection, _RECORDS, None)
     if records is None:
         return
-    harmless = statement.startswith(_HARMLESS) and ";" not in statement
     for record in records.values():
         record.first = False
         if not harmless:

@@ -15,6 +15,7 @@ from pgfence._sql import pipeline
 from pgfence._sql.encoding import translate_text_errors
 from pgfence._sql.key_arrays import build_try, encode_keys
 from pgfence._sql.params import style_of
+from pgfence._sql.postponed import send_postponed
 from pgfence._sql.savepoints import mark_sent
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def _flatten_keys(keys: Sequence[LockKey]) -> tuple[int, ...]:
 
 def send(connection: Connection, text: str, values: tuple[object, ...] = ()) -> CursorResult[Any]:
     """Send a statement of ours in the caller's transaction."""
+    send_postponed(connection)
     # A server-side cursor, if the caller's options ask for one, would turn the statement into a DECLARE.
     with translate_text_errors(connection, values):
         return connection.exec_driver_sql(text, values, execution_options=_PLAIN)
@@ -137,8 +139,9 @@ def send_quick(connection: Connection, text: str, values: tuple[object, ...]) ->
     It goes past SQLAlchemy, and together with BEGIN, where no listener would see it there. Its errors come as SQLAlchemy's all
     the same.
     """
-    if _is_observed(connection):
+    if is_observed(connection):
         return send(connection, text, values).scalar_one()
+    send_postponed(connection)
     adapted: Any = connection.connection.dbapi_connection
     cursor = None
     try:
@@ -157,7 +160,7 @@ def send_quick(connection: Connection, text: str, values: tuple[object, ...]) ->
     return answer
 
 
-def _is_observed(connection: Connection) -> bool:
+def is_observed(connection: Connection) -> bool:
     """Say whether anybody wants to see our statements, or SQLAlchemy would have to judge whether they may go out."""
     if connection._has_events or connection.engine._has_events:
         heard = connection.dispatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from sqlalchemy import table, update
@@ -134,7 +135,7 @@ def _emit(config: Config, event: str, call: KeyName) -> None:
 
 
 def complete(session: Session, call: KeyCall[T], claimed: Claim[T], value: T) -> None:
-    """Store the result.
+    """Store the result: now, or together with the COMMIT, which then raises what this would raise.
 
     Raises:
         IdempotencyMisuseError: it cannot be stored, or the claim is gone.
@@ -174,6 +175,8 @@ def record(session: Session, call: KeyCall[T], claimed: Claim[T], error: Excepti
 def _finish(session: Session, call: KeyCall[T], claimed: Claim[T], status: str, text: str) -> None:
     connection = connection_of(session)
     place = table_names_of(connection)
+    if sql.finish_at_commit(connection, place, claimed.row, status, text, partial(_claim_gone_error, call)):
+        return
     if not _send(connection, place, lambda: sql.finish(connection, place, claimed.row, status, text)):
         raise _claim_gone_error(call)
 

@@ -109,6 +109,10 @@ def idempotent(
     which the work was begun and not finished cannot commit: an exception in it must lead to a rollback, of the whole
     transaction or to a savepoint around the call.
 
+    With psycopg the result is sent together with the COMMIT, unless anything listens for statements; it is sent before it if a
+    savepoint, a setting or another key follows. Commit through SQLAlchemy: the driver's own `commit()` does not send it, and
+    PostgreSQL rejects that COMMIT.
+
     A key that is requested and then neither run nor entered raises a RuntimeWarning when it is garbage-collected.
 
     Limitations: nothing is guaranteed about effects outside the database, or after `keep`. If a Session has several engines, only
@@ -136,8 +140,8 @@ def idempotent(
         IdempotencyInProgressError: on entering: the holder of the key did not end within the timeout. 409.
         IdempotencyMisuseError: on leaving: the block has not looked at `op.replayed`, or not called `op.complete()`; or the
             result is not of the type of `result`, or cannot be stored. On entering: this transaction has claimed the key
-            already; or the stored result cannot be read. From COMMIT, with SQLSTATE PF004: the work was begun and not finished.
-            Nothing is committed then.
+            already; or the stored result cannot be read. From COMMIT: the work was begun and not finished (SQLSTATE PF004), or
+            the claim was rolled back inside the block. Nothing is committed then.
         TransactionStateError: autocommit.
         DeadlockError: this transaction holds a key that the other one waits for.
         SchemaError: pgfence's tables are missing, or older than version 2.
