@@ -25,6 +25,7 @@ SCENARIOS = (
     "crowd",
     "loss",
     "imports",
+    "startup",
     "leases",
     "fences",
     "fence_growth",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from benchmarks import report, rounds
 from benchmarks.place import server
-from pgfence import Lease, fence, schema
+from pgfence import Lease, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
 UPDATE = sa.text("UPDATE bare SET n = n + 1 WHERE id = :id")
 GUARDED = sa.text("UPDATE guarded SET n = n + 1 WHERE id = :id")
-WRITERS = 8
 
 
 def bare(writes: int, *, trip: bool = False) -> Make:
@@ -60,7 +57,7 @@ def fenced(writes: int) -> Make:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Measure transactions of one and of ten writes, and eight writers with one token."""
+    """Measure transactions of one and of ten writes."""
     effort = rounds.Effort.of(quick=quick)
     bars, tables = [], []
     with server(durable=True) as place:
@@ -87,61 +84,15 @@ def run(quick: bool) -> dict[str, Any]:
                 for name in medians
             ]
             tables.append(report.table(f"{writes} write(s)", ("Contestant", "Ratio", "Middle half of the sets"), rows))
-        bars.append(_side_by_side(place, 0.3 if quick else 5.0))
         engine.dispose()
     return {
         "scenario": "fences",
         "title": "Fences",
         "method": (
             "One cycle is a transaction of one-row updates through SQLAlchemy Core, bare or in `lease.begin()` on a table"
-            " with the statement trigger, on a server that syncs each commit to the disk. The eight writers are threads that"
-            " update rows of their own."
+            " with the statement trigger, on a server that syncs each commit to the disk."
         ),
         "bars": bars,
         "tables": tables,
         "skipped": {},
     }
-
-
-def _side_by_side(place: Place, seconds: float) -> dict[str, Any]:
-    engine = sa.create_engine(place.url(), pool_size=WRITERS)
-    with Lease(engine, "close", ttl=60).hold() as held:
-
-        def free(number: int) -> None:
-            with engine.begin() as connection:
-                connection.execute(UPDATE, {"id": number})
-
-        def guarded(number: int) -> None:
-            with engine.begin() as connection:
-                fence(connection, "close", held.token)
-                connection.execute(GUARDED, {"id": number})
-
-        figures: dict[str, list[int]] = {"bare": [], "fenced": []}
-        for _ in range(3):
-            figures["bare"].append(_count(free, seconds / 3))
-            figures["fenced"].append(_count(guarded, seconds / 3))
-    engine.dispose()
-    share = sum(figures["fenced"]) / max(1, sum(figures["bare"]))
-    return report.bar(
-        f"{WRITERS} writers with one token: unguarded throughput against theirs",
-        "at most 1.43x (0.7)",
-        1 / share,
-        1 / 0.7,
-        "x",
-    )
-
-
-def _count(write: Callable[[int], object], seconds: float) -> int:
-    stop, counts = time.monotonic() + seconds, [0] * WRITERS
-
-    def work(number: int) -> None:
-        while time.monotonic() < stop:
-            write(number)
-            counts[number] += 1
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(WRITERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts)

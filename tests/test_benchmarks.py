@@ -24,6 +24,7 @@ SCENARIOS = (
     "crowd",
     "loss",
     "imports",
+    "startup",
     "leases",
     "fences",
     "fence_growth",
