@@ -1,4 +1,4 @@
-"""Effects cancelled at every await and interrupted at many moments: no claim is renewed for nobody, no result is lost."""
+"""Effects cancelled at every await and interrupted at many moments: no claim stays renewed, no result is lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def renewed(engine: Any) -> int:
 
 
 async def test_a_run_cancelled_at_every_await(world: World, admin: psycopg.Connection[Any]) -> None:
-    """Before the work the key is free soon; in it nobody knows what was done; after it the result is stored all the same."""
+    """Before the work the key is soon free; during it the outcome is unknown; after it the result is stored."""
     shop, numbers = Shop(world, admin), count()
     state: dict[str, Any] = {}
 
@@ -81,7 +81,7 @@ async def test_a_run_cancelled_at_every_await(world: World, admin: psycopg.Conne
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
 def test_a_run_interrupted_at_many_moments(driver: str, dsn: str, admin: psycopg.Connection[Any]) -> None:
-    """Whatever a signal tears, the claim is renewed no more, and who asks later gets an answer or hears that one is unknown."""
+    """After a signal the claim is not renewed, and a later caller gets the result or an unknown outcome."""
     url = f"postgresql+{driver}://{dsn.split('://', 1)[1]}"
     engine = create_engine(url)
     ran: list[str] = []
@@ -113,7 +113,7 @@ def test_a_run_interrupted_at_many_moments(driver: str, dsn: str, admin: psycopg
 
 
 def test_an_exit_in_the_middle_of_the_work_lets_the_claim_lapse(dsn: str) -> None:
-    """SystemExit is an end of which nobody knows what was done; the process ends, and no thread of ours keeps it."""
+    """SystemExit leaves the outcome unknown; the process ends, and no thread of pgfence keeps it."""
     engine = create_engine(f"postgresql+psycopg://{dsn.split('://', 1)[1]}")
 
     def leave(attempt: Any) -> str:

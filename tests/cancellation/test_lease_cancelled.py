@@ -1,4 +1,4 @@
-"""Leases cancelled at every await and interrupted at many moments: the name is free long before its TTL, and life goes on."""
+"""Leases cancelled at every await and interrupted at many moments: the name is free long before its TTL."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_first_use_cancelled_at_every_await(world: World, name: str) -> 
 
 
 async def test_a_release_that_is_cancelled_frees_the_lease(world: World, name: str) -> None:
-    """The handle is released, on_event hears of it, and the server learns of it in the background."""
+    """The handle is released, on_event is called, and the server frees the lease in the background."""
     engine, heard = labelled(world, name), []
     configure(engine, on_event=lambda e: heard.append(e.event))
     one = AsyncLease(engine, name, ttl=TTL)
@@ -93,7 +93,7 @@ async def test_a_release_that_is_cancelled_frees_the_lease(world: World, name: s
 
 
 async def test_a_hand_over_cancelled_at_every_await(world: World, name: str) -> None:
-    """Either it is still held here, or it was handed over by a reference that nobody has: then its TTL ends it."""
+    """Either it is still held here, or it was handed over and ends with its TTL."""
     one = AsyncLease(labelled(world, name), name, ttl=TTL)
     for at in range(10):
         held = await one.acquire(timeout=SOON)
@@ -106,7 +106,7 @@ async def test_a_hand_over_cancelled_at_every_await(world: World, name: str) -> 
 
 
 async def test_an_adoption_cancelled_at_every_await(world: World, name: str) -> None:
-    """Either it can be adopted again by its reference, or it is given back soon: nobody is left with it."""
+    """Either the reference can be adopted again, or the lease is released soon."""
     engine = labelled(world, name)
     one = AsyncLease(engine, name, ttl=TTL)
     for at in range(10):

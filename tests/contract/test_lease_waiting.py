@@ -43,7 +43,7 @@ def locked_row(dsn: str, name: str) -> Iterator[psycopg.Connection[Any]]:
 
 
 def waits_for_row(admin: psycopg.Connection[Any]) -> bool:
-    """Say whether somebody stands in the server behind a locked row."""
+    """Return whether a session waits in the server for a locked row."""
     query = (
         "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%acquire_lease%'"
         " AND datname = current_database()"
@@ -88,7 +88,7 @@ def sleeps(admin: psycopg.Connection[Any]) -> bool:
 
 
 async def test_an_expiry_wakes_who_waits(world: World, name: str, admin: psycopg.Connection[Any]) -> None:
-    """C085: nobody tells of it; the waiter has it at the latest a moment after the holder's expiry."""
+    """C085: without a notification the waiter gets the lease at most a moment after the holder's expiry."""
     one = lease(world, world.engine(), name)
     rival(admin, name, 0.6)
     over = row(admin, name).expires_at
@@ -165,7 +165,7 @@ async def test_never_two_at_a_time_and_never_a_token_twice(world: World, name: s
 async def test_a_wait_for_the_row_takes_nothing_off_the_ttl(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """C075: the expiry is computed after the wait; the holder's own deadline counts from before it, so it is no later."""
+    """C075: the expiry is computed after the wait; the holder's deadline counts from before it, so it is no later."""
     one = lease(world, world.engine(), name, ttl=5, heartbeat="manual")
     rival(admin, name)
     lapse(admin, name)
@@ -219,7 +219,7 @@ async def test_a_row_that_stays_locked_is_neither_free_nor_held(
 async def test_a_grant_whose_response_is_lost_blocks_no_other(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
-    """C084: the error says that nobody knows, and the row is free again long before its TTL of a minute."""
+    """C084: the error says that the outcome is unknown, and the row is free again long before its TTL of a minute."""
     engine = world.engine(dsn=proxy.dsn)
     one = lease(world, engine, name, ttl=60)
     await world.call((await world.call(one.acquire)).release)
@@ -236,7 +236,7 @@ async def test_a_grant_whose_response_is_lost_blocks_no_other(
 
 @pytest.mark.every_driver
 async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
-    """Unreachable is an error of its own, in every verb."""
+    """Each method raises UnreachableError."""
     one = lease(world, world.engine(dsn="postgresql://somebody:hunter2@127.0.0.1:1/d"), name)
     for call in (one.try_acquire, one.acquire, one.holders, one.is_held):
         with pytest.raises(UnreachableError) as caught:
@@ -249,7 +249,7 @@ async def test_no_server_is_never_a_grant(world: World, name: str) -> None:
 async def test_a_cancelled_wait_leaves_nothing_behind(
     world: World, name: str, dsn: str, admin: psycopg.Connection[Any], proxy: Proxy
 ) -> None:
-    """In line; and in the middle of a statement that no cancel request reaches, whose grant nobody will hear of."""
+    """In the queue, and in a statement that no cancel request reaches, whose grant is lost."""
     one = lease(world, world.engine(dsn=proxy.dsn), name, ttl=60)
     rival(admin, name)
     await cancelled(one, lambda: listening(admin))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.twins
 
 @contextmanager
 def holding(dsn: str, call: str, name: str) -> Iterator[psycopg.Connection[Any]]:
-    """A session of its own that calls a lock function."""
+    """A separate session that calls a lock function."""
     with psycopg.connect(dsn, autocommit=True, application_name=name) as other:
         other.execute(f"SELECT pg_{call}")
         yield other
@@ -76,7 +76,7 @@ async def test_every_number_is_decoded(world: World, dsn: str, number: int) -> N
 
 @pytest.mark.every_driver
 async def test_a_holder_is_described(world: World, dsn: str, name: str) -> None:
-    """Name, backend, host and since are told."""
+    """Name, backend, host and start time are reported."""
     key = LockKey.of(name)
     with holding(dsn, f"advisory_lock({key.value})", "described") as other:
         async with connection(world, world.engine()) as work:
@@ -90,7 +90,7 @@ async def test_a_holder_is_described(world: World, dsn: str, name: str) -> None:
 
 
 async def test_a_waiter_is_no_holder(world: World, name: str, advisory_rows: Any, eventually: Any) -> None:
-    """Who waits is in pg_locks as well, and is not named."""
+    """A waiter is in pg_locks as well, and is not reported."""
     engine, waiter = world.engine(), world.other()
     async with connection(world, engine) as holder, connection(world, engine, waiter) as waits:
         await world.call(lock(holder, name).acquire)
@@ -114,7 +114,7 @@ async def test_looking_takes_no_lock(world: World, name: str, advisory_rows: Any
 async def test_a_role_that_sees_nothing_of_others_still_sees_that_it_is_held(
     world: World, name: str, role: Any
 ) -> None:
-    """What the role may not see is None; that somebody holds it, and the backend, are told."""
+    """Columns that the role may not see are None; the holder's backend is still reported."""
     async with (
         connection(world, world.engine()) as holder,
         connection(world, world.engine(dsn=role())) as work,
@@ -128,7 +128,7 @@ async def test_a_role_that_sees_nothing_of_others_still_sees_that_it_is_held(
 
 
 async def test_a_prepared_transaction_is_a_holder_without_a_process(world: World, name: str, lend_server: Any) -> None:
-    """A lock that went into PREPARE TRANSACTION is held by nobody's process, and the message names the transaction."""
+    """A lock of a prepared transaction is held without a process, and the message names the transaction."""
     server = lend_server(max_prepared_transactions="2")
     engine = world.engine(dsn=server.dsn)
     async with connection(world, engine) as work:

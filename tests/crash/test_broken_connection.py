@@ -1,4 +1,4 @@
-"""What stands between us and the server resets, closes or swallows."""
+"""A proxy between pgfence and the server resets, closes or swallows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 async def test_a_broken_connection_is_noticed_and_the_next_acquire_works(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], fault: str
 ) -> None:
-    """C042: reset or half closed, the holder hears of it without a statement; released, nothing stays on the server."""
+    """C042: after a reset or half-close the holder sees the loss without a statement, and nothing stays on the server."""
     one = lock(world, world.engine(dsn=proxy.dsn), name)
     held = await world.call(one.acquire)
     if fault == "reset":
@@ -47,7 +47,7 @@ async def test_a_broken_connection_is_noticed_and_the_next_acquire_works(
 async def test_a_waiter_whose_connection_breaks_goes_on_with_another(
     world: World, name: str, proxy: Proxy, dsn: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """A reset in mid-wait is no answer: it asks again, within the same timeout."""
+    """After a reset during the wait it asks again, within the same timeout."""
     one = lock(world, world.engine(dsn=proxy.dsn), name)
     waiter = world.other()
     with elsewhere(dsn, name) as holder:
@@ -64,7 +64,7 @@ async def test_a_waiter_whose_connection_breaks_goes_on_with_another(
 async def test_a_release_into_a_black_hole_ends_with_a_loss(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any], short_statements: float
 ) -> None:
-    """The kernel still sees a living peer; the statement's own budget ends it: cut off, and the lock is not believed in."""
+    """The kernel still sees a living peer; the statement's own budget ends it as cut off, and the lock is lost."""
     held = await world.call(lock(world, world.engine(dsn=proxy.dsn), name).acquire)
     await asyncio.to_thread(proxy.black_hole)
     began = time.monotonic()
@@ -81,7 +81,7 @@ async def test_a_release_into_a_black_hole_ends_with_a_loss(
 async def test_a_wait_over_a_black_hole_ends_by_its_slice(
     world: World, name: str, proxy: Proxy, dsn: str, admin: psycopg.Connection[Any], short_opening: float
 ) -> None:
-    """A slice of half a second and two more: then the session is given up, no other can be had, and the caller is told."""
+    """After its slice and two seconds the session is given up, no other can be opened, and the call raises."""
     one = lock(world, world.engine(dsn=proxy.dsn), name)
     waiter = world.other()
     with elsewhere(dsn, name):
@@ -134,7 +134,7 @@ def test_opening_may_take_five_seconds() -> None:
 async def test_a_server_that_cannot_be_reached_is_never_called_busy(
     world: World, name: str, proxy: Proxy, short_opening: float
 ) -> None:
-    """Connections that hang while they are opened use up `max_lock_connections`; whoever comes next is told the truth."""
+    """Connections that hang while opening use up `max_lock_connections`; a further call raises UnreachableError."""
     engine = world.engine(dsn=proxy.dsn)
     configure(engine, max_lock_connections=2)
     await asyncio.to_thread(proxy.black_hole)
@@ -188,7 +188,7 @@ async def comes_back(world: World, one: Any) -> None:
 async def test_a_refusing_server_is_unreachable_and_what_is_held_stays(
     world: World, name: str, proxy: Proxy, admin: psycopg.Connection[Any]
 ) -> None:
-    """Nobody new is let in: UnreachableError at once for a new lock, while the old one is held and can be released."""
+    """A new lock raises UnreachableError at once, while the old one is held and can be released."""
     engine = world.engine(dsn=proxy.dsn)
     held = await world.call(lock(world, engine, name).acquire)
     await asyncio.to_thread(proxy.refuse)

@@ -1,4 +1,4 @@
-"""No orphan: the server ends with the process that started it, however that ends, and whoever it ran as."""
+"""The server ends with the process that started it, however that ends, and under whichever user it runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_server_ends_when_its_process_is_killed(
 
 
 def test_a_watchdog_ends_with_the_server(without: Callable[[str], None], script: Callable[..., Script]) -> None:
-    """Where a helper process watches over us, it must not be there any more when the server's number can be somebody else's."""
+    """A watchdog process must be gone before the server's process id can be reused."""
     without("setpriv")
     running = script("""
 from pathlib import Path

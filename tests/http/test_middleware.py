@@ -80,7 +80,7 @@ async def test_an_expired_key_is_a_new_one(site: Site) -> None:
 
 @pytest.mark.every_driver
 async def test_of_concurrent_requests_one_runs_and_the_others_get_retry_after(site: Site) -> None:
-    """C095: twenty requests with one key at the same time; who asks until there is an answer gets the same one."""
+    """C095: of twenty concurrent requests with one key one runs; retries of the others end with the same response."""
     for n in range(ROUNDS):
         before = len(site.seen)
 
@@ -142,7 +142,7 @@ async def test_without_one_good_key_a_request_is_refused_on_routes_that_need_one
 
 @pytest.mark.filterwarnings("ignore:Unknown REQUEST_METHOD")
 async def test_a_method_is_another_one_in_small_letters(site: Site) -> None:
-    """Some frameworks refuse it and some take it for the same: it needs a key, and has answers of its own."""
+    """Frameworks differ in how they treat such a method: it needs a key, and has separate stored responses."""
     site.behind(routes=["/pay"])
     assert (await site.ask(None, method="post")).status == 400
     assert [(await site.ask(method=method)).replayed for method in ("post", "POST", "post")] == [False, False, True]
@@ -150,7 +150,7 @@ async def test_a_method_is_another_one_in_small_letters(site: Site) -> None:
 
 
 async def test_what_needs_no_key_passes_through(site: Site) -> None:
-    """Other methods and other routes are never asked for a key, and without routes nobody is."""
+    """Other methods and other routes need no key, and without `routes` no request needs one."""
     for options, request in (
         ({}, {"key": None}),
         ({}, {"method": "PUT"}),
@@ -253,7 +253,7 @@ async def test_who_calls_again_with_an_environment_that_was_handled_is_asked_for
 
 
 async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> None:
-    """C102: whoever has the same key elsewhere is somebody else, and is handled."""
+    """C102: the same key of another principal, method or path is another request."""
     for request in ({}, {"user": "you"}, {"path": "/refund"}, {"method": "PATCH"}, {"headers": [("cookie", "s=1")]}):
         assert not (await site.ask(**request)).replayed
         assert (await site.ask(**request)).replayed
@@ -262,7 +262,7 @@ async def test_a_key_belongs_to_a_principal_a_method_and_a_path(site: Site) -> N
 
 
 async def test_a_key_without_a_principal_is_rejected(site: Site) -> None:
-    """C102: without credentials, or where the principal is None, the answers would be everybody's."""
+    """C102: without credentials, or with the principal None, clients would share responses."""
     got = await site.ask(user=None)
     assert (got.status, got.problem[:30]) == (400, "An Idempotency-Key belongs to ")
     whose = {"ours": "me"}
@@ -311,7 +311,7 @@ async def test_another_request_with_the_key_is_refused_done_or_in_progress(site:
 
 
 async def test_failures_are_handled_again_and_refusals_are_answers(site: Site) -> None:
-    """C101: from `record_below` on nothing is recorded, nor where a client is told when to try again; 402 is an answer."""
+    """C101: a status from `record_below` on, or one that asks for a retry, is not recorded; a 402 is."""
     answers = [Answer(503), Answer(423, (("content-type", "text/plain"), ("retry-after", "1"))), Answer(402)]
 
     async def pay(_: Asked) -> Answer:
@@ -347,7 +347,7 @@ async def test_an_error_frees_the_key_and_goes_on_to_the_server(site: Site) -> N
 @pytest.mark.matrix
 @pytest.mark.parametrize("raises", [True, False])
 async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Who leaves something at work behind has the next request wait until the claim is over, and is told how long that is."""
+    """With "lapse" the next request after a failure waits until the claim ends, and Retry-After says how long."""
 
     async def pay(_: Asked) -> Answer:
         if raises and len(site.seen) == 1:
@@ -372,7 +372,7 @@ async def test_a_key_may_lapse_after_a_failure(site: Site, raises: bool, caplog:
 @pytest.mark.matrix
 @pytest.mark.parametrize("noticed", [True, False])
 async def test_an_answer_that_comes_after_a_take_over_does_not_count(site: Site, noticed: bool) -> None:
-    """C100: the late one is told to ask again, and gets the answer that counts; whether or not the heartbeat knew of it."""
+    """C100: the late request must retry and gets the response that counts, whether or not the heartbeat noticed."""
     gate = Gate()
 
     async def pay(_: Asked) -> Answer:
@@ -418,7 +418,7 @@ async def test_a_body_that_is_too_long_is_refused(site: Site) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("announced", [True, False])
 async def test_an_answer_that_is_too_long_passes_and_is_not_given_again(site: Site, announced: bool) -> None:
-    """The client gets it whole. Who asks again is told that it was processed; it is not done twice."""
+    """The client gets the whole response. A retry learns that the request was processed; it does not run twice."""
     headers = (("content-length", "13"),) if announced else ()
 
     async def pay(_: Asked) -> Answer:
@@ -436,7 +436,7 @@ async def test_an_answer_that_is_too_long_passes_and_is_not_given_again(site: Si
 
 
 async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) -> None:
-    """C101: a status from `record_below` on is none, however long its body is."""
+    """C101: a status from `record_below` on frees the key, however long its body is."""
 
     async def pay(_: Asked) -> Answer:
         return Answer(500, chunks=(b"x" * 20,) * 3)
@@ -449,7 +449,7 @@ async def test_a_failure_while_a_long_answer_passes_frees_the_key(site: Site) ->
 
 @pytest.mark.every_driver
 async def test_an_answer_that_no_row_can_have_is_not_done_twice(site: Site) -> None:
-    """A NUL in a header is no text of PostgreSQL's: it is recorded that the request was processed."""
+    """PostgreSQL has no text with NUL: only the fact that the request was processed is recorded."""
 
     async def pay(_: Asked) -> Answer:
         return Answer(headers=(("content-type", "text/plain"), ("x-note", "a\0b")))
@@ -549,7 +549,7 @@ async def test_a_claim_that_the_server_refuses_is_a_problem(
 async def test_an_answer_that_could_not_be_recorded_is_sent(
     site: Site, admin: psycopg.Connection[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The work is done when the record fails, and the client may know it; the log says that there is none."""
+    """When recording fails the work is done, and the client gets the response; the log reports the missing record."""
     place = f"gone_{site.label}"
     admin.execute(f"CREATE SCHEMA {place}".encode())
     engine = site.world.engine()

@@ -1,4 +1,4 @@
-"""The heartbeat: who renews, with what, how long a holder believes, and what it is told."""
+"""The heartbeat: what it renews, how long a holder trusts its grant, and what it is notified of."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_lease_is_renewed_for_longer_than_its_ttl(bench: Any, name: str,
 async def test_without_a_heartbeat_the_lease_ends_at_the_holders_own_deadline(
     bench: Any, name: str, eventually: Any
 ) -> None:
-    """C083: nobody renews "manual"; the holder hears of it before the server gives the name away."""
+    """C083: a "manual" lease is not renewed; its holder sees the loss before the server gives the name away."""
     here = bench()
     grant = here.take(name, 1.0, heartbeat="manual")
     lost = threading.Event()
@@ -184,7 +184,7 @@ async def test_renewals_that_fail_are_no_loss_while_there_is_time(
 
 
 async def test_a_heartbeat_whose_session_is_killed_opens_another(bench: Any, name: str, eventually: Any) -> None:
-    """C082: an operator ends the heartbeat's server process between two beats: it goes on elsewhere."""
+    """C082: its server process is ended between two renewals: it opens another connection."""
     here = bench()
     grant = here.take(name, 1.5)
     count = here.renewals(name)
@@ -217,7 +217,7 @@ async def test_a_holder_that_is_cut_off_gives_up_before_the_lease_can_be_taken(
 
 
 async def test_a_renewal_that_hangs_is_cut_at_the_deadline(bench: Any, proxy: Any, name: str, eventually: Any) -> None:
-    """C082: a server that keeps the connection and answers nothing delays nobody beyond the deadline."""
+    """C082: a server that keeps the connection and does not answer delays no loss beyond the deadline."""
     here = bench(proxy.dsn)
     grant = here.take(name, 1.5)
     count = here.renewals(name)
@@ -262,7 +262,7 @@ async def test_an_opening_that_hangs_is_given_up_while_there_is_time(
 
 @pytest.mark.twins
 async def test_the_clock_alone_ends_trust(bench: Any, name: str) -> None:
-    """C062: a process that was stopped finds "lost" by its first question, before any thread of ours has run."""
+    """C062: a process that was stopped reads "lost" at once, before any thread of pgfence has run."""
     here = bench()
     grant = here.take(name, 60)
     grant.deadline = clock()
@@ -395,7 +395,7 @@ def _links_of_others() -> list[threading.Thread]:
 
 @pytest.mark.twins
 async def test_a_locked_row_delays_no_other_lease(bench: Any, name: str, dsn: str, eventually: Any) -> None:
-    """Somebody has one row locked: the others are renewed meanwhile, and that one as soon as it is free."""
+    """While one row is locked by another transaction the others are renewed, and that one as soon as it is free."""
     here = bench()
     locked, free = here.take(f"{name}:locked", 1.5), here.take(f"{name}:free", 1.5)
     count = here.renewals(free.stored)
@@ -473,7 +473,7 @@ async def test_a_grant_that_comes_after_it_was_forgotten_is_ended_too(
 async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
     bench: Any, name: str, eventually: Any
 ) -> None:
-    """C084: the acquire that was given up reaches the server only after it was told to forget it."""
+    """C084: the abandoned acquire reaches the server only after the request to end it."""
     here = bench()
     lease_id = uuid4()
     here.take(name, 60, heartbeat="manual")
@@ -489,7 +489,7 @@ async def test_a_grant_that_comes_long_after_it_was_forgotten_is_ended_too(
 
 
 async def test_a_release_elsewhere_wakes_who_waits_for_that_name(bench: Any, name: str, eventually: Any) -> None:
-    """NOTIFY names the lease: its waiters are woken, others are not, nor is who has gone."""
+    """A notification wakes the waiters for the lease that it names, and no others."""
     here = bench()
     woken: list[str] = []
     cease = here.heartbeat.listen(PLACE, name, lambda: woken.append("this"))
@@ -505,7 +505,7 @@ async def test_a_release_elsewhere_wakes_who_waits_for_that_name(bench: Any, nam
 
 
 async def test_listening_goes_on_after_the_connection_was_lost(bench: Any, name: str, eventually: Any) -> None:
-    """The heartbeat's connection is killed: it listens again by itself, and tells the waiters that it was deaf."""
+    """After its connection is killed the heartbeat listens again, and wakes the waiters, who may have missed a release."""
     here = bench()
     woken: list[int] = []
     cease = here.heartbeat.listen(PLACE, name, lambda: woken.append(1))
@@ -523,7 +523,7 @@ async def test_listening_goes_on_after_the_connection_was_lost(bench: Any, name:
 async def test_the_heartbeat_connection_opens_with_the_first_renewal_and_closes_with_dispose(
     world: World, bench: Any, name: str, eventually: Any, admin: Any
 ) -> None:
-    """A short lease costs no connection of the heartbeat; `engine.dispose()` ends it once nobody needs it."""
+    """A short lease costs no heartbeat connection; `engine.dispose()` ends it once no lease needs it."""
     here = bench()
     grant = here.take(name, 60)
     here.heartbeat.drop(grant)

@@ -142,7 +142,7 @@ def test_a_fence_taken_from_the_model_is_dropped(engine: Engine, tmp_path: Path)
 
 
 def test_a_table_says_itself_what_it_is_fenced_by(engine: Engine, tmp_path: Path) -> None:
-    """The info of a Table counts more than its class, and works for tables that have no class; None is no trigger."""
+    """The info of a Table takes precedence over its class, and works for tables without a class; None means no trigger."""
     metadata = models(entry=by_book, other=by_book)
     metadata.tables["entry"].info["pgfence_fence"] = "{book}.{amount}"
     metadata.tables["other"].info["pgfence_fence"] = None
@@ -347,7 +347,7 @@ def test_a_schema_that_is_not_compared_is_left_alone(engine: Engine, tmp_path: P
 
 
 def test_two_prefixes_do_not_see_each_other(engine: Engine, tmp_path: Path) -> None:
-    """Two applications with prefixes of their own in one database compare their own fences, and neither drops the other's."""
+    """Two applications with different prefixes in one database compare only their own fences."""
     other = create_engine(engine.url)
     projects = []
     for where, prefix in ((engine, "a_"), (other, "b_")):
@@ -372,7 +372,7 @@ def test_two_prefixes_do_not_see_each_other(engine: Engine, tmp_path: Path) -> N
 
 
 def counted(mode: str, column: str = "version") -> MetaData:
-    """Return the MetaData of a versioned class with a subclass in a table of its own."""
+    """Return the MetaData of a versioned class with a subclass in a separate table."""
 
     class Base(DeclarativeBase):
         pass
@@ -409,7 +409,7 @@ def test_a_version_that_the_server_counts_has_its_trigger(engine: Engine, tmp_pa
 
 
 def test_another_version_column_replaces_the_trigger(engine: Engine, tmp_path: Path) -> None:
-    """A trigger that counts in another column is dropped and made anew, and the way back has the old one."""
+    """A trigger on another column is dropped and created again, and the downgrade restores the old one."""
     project = Project(tmp_path / "alembic", engine, counted("server", 'Old "n"'))
     project.generate()
     project.upgrade()
@@ -430,7 +430,7 @@ def test_another_version_column_replaces_the_trigger(engine: Engine, tmp_path: P
 
 
 def test_our_tables_in_the_models_are_one_operation(engine: Engine, tmp_path: Path) -> None:
-    """With pgfence's tables in the MetaData, in a schema of their own, one operation makes them, and check is quiet."""
+    """With pgfence's tables in the MetaData, in a separate schema, one operation creates them, and check is quiet."""
     metadata = models(entry=by_book)
     metadata.naming_convention = {"ck": "ck_%(table_name)s_%(constraint_name)s"}
     schema.tables(metadata, schema="locks", prefix="p_")
@@ -448,7 +448,7 @@ def test_our_tables_in_the_models_are_one_operation(engine: Engine, tmp_path: Pa
 
 @pytest.mark.parametrize("prefix", ["pgfence_", "strange "])
 def test_our_tables_outside_of_the_models_are_not_dropped(engine: Engine, tmp_path: Path, prefix: str) -> None:
-    """Tables that `pgfence install` made, whatever their prefix, are none of the models' business."""
+    """Tables that `pgfence install` has created are ignored, whatever their prefix is."""
     configure(engine, prefix=prefix)
     schema.create_all(engine)
     project = Project(tmp_path / "alembic", create_engine(engine.url), MetaData())

@@ -73,7 +73,7 @@ def names(admin: psycopg.Connection[Any], place: str) -> set[str]:
 
 
 def write(admin: psycopg.Connection[Any], place: str) -> None:
-    """Write to the table as somebody who knows of no fence."""
+    """Write to the table without knowing of a fence."""
     entry = sql.Identifier(place, "Entry")
     admin.execute(sql.SQL("INSERT INTO {} VALUES (%s, 'x')").format(entry), [secrets.randbelow(2**30)])
 
@@ -123,7 +123,7 @@ async def test_everything_may_be_repeated(world: World, place: str, admin: psyco
 async def test_two_prefixes_fence_one_table_independently(
     world: World, place: str, admin: psycopg.Connection[Any]
 ) -> None:
-    """Each installation has triggers of its own, and dropping those of one leaves the other's."""
+    """Each installation has its own triggers, and dropping those of one leaves the other's."""
 
     def up(op: Any) -> None:
         for prefix in ("a_", "b_"):
@@ -194,7 +194,7 @@ async def test_a_foreign_trigger_with_our_name_stays(
     options: dict[str, Any],
     trigger: str,
 ) -> None:
-    """Neither an operation nor its script replaces or drops a trigger that another program made under the name of ours."""
+    """Neither an operation nor its script replaces or drops another program's trigger that has our name."""
     admin.execute(
         sql.SQL(
             "CREATE TRIGGER {} BEFORE UPDATE ON {} FOR EACH ROW EXECUTE FUNCTION suppress_redundant_updates_trigger()"
@@ -327,7 +327,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("resource", ["it's 100 % {{x}} $pgfence$ \\", "close:{book}:{branch}"])
 def test_a_script_makes_the_same_triggers(engine: Engine, tmp_path: Path, dsn: str, kind: str, resource: str) -> None:
-    """What `--sql` prints, run by psql, leaves exactly the triggers that the operation makes, and takes them away."""
+    """The output of `--sql`, run by psql, creates exactly the triggers of the operation, and drops them."""
     add = f"op.add_fence('T %', resource={resource!r})"
     create, drop = "op.create_pgfence()", "op.drop_fence('T %')"
     left = []
@@ -446,7 +446,7 @@ async def test_an_index_is_built_on_every_driver(world: World, place: str, admin
 
 
 def test_an_index_in_a_callers_transaction_is_rejected(engine: Engine) -> None:
-    """Alembic does not end what it has not begun, and CONCURRENTLY cannot run in it: what to do is told, nothing is built."""
+    """CONCURRENTLY cannot run in a transaction that Alembic did not begin: the error says what to do, nothing is built."""
     with engine.connect() as connection:
         connection.execute(text("CREATE TABLE entry (book int)"))
         op: Any = Operations(MigrationContext.configure(connection))
@@ -543,7 +543,7 @@ def test_an_operation_is_written_as_it_is_called(operation: Any, script: str, ba
 
 @every_row("operation", [operations.DropFence("t"), operations.DropIndexSafely("ix", "t")])
 def test_what_does_not_say_what_was_there_cannot_be_reversed(operation: Any) -> None:
-    """To reverse the drop of a fence or an index, somebody has to say what it was like."""
+    """The drop of a fence or an index can be reversed only if the operation describes it."""
     with pytest.raises(ValueError, match="reversed"):
         operation.reverse()
 

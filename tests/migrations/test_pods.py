@@ -94,7 +94,7 @@ def test_after_a_kill_the_next_pod_ends_at_head(tmp_path: Path, own: str) -> Non
 
 
 def test_an_index_that_a_kill_left_invalid_is_built_by_the_next_pod(tmp_path: Path, own: str) -> None:
-    """C049, C056: SIGKILL while the build waits for a snapshot of somebody else."""
+    """C049, C056: SIGKILL while the build waits for another session's snapshot."""
     project = Project(tmp_path, "sync", "psycopg", own)
     with psycopg.connect(own) as other:
         other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
@@ -145,7 +145,7 @@ def test_a_timed_out_migration_names_the_holder_and_exits_with_75(tmp_path: Path
 
 
 def test_a_self_upgrading_application_waits_and_reports_it(tmp_path: Path, own: str) -> None:
-    """C057: `command.upgrade` takes the same lock; there it raises, since the application goes on and is no pod of its own."""
+    """C057: `command.upgrade` takes the same lock; in an application it raises instead of exiting."""
     project = Project(tmp_path, "async", "asyncpg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
     program = (
         "import pgfence; from alembic import command; from alembic.config import Config\n"
@@ -163,7 +163,7 @@ def test_a_self_upgrading_application_waits_and_reports_it(tmp_path: Path, own: 
 
 
 def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> None:
-    """C054: `current`, `check` and others, at once, on an empty database while somebody else has the lock."""
+    """C054: `current`, `check` and others return at once, on an empty database while another process has the lock."""
     project = Project(tmp_path, "sync", "psycopg", own, changed=[("LOCK_WAIT = 600", "LOCK_WAIT = 0")])
     with psycopg.connect(own, autocommit=True) as other:
         other.execute("SELECT pg_advisory_lock(%s)", [_default_key()])
@@ -176,7 +176,7 @@ def test_looking_takes_no_lock_and_makes_no_table(tmp_path: Path, own: str) -> N
 
 
 def test_a_check_of_nothing_makes_no_version_table(tmp_path: Path, own: str) -> None:
-    """C054: where there is no revision yet, either; Alembic itself would make it."""
+    """C054: also without any revision, where Alembic itself would create it."""
     metadata = ("target_metadata = None", "from sqlalchemy import MetaData; target_metadata = MetaData()")
     project = Project(tmp_path, "sync", "psycopg", own, changed=[metadata, TOGETHER])
     for script in (tmp_path / "migrations" / "versions").iterdir():
@@ -252,7 +252,7 @@ def test_a_fork_is_refused_before_anything_is_locked(
 
 
 def test_an_alembic_that_is_too_old_is_named(tmp_path: Path, own: str) -> None:
-    """It has no operations of ours: whoever calls one is told which Alembic has them, and a comparison what it leaves out."""
+    """A directive raises which Alembic is needed, and a comparison logs what it leaves out."""
     older = (
         "config = context.config\n",
         "config = context.config\nimport alembic; from alembic import op; alembic.__version__ = '1.17.2'; del op.create_pgfence\n",
@@ -269,7 +269,7 @@ def test_an_alembic_that_is_too_old_is_named(tmp_path: Path, own: str) -> None:
 
 @pytest.mark.parametrize("driver", ["psycopg", "psycopg2", "asyncpg"])
 def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: str) -> None:
-    """Three schemas, three pods: each tenant gets each revision once, whoever comes first."""
+    """Three schemas, three pods: each tenant gets each revision once."""
     project = Project(tmp_path, "multitenant", driver, own)
     tenants = ["tenant_a", "tenant_b", 'tenant_"C']
     with psycopg.connect(own, autocommit=True) as connection:
@@ -285,7 +285,7 @@ def test_tenants_are_migrated_under_one_lock(tmp_path: Path, own: str, driver: s
 
 
 def test_tenants_share_revisions_made_from_the_models(tmp_path: Path, own: str) -> None:
-    """A revision that compares one tenant is enough for all: `check` is quiet, and nobody's version table is to be dropped."""
+    """A revision that compares one tenant fits all: `check` is quiet, and no version table is dropped."""
     models = (
         "from sqlalchemy import Column, Integer, MetaData, Table; target_metadata = MetaData();"
         ' Table("entry", target_metadata, Column("id", Integer, primary_key=True), info={"pgfence_fence": "books"})'

@@ -37,7 +37,7 @@ _SPREADS = {"every_driver": NAMES, "twins": ("psycopg", "asyncpg"), "one_driver"
 
 
 class ThreadPlace:
-    """A contender of a sync world: one thread of its own that makes all its calls, one after the other."""
+    """A contender of a sync world: one thread that makes all its calls, one after the other."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -84,7 +84,7 @@ class CurrentTask:
 
 
 class TaskPlace:
-    """A contender of an async world: one task of its own that makes all its calls. Cancelling a call cancels it there."""
+    """A contender of an async world: one task that makes all its calls. Cancelling a call cancels it there."""
 
     def __init__(self) -> None:
         self._work: asyncio.Queue[Any] = asyncio.Queue()
@@ -131,7 +131,7 @@ Place: TypeAlias = ThreadPlace | CurrentTask | TaskPlace
 
 
 class Contender:
-    """Somebody who locks: calls methods and enters context managers, always as the same thread or task."""
+    """A thread or task that calls methods and enters context managers, always the same one."""
 
     def __init__(self, place: Place, *, is_async: bool) -> None:
         self._place = place
@@ -205,11 +205,11 @@ class World(Contender):
         return asynchronous if self.is_async else sync
 
     def contender(self) -> Contender:
-        """Return another contender: a thread of its own, or in async worlds the task that calls it."""
+        """Return another contender: a separate thread, or in async worlds the task that calls it."""
         return Contender(self._open(CurrentTask if self.is_async else ThreadPlace), is_async=self.is_async)
 
     def other(self) -> Contender:
-        """Return a contender that is never the test itself: a thread or a task of its own."""
+        """Return a contender that is never the test itself: a separate thread or task."""
         return Contender(self._open(TaskPlace if self.is_async else ThreadPlace), is_async=self.is_async)
 
     async def close(self) -> None:

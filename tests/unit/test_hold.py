@@ -51,7 +51,7 @@ def test_unknown_is_neither_held_nor_lost() -> None:
 
 
 def test_a_loss_is_final_and_reported_once() -> None:
-    """The first reason stands, each listener hears of it once, a late one at once."""
+    """The first reason stays, each listener is called once, a late one at once."""
     hold, told = make(), []
     hold.subscribe(lambda: told.append("early"))
     assert hold.lose("cut off")
@@ -62,7 +62,7 @@ def test_a_loss_is_final_and_reported_once() -> None:
 
 
 def test_what_is_released_cannot_be_lost() -> None:
-    """After a release nobody is told of anything, and check() says that it is not held."""
+    """After a release no listener is called, and check() raises that it is not held."""
     hold, told = make(), []
     hold.subscribe(lambda: told.append("lost"))
     assert released(hold)
@@ -84,7 +84,7 @@ def test_a_lost_hold_stays_lost_after_its_release() -> None:
 
 
 def test_a_failing_listener_is_logged_and_the_lock_works(caplog: pytest.LogCaptureFixture) -> None:
-    """The others are told, and the loss stands."""
+    """The other listeners are called, and the loss stays."""
     hold, told = make(), []
 
     def fail() -> None:
@@ -135,7 +135,7 @@ def test_in_a_forked_child_nothing_is_held_and_nothing_can_be_lost_or_released()
 
 
 def test_of_many_threads_exactly_one_may_release_or_lose() -> None:
-    """Loss and release meet many times: one of them wins, and a listener is told if and only if the loss does."""
+    """Of concurrent losses and releases one wins, and a listener is called only if the loss does."""
     for _ in range(200):
         hold, told, wins = make(), [], []
         hold.subscribe(lambda told=told: told.append("lost"))

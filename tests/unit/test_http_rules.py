@@ -243,7 +243,7 @@ def test_what_is_no_length_is_none(announced: str) -> None:
 
 
 def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> None:
-    """Nobody reads a token from a scope, and the same text in another header is somebody else."""
+    """No token can be read from a scope, and the same text in another header is another principal."""
     ours = rules()
     found = {
         ours.find_principal(request(credentials=credentials), None)
@@ -255,7 +255,7 @@ def test_without_a_function_the_principal_is_a_digest_of_the_credentials() -> No
 
 
 async def test_a_request_without_a_principal_has_no_key() -> None:
-    """Without credentials, or where the function says None, a key would be everybody's; what is no text is a mistake."""
+    """Without credentials, or with None from the function, it is rejected; a value that is not a str raises TypeError."""
 
     async def later(_: Any) -> str:
         return "me"
@@ -335,7 +335,7 @@ def test_what_belongs_to_the_connection_or_the_moment_is_not_kept() -> None:
 
 
 def test_an_answer_is_recorded_below_a_status_and_up_to_a_size() -> None:
-    """C101: what a client is told to try again is none; what was sent on as it came leaves the fact that it was sent."""
+    """C101: a response that asks for a retry is not recorded; of one that is too long only the fact that it was sent."""
     ours = rules(record_below=500, max_body=3)
     assert ours.build_record(201, [("date", "x"), ("a", "b")], b"abc") == Reply(201, (("a", "b"),), b"abc")
     assert ours.build_record(499, [], b"") is not None
@@ -417,7 +417,7 @@ def test_an_endpoint_that_was_overtaken_says_when_to_come_back() -> None:
 
 
 def test_a_replay_is_marked() -> None:
-    """A recorded problem is given again like any other answer; what is no answer cannot be."""
+    """A recorded problem is replayed like any other response; a record that is not a response cannot be."""
     reply = build_replay(StoredResult("done", None, KEY_INVALID.reply("declined")))
     assert (reply.status, reply.headers[-1]) == (400, ("idempotent-replayed", "true"))
     with pytest.raises(IdempotencyMisuseError):

@@ -36,13 +36,13 @@ keys = st.one_of(
 
 
 class Colour(str, enum.Enum):  # noqa: UP042 - the kind whose format() changed
-    """A text with a formatting of its own."""
+    """A text with its own formatting."""
 
     RED = "red"
 
 
 class Number(int, enum.Enum):
-    """A number with a formatting of its own."""
+    """A number with its own formatting."""
 
     SEVEN = 7
 
@@ -131,7 +131,7 @@ def test_many_names_give_the_keys_that_each_gives_alone(some: list[str], namespa
 
 @every_row("bad", ["", "a\x00b", "a\x1fb", "\ud800", 7, None, b"a"])
 def test_an_unusable_name_among_many_is_rejected_like_one_alone(bad: object) -> None:
-    """The error is the one that the name brings by itself."""
+    """The error is the same as for that name alone."""
     with pytest.raises((TypeError, ValueError)) as alone:
         LockKey.of(bad)  # type: ignore[arg-type]
     with pytest.raises(alone.type) as caught:
@@ -324,7 +324,7 @@ def test_a_raw_key_out_of_range_is_refused(value: int) -> None:
 
 @every_row("half", [2**31, -(2**31) - 1, 3048471620, 2**32 - 1])
 def test_a_half_out_of_range_is_refused(half: int) -> None:
-    """C025: an unsigned 32-bit number is no half of a pair."""
+    """C025: an unsigned 32-bit number is rejected as a half of a pair."""
     for pair in ((half, 0), (0, half)):
         with pytest.raises(ValueError, match="32-bit"):
             LockKey.pair(*pair)
@@ -340,7 +340,7 @@ def test_a_number_that_is_no_int_is_refused(value: object) -> None:
 
 @given(st.lists(st.one_of(keys, names), min_size=1), texts)
 def test_resolving_sorts_and_removes_doubles(several: list[str | LockKey], namespace: str) -> None:
-    """Several names become keys in the one order of everybody, each once, in any order of asking."""
+    """Several names become keys in one global order, each once, in whatever order they are given."""
     resolved = resolve(several, namespace)
     assert list(resolved) == sorted(set(resolved))
     assert resolve(reversed(several), namespace) == resolved

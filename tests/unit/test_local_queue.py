@@ -1,4 +1,4 @@
-"""The queue of one process: first come first served, nobody forgotten, circles found."""
+"""The queue of one process: first come first served, no waiter forgotten, deadlocks found."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ class Circles(RuleBasedStateMachine):
         ticket.queue.dequeue(ticket)
 
     @invariant()
-    def nobody_waits_for_ever(self) -> None:
-        """While somebody waits, somebody else holds and does not wait."""
+    def no_contender_waits_forever(self) -> None:
+        """While one contender waits, another holds and does not wait."""
         waiting = [owner for owner in self.owners if owner.waits is not None]
         assert not waiting or any(owner.holds and owner.waits is None for owner in self.owners)
 
@@ -195,7 +195,7 @@ def test_an_entry_for_several_keys_goes_on_only_when_it_is_first_for_all() -> No
 
 
 def test_the_successor_wants_exactly_the_same_keys() -> None:
-    """A lock goes on without the server only to somebody who wants all of its keys and no other."""
+    """A lock is handed over without the server only to a contender for exactly its keys."""
     queue = LocalQueue()
     holder = stand(queue, A, B)
     assert queue.find_successor(holder) is None
@@ -205,7 +205,7 @@ def test_the_successor_wants_exactly_the_same_keys() -> None:
 
 
 def test_a_waiter_that_gives_up_leaves_the_others_waiting() -> None:
-    """Leaving from the middle of a line wakes nobody and keeps the order."""
+    """Leaving from the middle of a line wakes no waiter and keeps the order."""
     queue, told = LocalQueue(), []
     holder, quitter, last = stand(queue, A), stand(queue, A), stand(queue, A)
     last.wake = lambda: told.append("last")
@@ -227,8 +227,8 @@ def test_a_deadlock_over_two_engines_is_found() -> None:
     assert is_deadlock(stand(here, A, owner=two))
 
 
-def test_whoever_has_left_waits_for_nothing() -> None:
-    """A wait that ended by a cancel or an interrupt is no part of a circle any more."""
+def test_a_contender_that_has_left_waits_for_nothing() -> None:
+    """A wait that ended by a cancel or an interrupt takes no part in deadlock detection."""
     queue, owner = LocalQueue(), Contender("thread")
     stand(queue, A)
     owner.waits = stand(queue, A, owner=owner)
@@ -237,7 +237,7 @@ def test_whoever_has_left_waits_for_nothing() -> None:
 
 
 def test_the_deadlock_check_stays_cheap_with_many_waiters() -> None:
-    """A thousand contenders, each with a hold of its own, join one line."""
+    """A thousand contenders, each with one hold, join one line."""
     queue = LocalQueue()
     stand(queue, A)
     for number in range(1000):

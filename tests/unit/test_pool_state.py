@@ -58,7 +58,7 @@ def test_at_the_limit_turns_are_served_in_order() -> None:
 
 
 def test_a_cancelled_waiter_is_passed_over() -> None:
-    """The next one gets the session, and forgoing twice is no error."""
+    """The next waiter gets the session, and cancelling a wait twice is not an error."""
     state: PoolState = PoolState(1)
     one = opened(state)
     quitter, patient = state.serve_or_enqueue(PoolWaiter()), state.serve_or_enqueue(PoolWaiter())
@@ -69,7 +69,7 @@ def test_a_cancelled_waiter_is_passed_over() -> None:
 
 
 def test_a_newcomer_does_not_jump_the_queue() -> None:
-    """While somebody waits for a turn, a place that is free for a moment is not taken by whoever comes later."""
+    """A slot that is free for a moment goes to the waiter, not to a later request."""
     state: PoolState = PoolState(1)
     opened(state)
     first = state.serve_or_enqueue(PoolWaiter())
@@ -95,7 +95,7 @@ def test_dead_and_single_use_connections_are_not_kept() -> None:
 
 
 def test_the_cold_and_the_dead_are_taken_out() -> None:
-    """What was idle for too long, or died meanwhile, is handed out to be closed; the others stay."""
+    """Sessions that were idle for too long or have died are returned for closing; the others stay."""
     state: PoolState = PoolState(3)
     cold, dead, warm = (opened(state) for _ in range(3))
     for one in (cold, dead, warm):
@@ -130,7 +130,7 @@ def test_an_idle_connection_that_died_frees_its_slot() -> None:
 
 
 class Connections(RuleBasedStateMachine):
-    """A state beside plain lists of who has what."""
+    """A state beside plain lists of the connections and their users."""
 
     LIMIT = 3
 
@@ -219,5 +219,5 @@ class Connections(RuleBasedStateMachine):
 
 
 def test_connection_slots_are_neither_lost_nor_invented() -> None:
-    """Whatever comes and goes, the count is the truth, the limit holds, and nobody waits beside a free place."""
+    """The count is always right, the limit holds, and no waiter waits beside a free slot."""
     run_state_machine_as_test(Connections, settings=settings(max_examples=80, stateful_step_count=40, deadline=None))

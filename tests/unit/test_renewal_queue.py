@@ -75,7 +75,7 @@ def test_thousands_of_leases_become_few_statements(now: Clock) -> None:
 
 
 def test_each_place_has_statements_of_its_own(now: Clock) -> None:
-    """Tenants with tables of their own share the connection, not the statement, and none waits for all of another's."""
+    """Tenants share the connection, not the statement, and none waits for all grants of another."""
     queue = RenewalQueue()
     for n in range(BATCH + 1):
         queue.schedule.plan(make(now.now, 30, name=str(n)))
@@ -84,7 +84,7 @@ def test_each_place_has_statements_of_its_own(now: Clock) -> None:
 
 
 def test_a_failure_is_tried_again_with_everything_that_waits(now: Clock) -> None:
-    """C082: nobody is lost by it; all are in doubt, and the pause is short for the shortest TTL."""
+    """C082: no grant is lost by it; all are in doubt, and the pause is short for the shortest TTL."""
     queue = RenewalQueue()
     short, long = make(now.now, 0.3, name="short"), make(now.now, 30, name="long")
     answers: list[Exception | None] = []
@@ -194,7 +194,7 @@ def test_evictions_are_listened_to_once_for_all_leases(now: Clock) -> None:
 
 
 def test_a_flood_of_notifications_does_not_keep_a_renewal_waiting(now: Clock) -> None:
-    """Anyone may send them: a lease without a heartbeat is checked again and again, after the renewals that are due."""
+    """Leases without a heartbeat are checked for each notification, but after the renewals that are due."""
     queue = RenewalQueue()
     queue.keep(make(now.now, 3600, heartbeat="manual", name="flooded"), now.now)
     renewed = make(now.now, 3600, name="renewed")
@@ -313,8 +313,8 @@ class Schedules(RuleBasedStateMachine):
                 self.kept.remove(grant)
 
     @invariant()
-    def whoever_is_kept_is_looked_at_in_time(self) -> None:
-        """The schedule never sleeps past a deadline, and whoever renews by itself is asked or has a beat ahead."""
+    def kept_grants_are_looked_at_in_time(self) -> None:
+        """The schedule never sleeps past a deadline, and each grant is being renewed or has a renewal planned."""
         assert set(self.queue.schedule) == set(self.kept)
         assert self.queue.schedule.next() <= min((grant.deadline for grant in self.kept), default=math.inf)
         for grant in self.kept:
@@ -322,8 +322,8 @@ class Schedules(RuleBasedStateMachine):
                 assert grant.renewal_pending or grant.next_renewal <= grant.deadline - terms.compute_margin(grant.ttl)
 
     @invariant()
-    def every_wish_is_answered_or_waits(self) -> None:
-        """Nobody who asked for a renewal is forgotten."""
+    def every_request_is_answered_or_waits(self) -> None:
+        """Each requested renewal is answered or still waits."""
         waiting = sum(len(request.done) for request in self.queue._requests.values())
         sent = sum(
             len(request.done) for task in self.at_work for request in task.requests.values() if request is not None
