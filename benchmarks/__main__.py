@@ -25,7 +25,6 @@ SCENARIOS = (
     "crowd",
     "loss",
     "imports",
-    "startup",
     "leases",
     "fences",
     "fence_growth",

@@ -24,7 +24,6 @@ SCENARIOS = (
     "crowd",
     "loss",
     "imports",
-    "startup",
     "leases",
     "fences",
     "fence_growth",
