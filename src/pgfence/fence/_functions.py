@@ -43,7 +43,8 @@ def fence(
     wrote. A rejected transaction cannot commit, even if the error is swallowed: roll back.
 
     Limitations: nothing is guaranteed about writers that enter no gate, unless `pgfence.schema.add_fence` guards the tables,
-    or about effects outside this transaction.
+    or about effects outside this transaction. In REPEATABLE READ and SERIALIZABLE the snapshot is older than the wait: let the
+    first transaction with a new token be READ COMMITTED.
 
     Args:
         session: a Session, scoped_session or Connection, or an async one; then the result is awaited.
