@@ -43,7 +43,7 @@ def run(quick: bool) -> dict[str, Any]:
     if (pgbench := _find_pgbench()) is None:
         skipped["pgbench"] = "it is neither beside the server's programs nor on the PATH"
     else:
-        found = _measure(pgbench, rounds=1 if quick else 4, seconds=1)
+        found = _measure(pgbench, rounds=1 if quick else 3, seconds=1 if quick else 3)
         growth = _ratio(found[32], FENCED) / _ratio(found[1], FENCED)
         lists = max(each.multixacts for rounds in found.values() for each in rounds[FENCED])
         bars = [
@@ -64,7 +64,7 @@ def run(quick: bool) -> dict[str, Any]:
         "method": (
             "pgbench runs a transaction that updates one row, in as many sessions as there are writers, each with a row of its"
             " own: bare, or with `pgfence_enter_gate_v1` as its first statement on a table with the statement trigger. The"
-            " server syncs to the disk. The contestants take turns of one second in random order; a ratio is the median of"
+            " server syncs to the disk. The contestants take turns of three seconds in random order; a ratio is the median of"
             " the quotients of the same turn. Multixacts are counted between two checkpoints."
         ),
         "bars": bars,

@@ -1,6 +1,6 @@
 """Transactions that PostgreSQL itself refuses when their holder has been overtaken.
 
-A transaction *enters the gate* of a resource with a token as its first statement, and keeps the gate's row locked until it
+A transaction *enters the gate* of a resource with a token as its first statement, and stays inside until it
 ends. Whoever has the same token is let in beside it, a newer one waits for it, an older one is refused from then on, whatever
 statement or driver it uses. Tables guarded by `pgfence.schema.add_fence` also refuse those who enter no gate.
 """
