@@ -104,7 +104,7 @@ class IdempotencyMiddleware:
         on_failure: OnFailure = "free",
     ) -> None:
         self._app = app
-        self._engine = ASYNC_ENGINES.check(engine, type(self).__name__, WHY)
+        self._engine = ASYNC_ENGINES.bind(engine, type(self).__name__, WHY)
         self._rules = Rules.of(
             principal=principal,
             methods=methods,
@@ -150,7 +150,7 @@ class IdempotencyMiddleware:
             return None
         body = await _read_body(receive, rules)
         wanted = rules.build_effect_key(request, owner, key, body)
-        found = await claim_key(ASYNC_ENGINES, self._engine, type(self).__name__, wanted, request)
+        found = await claim_key(self._engine, wanted, request)
         return found if isinstance(found, Reply) else _AsgiExchange(found, rules, request, body, receive, send)
 
 

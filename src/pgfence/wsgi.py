@@ -71,7 +71,7 @@ class IdempotencyMiddleware:
         on_failure: OnFailure = "free",
     ) -> None:
         self._app = app
-        self._engine = SYNC_ENGINES.check(engine, type(self).__name__, WHY)
+        self._engine = SYNC_ENGINES.bind(engine, type(self).__name__, WHY)
         self._rules = Rules.of(
             principal=principal,
             methods=methods,
@@ -109,7 +109,7 @@ class IdempotencyMiddleware:
             return None
         body = _read_body(environ, request, rules)
         wanted = rules.build_effect_key(request, owner, key, body)
-        found = run_sync(claim_key, SYNC_ENGINES, self._engine, type(self).__name__, wanted, request)
+        found = run_sync(claim_key, self._engine, wanted, request)
         if isinstance(found, Reply):
             return found
         environ["wsgi.input"] = BytesIO(body)

@@ -41,7 +41,7 @@ async def taken(shop: Shop, **options: Any) -> Any:
     """Claim the key "k" as a middleware does."""
     wanted = EffectKey(shop.scope, "k", **({"fingerprint": None, "ttl": 30.0, "keep": 60.0} | options))
     engines: Any = shop.world.pick(SYNC_ENGINES, ASYNC_ENGINES)
-    return await drive(shop, claim, *engines.find_manager(shop.engine, "a test", EffectManager), wanted, 0)
+    return await drive(shop, claim, *engines.bind(shop.engine, "a test").find_manager(EffectManager), wanted, 0)
 
 
 async def drive(shop: Shop, steps: Any, *args: Any) -> Any:

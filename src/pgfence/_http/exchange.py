@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pgfence._http.rules import Environ, HttpRequest, Rules
     from pgfence.effects._claim import EffectKey, Reply
     from pgfence.effects._running import RunningAttempt
-    from pgfence.lease._engines import EngineKind, EngineSourceT
+    from pgfence.lease._engines import EngineFinder
 
 _HANDLED = "pgfence.idempotency"
 """Where an environment has the marker of the middleware that handles its request."""
@@ -50,9 +50,7 @@ class RequestMarker:
         return isinstance(found, RequestMarker) and not found.ended and found._keys == request.keys
 
 
-async def claim_key(
-    engines: EngineKind[EngineSourceT], engine: EngineSourceT, what: str, wanted: EffectKey, request: HttpRequest
-) -> RunningAttempt | Reply:
+async def claim_key(engine: EngineFinder, wanted: EffectKey, request: HttpRequest) -> RunningAttempt | Reply:
     """Claim the key of a request, or return what was recorded under it.
 
     Raises:
@@ -60,7 +58,7 @@ async def claim_key(
         ProblemResponse: the server has rejected the claim.
     """
     try:
-        manager, place = engines.find_manager(engine, what, EffectManager)
+        manager, place = engine.find_manager(EffectManager)
         found = await claim(manager, place, wanted, 0)
     except Exception as error:
         if refusal := answers.find_claim_problem(error, str(request)):

@@ -80,7 +80,7 @@ class LockResult(NamedTuple):
 
 def _list_rejections(stale_snapshot_ok: bool) -> list[str]:
     """Return the branches for the reasons why nothing is tried."""
-    standby, old_snapshot = "pg_catalog.pg_is_in_recovery() THEN -1", f"{_SNAPSHOT_IS_OLD} THEN -2"
+    standby, old_snapshot = f"pg_catalog.pg_is_in_recovery() THEN {STANDBY}", f"{_SNAPSHOT_IS_OLD} THEN {OLD_SNAPSHOT}"
     return [standby] if stale_snapshot_ok else [standby, old_snapshot]
 
 

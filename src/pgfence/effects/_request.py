@@ -85,7 +85,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
         self._timeout = seconds(timeout)
         self._record = check_error_classes(record)
         self._free = check_error_classes(free, "free")
-        self._engine = self._engines.check(engine, type(self).__name__, WHY)
+        self._engine = self._engines.bind(engine, type(self).__name__, WHY)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._wanted.scope!r} {self._wanted.key!r}>"
@@ -121,7 +121,7 @@ class EffectOptions(Guided, Generic[EngineSourceT, T]):
     # ------------------------------------------------------------ one run, for both twins
 
     async def _claim(self) -> RunningAttempt | StoredResult:
-        manager, place = self._engines.find_manager(self._engine, type(self).__name__, EffectManager)
+        manager, place = self._engine.find_manager(EffectManager)
         return await claim(manager, place, self._wanted, self._timeout)
 
     async def _succeed(self, attempt: _Attempt, value: T) -> T:

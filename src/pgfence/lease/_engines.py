@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pgfence._api.inputs import (
@@ -33,6 +34,18 @@ class _Check(Protocol[EngineSourceT_co]):
 
 
 @dataclass(frozen=True, slots=True)
+class EngineFinder:
+    """Where a caller's engine is: what was passed in, checked."""
+
+    find: Callable[[], Engine]
+
+    def find_manager(self, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
+        """Return the manager of the engine in this process, or on the running loop, and where its tables are."""
+        engine = self.find()
+        return get_manager(engine, kind), table_names_of(engine)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineKind(Generic[EngineSourceT]):
     """What differs between a class for threads and its async twin before anything is asked.
 
@@ -44,10 +57,17 @@ class EngineKind(Generic[EngineSourceT]):
     check: _Check[EngineSourceT]
     resolve: Callable[[EngineSourceT, str], Engine]
 
-    def find_manager(self, source: EngineSourceT, what: str, kind: type[ManagerT]) -> tuple[ManagerT, TableNames]:
-        """Return the manager of an engine in this process, or on the running loop, and where its tables are."""
+    def bind(self, given: object, what: str, *why: str) -> EngineFinder:
+        """Return where the engine is; a function is called at each use, and an engine is looked at here and never again.
+
+        Raises:
+            TypeError: it gives no engine of this kind.
+        """
+        source = self.check(given, what, *why)
+        if callable(source):
+            return EngineFinder(partial(self.resolve, source, what))
         engine = self.resolve(source, what)
-        return get_manager(engine, kind), table_names_of(engine)
+        return EngineFinder(lambda: engine)
 
 
 SYNC_ENGINES: EngineKind[EngineSource] = EngineKind(check_engine_source, resolve_engine)

@@ -64,7 +64,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         )
         self._namespace = namespace
         self._request: tuple[object, AcquireRequest] | None = None
-        self._engine = self._engines.check(engine, type(self).__name__)
+        self._engine = self._engines.bind(engine, type(self).__name__)
 
     @property
     def _name(self) -> str:
@@ -99,7 +99,7 @@ class LeaseOptions(Generic[EngineSourceT, HandleT]):
         return [] if row is None else [holder_of(request, row)]
 
     def _prepare(self) -> tuple[LeaseManager, AcquireRequest]:
-        manager, place = self._engines.find_manager(self._engine, type(self).__name__, LeaseManager)
+        manager, place = self._engine.find_manager(LeaseManager)
         return manager, self._build_request(place, manager.config.namespace)
 
     def _build_request(self, place: TableNames, namespace: str) -> AcquireRequest:
@@ -130,7 +130,7 @@ async def adopt(
     what: str,
 ) -> HandleT:
     """Take over a lease by its reference; `what` does, for messages."""
-    manager, place = engines.find_manager(engines.check(engine, what), what, LeaseManager)
+    manager, place = engines.bind(engine, what).find_manager(LeaseManager)
     name, lease_id, token = _check_reference(reference)
     request = LeaseRequest(stored=name, place=place, terms=terms.LeaseTerms(terms.SHORTEST_TTL))
     assert request.names == (unqualify_name(name),)
