@@ -75,7 +75,8 @@ def run(quick: bool) -> dict[str, Any]:
                 "bare, after a SELECT 1": bare(writes, trip=True),
                 "fenced": fenced(writes),
             }
-            medians = rounds.alternate(place, field, effort)
+            some = rounds.Effort(effort.sets, max(10, effort.cycles // writes), max(3, effort.warm // writes))
+            medians = rounds.alternate(place, field, some)
             what = f"fenced transaction of {writes} write{'s' if writes > 1 else ''}, against a bare one"
             bars.append(report.bar(what, f"at most {limit}x", rounds.ratio(medians, "fenced", "bare"), limit, "x"))
             bars.append(report.null_test(rounds.ratio(medians, "bare, again", "bare"), f"bare, {writes}"))

@@ -178,7 +178,7 @@ JUDGED = {
 
 def run(quick: bool) -> dict[str, Any]:
     """Measure the hand-over against a blocking lock of the same driver, and other libraries."""
-    pairs, cycles = (1, 4) if quick else (16, 40)
+    pairs, cycles = (1, 4) if quick else (10, 40)
     found, skipped = peers.available(PEERS)
     field = (*OWN, *found)
     sets: list[dict[str, list[float]]] = []

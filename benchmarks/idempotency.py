@@ -131,7 +131,8 @@ def effect(place: Place, stack: ExitStack) -> Callable[[], object]:
 
 def run(quick: bool) -> dict[str, Any]:
     """Measure the work, the replay and the codec."""
-    effort = rounds.Effort.of(quick=quick)
+    whole = rounds.Effort.of(quick=quick)
+    effort = rounds.Effort(max(2, whole.sets // 2), whole.cycles, whole.warm)  # a commit is slow
     bars, tables = [], []
     with_key: dict[str, Make] = {"bare": bare, "keyed": keyed, HAND: by_hand}
     insert, twice = (

@@ -39,11 +39,12 @@ def null_test(figure: float, base: str) -> dict[str, Any]:
     """Return what raw against raw says of a run."""
     low, high = NULL_TEST
     return {
-        "what": f"null test: {base} against itself",
+        "what": f"null test: {base}",
         "bar": f"{low:g} to {high:g}",
         "figure": f"{figure:.2f}",
         "value": figure,
         "met": low <= figure <= high,
+        "null": True,
     }
 
 
@@ -53,25 +54,40 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 def markdown(results: Sequence[Mapping[str, Any]], pictures: str = "") -> str:
     """Return everything that was measured, as the page shows it; `pictures` is the folder that the page finds them in."""
-    lines = ["| Bar | Wanted | Measured | Met |", "|---|---|---|---|"]
+    bars = [(result, each) for result in results for each in result["bars"] if not each.get("null")]
+    missed = [(result["title"], *_show(each)) for result, each in bars if not each["met"]]
+    lines = [f"{len(bars) - len(missed)} of {len(bars)} bars are met."]
+    if missed:
+        lines += ["", "Missed:", "", *_draw_table(("Scenario", "Bar", "Wanted", "Measured"), missed)]
     for result in results:
-        for each in result["bars"]:
-            met = "yes" if each["met"] else "**no**"
-            lines.append(f"| {each['what']} | {each['bar']} | {each['figure']} | {met} |")
-    for result in results:
-        lines += ["", f"### {result['title']}", "", result["method"]]
+        lines += ["", f"### {result['title']}", "", result["method"], ""]
+        rows = [(*_show(each), "yes" if each["met"] else "**no**") for each in result["bars"] if not each.get("null")]
+        lines += _draw_table(("Bar", "Wanted", "Measured", "Met"), rows)
         for each in result.get("pictures", ()):
             lines += ["", f"![{each.get('title', result['title'])}]({pictures}{each['name']}.svg)"]
         for each in result["tables"]:
-            lines += ["", f"{each['title']}:", "", f"| {' | '.join(each['columns'])} |"]
-            lines.append("|" + "---|" * len(each["columns"]))
-            lines += [f"| {' | '.join(row)} |" for row in each["rows"]]
+            lines += ["", f"{each['title']}:", "", *_draw_table(each["columns"], each["rows"])]
+        if tested := [_show_null_test(each) for each in result["bars"] if each.get("null")]:
+            lines += ["", f"Null tests: {', '.join(tested)}."]
         if result["skipped"]:
             left_out = "; ".join(f"{name} ({why})" for name, why in sorted(result["skipped"].items()))
             lines += ["", f"Not measured here: {left_out}."]
         if "measured" in result:
             lines += ["", f"*Measured on {result['measured']}, in {result['took']:.0f} s.*"]
     return "\n".join(lines)
+
+
+def _show(each: Mapping[str, Any]) -> tuple[str, str, str]:
+    return each["what"], each["bar"], each["figure"]
+
+
+def _show_null_test(each: Mapping[str, Any]) -> str:
+    figure = each["figure"] if each["met"] else f"**{each['figure']}**"
+    return f"{figure} ({each['what'].removeprefix('null test: ')})"
+
+
+def _draw_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def described(where: Mapping[str, Any]) -> str:
