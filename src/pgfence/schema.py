@@ -117,10 +117,10 @@ def drop_all(engine: AnyEngine) -> object:
 
 @overload
 def add_fence(
-    engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any], *, resource: str
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[object], *, resource: str
 ) -> Coroutine[Any, Any, None]: ...
 @overload
-def add_fence(engine: Engine | Connection, table: str | Table | type[Any], *, resource: str) -> None: ...
+def add_fence(engine: Engine | Connection, table: str | Table | type[object], *, resource: str) -> None: ...
 def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
     """Make PostgreSQL reject every write to a table in a transaction that has not entered the gate of its resource.
 
@@ -152,9 +152,11 @@ def add_fence(engine: AnyEngine, table: object, *, resource: str) -> object:
 
 
 @overload
-def drop_fence(engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]) -> Coroutine[Any, Any, None]: ...
+def drop_fence(
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[object]
+) -> Coroutine[Any, Any, None]: ...
 @overload
-def drop_fence(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
+def drop_fence(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_fence(engine: AnyEngine, table: object) -> object:
     """Remove the fence from a table: after this transaction every writer may write. It is not an error if there is none.
 
@@ -177,10 +179,10 @@ def drop_fence(engine: AnyEngine, table: object) -> object:
 
 @overload
 def add_version_trigger(
-    engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[object]
 ) -> Coroutine[Any, Any, None]: ...
 @overload
-def add_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
+def add_version_trigger(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def add_version_trigger(engine: AnyEngine, table: object) -> object:
     """Add the trigger that counts the version of each row of a table: for `__version_mode__ = "server"`.
 
@@ -213,10 +215,10 @@ def add_version_trigger(engine: AnyEngine, table: object) -> object:
 
 @overload
 def drop_version_trigger(
-    engine: AsyncEngine | AsyncConnection, table: str | Table | type[Any]
+    engine: AsyncEngine | AsyncConnection, table: str | Table | type[object]
 ) -> Coroutine[Any, Any, None]: ...
 @overload
-def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[Any]) -> None: ...
+def drop_version_trigger(engine: Engine | Connection, table: str | Table | type[object]) -> None: ...
 def drop_version_trigger(engine: AnyEngine, table: object) -> object:
     """Drop the trigger of a table: after this transaction versions are not counted. It is not an error if there is none.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy.engine.interfaces import DBAPIConnection
     from sqlalchemy.pool import PoolProxiedConnection
 
-    from pgfence._connections.drivers import RawConnection
+    from pgfence._sql.params import RawConnection
     from pgfence.config import PoolerSetting
 
 R = TypeVar("R")

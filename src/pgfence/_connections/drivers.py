@@ -5,7 +5,7 @@ Everything here works on a connection in autocommit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pgfence.errors import UnsupportedServerError
 
@@ -14,13 +14,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Dialect
 
-    from pgfence._sql.params import Row
+    from pgfence._sql.params import RawConnection, Row
 
 
 _PING = "SELECT 1"
 
-RawConnection: TypeAlias = Any
-"""A driver's own connection: psycopg's, psycopg2's or asyncpg's. None of them is installed for certain."""
 Heard: TypeAlias = "Callable[[str, str], object]"
 """Called with channel and payload of a NOTIFY."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pgfence._sql.sqlstate import sqlstate_of
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from sqlalchemy import Connection
+
+    from pgfence._sql.params import RawConnection
 
 UNTRANSLATABLE = "22P05"
 BAD_BYTES = "22021"
@@ -99,7 +101,7 @@ def _cut(text: str) -> str:
     return repr(plain if len(plain) <= _SHOWN * 2 else f"{plain[: _SHOWN * 2]}...")
 
 
-def _read_setting(driver: Any, name: str) -> str:
+def _read_setting(driver: RawConnection, name: str) -> str:
     settings = driver.get_settings() if hasattr(driver, "get_settings") else None
     found = getattr(settings, name, None) if settings is not None else driver.info.parameter_status(name)
     return found or "unknown"

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Row: TypeAlias = "Sequence[Any]"
 """A row as the driver returns it."""
 
+RawConnection: TypeAlias = Any
+"""A driver's own connection: psycopg's, psycopg2's or asyncpg's. None of them is installed for certain."""
+
 ParamStyle: TypeAlias = Literal["format", "numeric"]
 """How a driver marks parameters: %s, or $1, $2, ..."""
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.engine.interfaces import Dialect
 
+    from pgfence._sql.params import RawConnection
+
 DriverSteps: TypeAlias = "Generator[Any, Any, None]"
 """What the driver's own `wait` drives: it yields what to wait for, and gets what has become ready."""
 
@@ -79,7 +81,7 @@ def _may_pipeline(connection: Connection, status: int) -> bool:
     """
     if connection.dialect.driver != "psycopg":
         return False
-    driver: Any = connection.connection.driver_connection
+    driver: RawConnection = connection.connection.driver_connection
     if driver.pgconn.transaction_status != status or driver.autocommit or driver.pgconn.pipeline_status:
         return False
     library = _load(connection.dialect.is_async)
@@ -94,17 +96,17 @@ def begin_and_execute(connection: Connection, text: str, values: tuple[object, .
     return _execute(connection.dialect, connection.connection.driver_connection, text, values, begins=True)
 
 
-def execute_and_commit(dialect: Dialect, driver: Any, text: str, values: tuple[object, ...]) -> None:
+def execute_and_commit(dialect: Dialect, driver: RawConnection, text: str, values: tuple[object, ...]) -> None:
     """Send a statement and commit the server's transaction. Only after `may_commit`."""
     _execute(dialect, driver, text, values, begins=False)
 
 
-def is_in_transaction(driver: Any) -> bool:
+def is_in_transaction(driver: RawConnection) -> bool:
     """Return whether psycopg's connection is in a transaction that is not aborted."""
     return bool(driver.pgconn.transaction_status == _IN_TRANSACTION)
 
 
-def _execute(dialect: Dialect, driver: Any, text: str, values: tuple[object, ...], *, begins: bool) -> Any:
+def _execute(dialect: Dialect, driver: RawConnection, text: str, values: tuple[object, ...], *, begins: bool) -> Any:
     library = _load(dialect.is_async)
     assert library is not None
     cursor = driver.cursor()
@@ -121,7 +123,7 @@ def _execute(dialect: Dialect, driver: Any, text: str, values: tuple[object, ...
     return cursor.fetchone()[0]
 
 
-async def _run_async(driver: Any, cursor: Any, steps: DriverSteps) -> Any:
+async def _run_async(driver: RawConnection, cursor: Any, steps: DriverSteps) -> Any:
     try:
         async with driver.lock:
             await driver.wait(steps)
@@ -130,7 +132,7 @@ async def _run_async(driver: Any, cursor: Any, steps: DriverSteps) -> Any:
     return await cursor.fetchone()
 
 
-def _end(driver: Any, steps: DriverSteps) -> None:
+def _end(driver: RawConnection, steps: DriverSteps) -> None:
     """End the steps, which an interrupt may have stopped anywhere; then close the connection, since responses are outstanding."""
     steps.close()
     if driver.pgconn.pipeline_status:
@@ -138,7 +140,7 @@ def _end(driver: Any, steps: DriverSteps) -> None:
 
 
 def _execute_together(
-    driver: Any, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...], *, begins: bool
+    driver: RawConnection, cursor: Any, pipeline: Any, text: str, values: tuple[object, ...], *, begins: bool
 ) -> DriverSteps:
     """Send BEGIN and a statement, or a statement and COMMIT, then wait for both. Raises the first error."""
     import psycopg

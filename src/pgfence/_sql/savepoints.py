@@ -24,7 +24,7 @@ from sqlalchemy import event
 from pgfence._sql.postponed import send_postponed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable
     from weakref import ref
 
     from sqlalchemy import Connection
@@ -50,8 +50,8 @@ class TransactionRecord:
 
     def __init__(self) -> None:
         self._root: ref[RootTransaction] | None = None
-        self._keys: dict[Any, Any] = {}
-        self._savepoints: list[tuple[str, dict[Any, Any]]] = []
+        self._keys: dict[Hashable, Any] = {}
+        self._savepoints: list[tuple[str, dict[Hashable, Any]]] = []
         self.first = False
         """Nothing has been sent in this transaction but requests of ours."""
 
@@ -104,7 +104,7 @@ class TransactionRecord:
         elif _ENDS.search(statement):
             self.forget()
 
-    def _cut(self, name: str) -> dict[Any, Any] | None:
+    def _cut(self, name: str) -> dict[Hashable, Any] | None:
         """End the newest savepoint of that name and those within it; return what was held when it was set."""
         while self._savepoints:
             found, keys = self._savepoints.pop()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, CursorResult
     from sqlalchemy.engine import RootTransaction
 
-    from pgfence._sql.params import ParamStyle
+    from pgfence._sql.params import ParamStyle, RawConnection
     from pgfence.keys import LockKey
 
 _PLAIN: immutabledict[str, bool | None] = immutabledict({"stream_results": False, "yield_per": None})
@@ -248,7 +248,7 @@ def read_driver_state(connection: Connection) -> DriverState:
     """Return what the driver knows of the connection. No round trip."""
     adapted = connection.connection.dbapi_connection
     assert adapted is not None
-    driver: Any = connection.dialect.get_driver_connection(adapted)
+    driver: RawConnection = connection.dialect.get_driver_connection(adapted)
     match connection.dialect.driver:
         case "asyncpg":
             pipeline, idle = False, not driver.is_in_transaction()
