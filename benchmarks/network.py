@@ -38,7 +38,7 @@ LOCKED, FENCED = "pgfence, TransactionLock and one UPDATE", "pgfence, a fenced t
 KEYED = "pgfence, an idempotent transaction of one INSERT"
 BASES = {HOLD: RAW, LOCKED: BARE, FENCED: BARE, KEYED: BARE_INSERT}
 RATIOS = {LOCKED: 1.10, FENCED: 1.12, KEYED: 1.30, HOLD: 1.1}
-TRIPS = {HOLD: 2, LOCKED: 3, FENCED: 3, KEYED: 4}
+TRIPS = {HOLD: 2, LOCKED: 3, FENCED: 3, KEYED: 3}
 ASYNC = {"psycopg": "psycopg async", "asyncpg": "asyncpg"}
 PEERS = tuple(name for name in peers.PEERS if "timeout" not in name and "psycopg2" not in name)
 

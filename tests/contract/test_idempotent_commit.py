@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.orm import registry
 
@@ -193,6 +194,22 @@ async def test_a_rollback_drops_the_result(desk: Desk) -> None:
     await run_sync(desk, work)
     assert (desk.effects("k"), desk.effects("other")) == (0, 1)
     assert (await stored(desk, "k"), await stored(desk, "other")) == (False, True)
+
+
+@pytest.mark.parametrize("world", ["psycopg"], indirect=True)
+async def test_a_session_dropped_without_an_end_leaves_nothing_behind(world: World, desk: Desk) -> None:
+    """Its connection goes back through a pool that resets it with another engine's dialect, and serves the next one."""
+    create_engine(desk.engine.url, pool=desk.engine.pool)
+
+    def drop() -> None:
+        session = desk.session()
+        pay(desk, session, "k")
+        del session
+        gc.collect()
+
+    await world.call(drop)
+    assert await desk.pay("other") == Receipt("other")
+    assert (desk.effects("k"), desk.effects("other")) == (0, 1)
 
 
 @pipelined

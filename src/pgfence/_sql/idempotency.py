@@ -13,7 +13,7 @@ from sqlalchemy import event
 
 from pgfence._sql.errors import message_of, read_detail
 from pgfence._sql.params import call, mark, name_of, style_of
-from pgfence._sql.postponed import Postponed, postpone
+from pgfence._sql.postponed import postpone
 from pgfence._sql.savepoints import read_along
 from pgfence._sql.sqlstate import sqlstate_of
 from pgfence._sql.storage import KEYS
@@ -134,9 +134,8 @@ def finish_at_commit(
     if is_observed(connection):
         return False
     read_along(connection)
-    style = style_of(connection.dialect)
-    statement = Postponed(_finish_or_fail(place, style), (row.scope, row.key, status, text), build_error)
-    return postpone(connection, statement)
+    finish_or_fail = _finish_or_fail(place, style_of(connection.dialect))
+    return postpone(connection, finish_or_fail, (row.scope, row.key, status, text), build_error)
 
 
 def translate(connection: Connection) -> None:

@@ -10,6 +10,7 @@ statement: postpone only what the server misses at COMMIT.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,11 +38,13 @@ class Postponed(NamedTuple):
     """A statement that waits for COMMIT.
 
     Attributes:
+        transaction: that it belongs to.
         text: divides by zero where it has no effect.
         values: its parameters.
         build_error: the error for that case.
     """
 
+    transaction: weakref.ref[RootTransaction]
     text: str
     values: tuple[object, ...]
     build_error: Callable[[], PgfenceError]
@@ -53,10 +56,13 @@ class Postponed(NamedTuple):
         return text_error(error, self.values, lambda: driver)
 
 
-def postpone(connection: Connection, statement: Postponed) -> bool:
+def postpone(
+    connection: Connection, text: str, values: tuple[object, ...], build_error: Callable[[], PgfenceError]
+) -> bool:
     """Have a statement sent with COMMIT; False: it has to be sent now. Only where nothing listens for statements."""
+    root = connection.get_transaction()
     # Not for a subclass: a two-phase transaction is prepared by another statement than COMMIT.
-    if type(connection.get_transaction()) is not RootTransaction or not pipeline.may_commit(connection):
+    if root is None or type(root) is not RootTransaction or not pipeline.may_commit(connection):
         return False
     dialect = vars(connection.dialect)
     if _WRAPPED not in dialect:
@@ -64,7 +70,7 @@ def postpone(connection: Connection, statement: Postponed) -> bool:
         dialect["do_commit"] = partial(_commit, connection.dialect, connection.dialect.do_commit)
         dialect[_WRAPPED] = True
     send_postponed(connection)
-    connection.info[_WAITING] = statement
+    connection.info[_WAITING] = Postponed(weakref.ref(root), text, values, build_error)
     return True
 
 
@@ -76,7 +82,7 @@ def send_postponed(connection: Connection) -> None:
         ValueError: a text of it cannot be sent.
         DBAPIError: another error of the statement.
     """
-    statement: Postponed | None = connection.info.pop(_WAITING, None) if connection.in_transaction() else None
+    statement = _take(connection.info) if connection.in_transaction() else None
     if statement is None:
         return
     adapted: Any = connection.connection.dbapi_connection
@@ -90,8 +96,15 @@ def send_postponed(connection: Connection) -> None:
         connection._handle_dbapi_exception(error, statement.text, statement.values, None, None)
 
 
+def _take(info: dict[Any, Any]) -> Postponed | None:
+    """Return what waits on a pooled connection, and drop it there; None if its transaction has ended."""
+    statement: Postponed | None = info.pop(_WAITING, None)
+    root = None if statement is None else statement.transaction()
+    return statement if root is not None and root.is_active else None
+
+
 def _commit(dialect: Dialect, commit: Callable[[Any], None], pooled: Any) -> None:
-    statement: Postponed | None = pooled.info.pop(_WAITING, None)
+    statement = _take(pooled.info)
     driver = pooled.driver_connection
     # An aborted transaction is rolled back by its COMMIT, as the server does it.
     if statement is None or not pipeline.is_in_transaction(driver):
