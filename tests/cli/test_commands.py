@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import pgfence.cli
+import pgfence.cli.app
 from pgfence.cli import main
 from pgfence.keys import LockKey
 from support.rows import every_row
@@ -203,6 +203,6 @@ def test_an_unexpected_error_has_its_own_exit_code(
     def broken(**_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(pgfence.cli, "app", broken)
+    monkeypatch.setattr(pgfence.cli.app, "create_app", lambda _words: broken)
     assert main(["run"]) == 70
     assert "ZeroDivisionError" in capsys.readouterr().err

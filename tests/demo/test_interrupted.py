@@ -193,6 +193,20 @@ def test_a_standby_is_refused(standby: Standby) -> None:
 
 
 def test_the_other_commands_do_not_pay_for_it() -> None:
-    """`pgfence run` imports nothing of the demo."""
-    code = "import sys, pgfence.cli; sys.exit([name for name in sys.modules if name.startswith('pgfence._demo')] != [])"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    """`pgfence run` imports nothing of the demo and of the other commands, and no lock that was not asked for."""
+    code = "import sys; from pgfence.cli.app import create_app; create_app(['run']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert "pgfence.cli.run" in done.stdout.split()
+    others = (
+        "_demo",
+        "_admin",
+        "_ddl",
+        "cli.evict",
+        "cli.init",
+        "cli.keys",
+        "cli.purge",
+        "migrations",
+        "lease",
+        "once",
+    )
+    assert [name for name in done.stdout.split() if name.startswith(tuple(f"pgfence.{each}" for each in others))] == []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import traceback
 from typing import TYPE_CHECKING
 
 from pgfence._sql.encoding import TextError
-from pgfence.cli.app import app
 from pgfence.cli.codes import Code, CommandExit, MisuseError
 from pgfence.cli.report import Console
 
@@ -29,8 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The library's warnings go where an application sends them. Here they would say a second time what we say ourselves.
     logging.getLogger("pgfence").addHandler(logging.NullHandler())
     words = sys.argv[1:] if argv is None else list(argv)
+    if argv is not None:
+        return _perform(words)
+    # What is loaded stays: to look through it for garbage would take a tenth of the start, and most of the end.
+    gc.freeze()
+    code = _perform(words)
+    gc.freeze()
+    return code
+
+
+def _perform(words: Sequence[str]) -> int:
+    from pgfence.cli.app import create_app
+
     try:
-        app(args=words or ["--help"], prog_name="pgfence")
+        create_app(words)(args=words or ["--help"], prog_name="pgfence")
     except CommandExit as end:
         return end.code
     except (MisuseError, TextError) as error:

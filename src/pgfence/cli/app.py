@@ -1,53 +1,40 @@
-"""The commands and their options, as the user types them."""
+"""The command line's parser, with the command that was asked for: each of them is loaded only if it is."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import signal
-from enum import StrEnum
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
-from pgfence.cli import evict, init, install, keys, purge
-from pgfence.cli.codes import Code, CommandExit, MisuseError
-from pgfence.cli.locks import Terms
-from pgfence.cli.options import Dsn, EnginePath, Json, Namespace, Prefix, Schema
-from pgfence.cli.report import Console
-from pgfence.cli.run import OnLost, OnUnreachable, Pooler, RunOptions
-from pgfence.cli.run import run as run_guarded
-from pgfence.cli.supervise import has_terminal
-from pgfence.keys import LockKey
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_HOMES = {
+    "run": "run_command",
+    "demo": "demo_command",
+    "install": "install",
+    "init": "init",
+    "evict": "evict",
+    "keys": "keys",
+    "purge": "purge",
+    "key": "key",
+}
 
 
-class OnBusy(StrEnum):
-    """What to answer when somebody else holds the lock."""
-
-    EXIT = "exit"
-    OK = "ok"
-
-
-class _AfterDashes(TyperCommand):
-    """A command that takes another one after `--`, so that no option of either is taken for the other's."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--" not in args and not {"-h", "--help"} & set(args):
-            ctx.fail("Write -- before the command.")
-        return super().parse_args(ctx, args)
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return ["[OPTIONS] NAME -- COMMAND [ARGS]..."]
+def create_app(words: Sequence[str]) -> typer.Typer:
+    """Return the parser for a command line: with its command, or with all of them if it does not begin with one."""
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(pgfence)
+    for name in words[:1] if words and words[0] in _HOMES else _HOMES:
+        import_module(f"pgfence.cli.{_HOMES[name]}").register(app)
+    return app
 
 
 def _version(wanted: bool) -> None:
@@ -56,181 +43,9 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def pgfence(
     _version_: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Coordination through the PostgreSQL you already have."""
-
-
-@app.command(
-    "run",
-    cls=_AfterDashes,
-    epilog="Exit codes: those of the command; 64 misuse, 65 wrong clock, 69 unreachable, 75 busy or done, ...",
-)
-def run(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The lock: one command per name at a time, on all hosts.")
-    ],
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to run while it is held.")],
-    dsn: Dsn = None,
-    engine: EnginePath = None,
-    namespace: Namespace = None,
-    schema: Schema = None,
-    prefix: Prefix = None,
-    pooler: Annotated[Pooler | None, typer.Option(help="What stands between here and the server.")] = None,
-    wait: Annotated[
-        float | None, typer.Option("--wait", "-w", metavar="SECONDS", help="Wait for the lock, [b]inf[/b] for ever.")
-    ] = None,
-    nonblock: Annotated[bool, typer.Option("--nonblock", "-n", help="Do not wait for the lock: the default.")] = False,
-    on_busy: Annotated[OnBusy, typer.Option(help="Busy is a failure, or all is well.")] = OnBusy.EXIT,
-    conflict_exit_code: Annotated[
-        int | None, typer.Option("--conflict-exit-code", "-E", min=0, max=255, help="Exit code when busy.")
-    ] = None,
-    once_per: Annotated[
-        str | None,
-        typer.Option(metavar="day|hour|minute|CRON", help="Once in each slot of time, by the server's clock."),
-    ] = None,
-    tz: Annotated[
-        str | None, typer.Option(metavar="ZONE", help="Where the day begins: Europe/Vienna. Default: UTC.")
-    ] = None,
-    lease: Annotated[
-        bool, typer.Option("--lease", help="A lease instead of a lock: also through a pooler, with a token.")
-    ] = False,
-    ttl: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="How long it outlives a dead host. Default: 60.")
-    ] = None,
-    min_hold: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Not free again before, however short the command.")
-    ] = None,
-    max_hold: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Then it counts as lost, whatever the command does.")
-    ] = None,
-    on_lost: Annotated[OnLost, typer.Option(help="Stop the command when the lock is lost, or say so.")] = OnLost.STOP,
-    on_unreachable: Annotated[
-        OnUnreachable,
-        typer.Option(help="No server when --wait is over: fail, skip the command, or run it [b]without the lock[/b]."),
-    ] = OnUnreachable.FAIL,
-    grace: Annotated[float, typer.Option(metavar="SECONDS", help="Between SIGTERM and SIGKILL.")] = 10.0,
-    as_json: Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what happens.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say that it is busy.")] = False,
-) -> None:
-    """Run a command while this host holds a lock: flock(1) for a fleet. With --once-per: once, whoever comes first.
-
-    Under one name it excludes other runs, AdvisoryLock and TransactionLock; with --lease or --once-per, Lease and Once.
-    AdvisoryLock(token=True) excludes all of these.
-
-    The server is named by --dsn, --engine, DATABASE_URL, or PGSERVICE, PGHOST and the other variables of libpq.
-    """
-    if nonblock and wait is not None:
-        raise MisuseError("give --wait or --nonblock, not both")
-    terms = Terms(lease=lease, once_per=once_per, tz=tz, ttl=ttl, min_hold=min_hold, max_hold=max_hold)
-    terms.check()
-    options = RunOptions(
-        name=name,
-        command=command,
-        dsn=dsn,
-        engine=engine,
-        namespace=namespace,
-        schema=schema,
-        prefix=prefix,
-        pooler=pooler,
-        wait=_seconds(wait or 0.0, "--wait"),
-        busy_code=_when_busy(on_busy, conflict_exit_code),
-        on_lost=on_lost,
-        on_unreachable=on_unreachable,
-        grace=_seconds(grace, "--grace"),
-        terms=terms,
-    )
-    _perform(options, Console(quiet=quiet, verbose=verbose), as_json=as_json)
-
-
-def _when_busy(on_busy: OnBusy, code: int | None) -> int:
-    if on_busy is OnBusy.OK and code is not None:
-        raise MisuseError("give --on-busy=ok or --conflict-exit-code, not both")
-    if on_busy is OnBusy.OK:
-        return Code.OK
-    return Code.BUSY if code is None else code
-
-
-def _perform(options: RunOptions, speaker: Console, *, as_json: bool) -> NoReturn:
-    _fill_standard_descriptors()
-    report = run_guarded(options, speaker, os.environ)
-    if as_json:
-        speaker.write(report.as_json())
-    elif report.message:
-        (speaker.tell if report.outcome in {"busy", "done", "skipped"} else speaker.warn)(report.message)
-    if report.exit_code == Code.SIGNAL + signal.SIGINT and has_terminal():
-        # By this a shell knows that Ctrl-C was meant for its loop or script too. Its $? is the same.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    raise CommandExit(report.exit_code)
-
-
-@app.command(
-    "demo",
-    epilog="Exit codes: 0 all as it should be; 1 a guarded act lost money, or nobody took over; 3 the control lost nothing.",
-)
-def demo(
-    dsn: Annotated[
-        str | None, typer.Option(help="A database to play in, instead of a server of the demo's own.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="How long each act lasts.")] = 4.0,
-    processes: Annotated[int, typer.Option(metavar="NUMBER", help="How many move money at a time.")] = 8,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave server and tables there, and say how to connect.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object on stdout.")] = False,
-) -> None:
-    """Watch real processes move money on a real server: without a lock, with each of them, with holders killed."""
-    from pgfence.cli.demo import DemoOptions
-    from pgfence.cli.demo import demo as play
-
-    options = DemoOptions(dsn=dsn, seconds=seconds, processes=processes, keep=keep, as_json=as_json)
-    raise CommandExit(play(options, Console()))
-
-
-install.register(app)
-init.register(app)
-evict.register(app)
-keys.register(app)
-purge.register(app)
-
-
-@app.command("key")
-def key(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a lock.")],
-    namespace: Namespace = None,
-    as_json: Json = False,
-) -> None:
-    """Show the number that a name stands for, as pg_locks shows it. Asks no server."""
-    try:
-        value = LockKey.of(name, namespace=namespace or "").value
-    except ValueError as error:
-        raise MisuseError(str(error)) from None
-    unsigned = value % (1 << 64)
-    shown = {"key": value, "classid": unsigned >> 32, "objid": unsigned & 0xFFFFFFFF, "objsubid": 1}
-    if as_json:
-        print(json.dumps({"name": name, "namespace": namespace or "", **shown}))
-    else:
-        for what, number in shown.items():
-            print(f"{what:<9}{number}")
-
-
-def _seconds(value: float, option: str) -> float:
-    if math.isnan(value) or value < 0:
-        raise MisuseError(f"{option} must be 0 or more seconds")
-    return value
-
-
-def _fill_standard_descriptors() -> None:
-    """Open the null device where stdin, stdout or stderr is closed."""
-    # Else the socket of a lock would get that number, and the command would write to it.
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

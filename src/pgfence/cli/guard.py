@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
 
+# The start of this process is a part of that of the command: `typing` and `subprocess` would take half of it.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -38,13 +38,13 @@ PAUSE = 0.05
 PATIENCE = 10.0
 
 
-class ProcessRow(NamedTuple):
+class ProcessRow:
     """A line of the process table. `started` counts ticks since boot and is 0 where only ps(1) can be asked."""
 
-    parent: int
-    group: int
-    started: int
-    running: bool
+    __slots__ = ("group", "parent", "running", "started")
+
+    def __init__(self, parent: int, group: int, started: int, running: bool) -> None:
+        self.parent, self.group, self.started, self.running = parent, group, started, running
 
 
 def list_processes() -> dict[int, ProcessRow]:
@@ -63,6 +63,8 @@ def list_processes() -> dict[int, ProcessRow]:
 
 
 def _from_ps() -> dict[int, ProcessRow]:
+    import subprocess
+
     with subprocess.Popen(
         ["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as asked:

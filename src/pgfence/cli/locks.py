@@ -10,16 +10,16 @@ from pgfence._leases.terms import SHORTEST_TTL
 from pgfence.advisory import AdvisoryLock
 from pgfence.cli.codes import MisuseError
 from pgfence.config import config_of
-from pgfence.fence.handles import FencedHeld
+from pgfence.fence.handles import FencedHeld, HeldLease
 from pgfence.keys import LockKey
-from pgfence.lease import Lease
-from pgfence.once import Once, Slot
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from pgfence._api.handles import Held
     from pgfence.cli.report import Report
+    from pgfence.lease import Lease
+    from pgfence.once import Once, Slot
 
 PERIODS = {"day": timedelta(days=1), "hour": timedelta(hours=1), "minute": timedelta(minutes=1)}
 DEFAULT_TTL = 60.0
@@ -89,6 +89,8 @@ def lock_on(
 
 
 def _create_once(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Once:
+    from pgfence.once import Once
+
     tz, step = terms.tz or "UTC", PERIODS.get(terms.once_per or "")
     if step is not None:
         return Once(engine, name, every=step, tz=tz, ttl=ttl, max_hold=terms.max_hold, namespace=namespace)
@@ -97,6 +99,8 @@ def _create_once(engine: Engine, name: str, namespace: str | None, terms: Terms,
 
 
 def _create_lease(engine: Engine, name: str, namespace: str | None, terms: Terms, ttl: float) -> Lease:
+    from pgfence.lease import Lease
+
     least = terms.min_hold or 0.0
     return Lease(engine, name, ttl=ttl, max_hold=terms.max_hold, min_hold=least, namespace=namespace)
 
@@ -120,19 +124,27 @@ def build_variables(held: Held | None) -> dict[str, str]:
     told: dict[str, str] = {}
     if isinstance(held, FencedHeld):
         told[TOKEN_VARIABLE] = str(held.token)
-    if isinstance(held, Slot):
-        told[SLOT_VARIABLE] = held.slot.isoformat()
-        told[RESUMED_VARIABLE] = str(int(held.resumed))
+    if (slot := _find_slot(held)) is not None:
+        told[SLOT_VARIABLE] = slot.slot.isoformat()
+        told[RESUMED_VARIABLE] = str(int(slot.resumed))
     return told
+
+
+def _find_slot(held: Held | None) -> Slot | None:
+    if not isinstance(held, HeldLease):
+        return None
+    from pgfence.once import Slot
+
+    return held if isinstance(held, Slot) else None
 
 
 def note(held: Held, report: Report) -> None:
     """Note in the report what is held."""
     if isinstance(held, FencedHeld):
         report.token = held.token
-    if isinstance(held, Slot):
-        report.slot = held.slot.isoformat()
-        report.resumed = held.resumed
+    if (slot := _find_slot(held)) is not None:
+        report.slot = slot.slot.isoformat()
+        report.resumed = slot.resumed
 
 
 class CommandFailedError(Exception):
@@ -145,8 +157,8 @@ def give_back(held: Held, *, well: bool) -> None:
     Raises:
         LockLostError: it was lost before.
     """
-    if isinstance(held, Slot) and not well:
-        held.check()
-        held.__exit__(CommandFailedError, CommandFailedError(), None)
+    if not well and (slot := _find_slot(held)) is not None:
+        slot.check()
+        slot.__exit__(CommandFailedError, CommandFailedError(), None)
     else:
         held.release()

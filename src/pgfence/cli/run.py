@@ -16,7 +16,6 @@ from pgfence.cli.report import Report, as_data, describe
 from pgfence.cli.server import find_engine, settle
 from pgfence.cli.supervise import Interrupted, Supervisor
 from pgfence.errors import CapacityError, LockLostError, LockTimeoutError, PgfenceError, StandbyError, UnreachableError
-from pgfence.once import Once, SlotClockError, SlotOverError, SlotZoneError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from pgfence.advisory import AdvisoryLock
     from pgfence.cli.report import Console
     from pgfence.lease import Lease
+    from pgfence.once import Once
 
 # By it a script can tell that it is guarded, and by which lock.
 NAME_VARIABLE = "PGFENCE_NAME"
@@ -102,6 +102,8 @@ def run(options: RunOptions, speaker: Console, environ: Mapping[str, str]) -> Re
         except PgfenceError as error:
             if isinstance(error, CapacityError):
                 return report.end("unavailable", Code.UNAVAILABLE, str(error))
+            from pgfence.once import SlotZoneError
+
             if isinstance(error, SlotZoneError):
                 return report.end("zone", Code.TIME, str(error))
             return report.end("refused", Code.REFUSED, str(error))
@@ -131,10 +133,10 @@ def _acquire(options: RunOptions, speaker: Console, environ: Mapping[str, str], 
 def _take(lock: Once | Lease | AdvisoryLock[Held], options: RunOptions, speaker: Console, start: float) -> Held:
     try:
         return lock.acquire(timeout=0)
-    except SlotOverError:
-        raise
     except LockTimeoutError as error:
-        if options.wait <= 0:
+        from pgfence.once import SlotOverError
+
+        if options.wait <= 0 or isinstance(error, SlotOverError):
             raise
         speaker.tell(f"waiting for {options.name!r}, held by {describe(error.holders)}")
     except (UnreachableError, StandbyError) as error:
@@ -158,6 +160,8 @@ def _seconds_left(options: RunOptions, start: float) -> float:
 
 
 def _report_busy(options: RunOptions, report: Report, error: LockTimeoutError) -> Report:
+    from pgfence.once import SlotClockError, SlotOverError
+
     report.holders = [as_data(holder) for holder in error.holders]
     if isinstance(error, SlotOverError):
         report.slot = error.slot.isoformat()
