@@ -40,7 +40,7 @@ def test_importing_pgfence_imports_no_feature() -> None:
     """Locks, leases and connections load when their names are asked for, so that a program loads what it uses."""
     program = "import sys, pgfence; print(*sys.modules)"
     loaded = python(program).split()
-    features = ("_connections", "_holds", "_leases", "_locks", "advisory", "lease", "once", "transaction", "versions")
+    features = ("_connections", "_leases", "_locks", "advisory", "lease", "once", "transaction", "versions")
     assert [name for name in loaded if name.startswith(tuple(f"pgfence.{room}" for room in features))] == []
 
 
