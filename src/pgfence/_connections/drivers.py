@@ -126,7 +126,7 @@ class _PsycopgBase(_LibpqBase):
         self.cursor = driver.cursor(row_factory=tuple_row)
         self._sent: set[str] = set()
 
-    def _prepares(self, text: str, *, wanted: bool) -> bool:
+    def _should_prepare(self, text: str, *, wanted: bool) -> bool:
         """Return whether to prepare a statement: on its second use, because that takes a round trip."""
         if not wanted or self.pooled:
             return False
@@ -172,7 +172,7 @@ class PsycopgConnection(_SyncBase, _PsycopgBase):
 
     async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
         # A wait that fails leaves a prepared statement behind each time, so only what does not fail is prepared.
-        self.cursor.execute(text, args, prepare=self._prepares(text, wanted=prepare))
+        self.cursor.execute(text, args, prepare=self._should_prepare(text, wanted=prepare))
         row: Row = self.cursor.fetchone()
         return row
 
@@ -192,7 +192,7 @@ class AsyncPsycopgConnection(_PsycopgBase):
         await self.raw.execute(_PING)
 
     async def fetch(self, text: str, args: Sequence[object], *, prepare: bool = False) -> Row:
-        await self.cursor.execute(text, args, prepare=self._prepares(text, wanted=prepare))
+        await self.cursor.execute(text, args, prepare=self._should_prepare(text, wanted=prepare))
         row: Row = await self.cursor.fetchone()
         return row
 
