@@ -56,8 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--docs",
         action="store_true",
-        help="put the results into docs/_static/benchmarks.json, and write the page from it",
+        help="put the results into _static/benchmarks.json of the documentation, and write the page from it",
     )
+    parser.add_argument("--pages", type=Path, default=report.DOCS, help="the folder of the documentation")
     parser.add_argument(
         "--from", nargs="*", type=Path, metavar="JSON", dest="files", help="run nothing, take these results"
     )
@@ -73,8 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         path, failed = _run(names, options.quick, options.output)
         files = [path]
     if options.docs:
-        report.publish(files, SCENARIOS)
-        print(f"written: {report.KEPT}, {report.PAGE}")
+        report.publish(files, SCENARIOS, options.pages)
+        print(f"written: {options.pages / report.KEPT}, {options.pages / report.PAGE}")
     return int(failed)
 
 

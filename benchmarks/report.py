@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, STATIC = DOCS / "benchmarks.md", DOCS / "_static"
-KEPT = STATIC / "benchmarks.json"
+PAGE, PICTURES, KEPT = "benchmarks.md", "_static", "_static/benchmarks.json"
 _WRITTEN = re.compile(r"(?<=<!-- written by the benchmark -->\n).*(?=<!-- end -->)", re.DOTALL)
 
 
@@ -109,14 +108,16 @@ def save(results: Sequence[Mapping[str, Any]], where: Mapping[str, Any], folder:
     return path
 
 
-def publish(files: Sequence[Path], order: Sequence[str]) -> None:
+def publish(files: Sequence[Path], order: Sequence[str], docs: Path) -> None:
     """Put the scenarios of these files into the one beside the page, and write the page and its pictures from that.
 
     Args:
         files: what `save` wrote; the last one that has a scenario counts, and the machine of the last is described.
         order: of the scenarios on the page.
+        docs: the folder of the page.
     """
-    kept: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {"results": []}
+    beside, page = docs / KEPT, docs / PAGE
+    kept: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {"results": []}
     found = {result["scenario"]: result for result in kept["results"]}
     where = kept.get("machine")
     for file in files:
@@ -128,11 +129,11 @@ def publish(files: Sequence[Path], order: Sequence[str]) -> None:
     if where is None:
         raise SystemExit("there are no results to write a page from")
     results = [found[name] for name in order if name in found]
-    _write_json(KEPT, results, where)
-    _write_pictures(results, STATIC)
-    text = f"{described(where)}\n\n{markdown(results, '_static/')}"
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(_WRITTEN.sub(lambda _: f"\n{text}\n\n", page), encoding="utf-8")
+    beside.parent.mkdir(exist_ok=True)
+    _write_json(beside, results, where)
+    _write_pictures(results, docs / PICTURES)
+    text = f"{described(where)}\n\n{markdown(results, f'{PICTURES}/')}"
+    page.write_text(_WRITTEN.sub(lambda _: f"\n{text}\n\n", page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def _write_pictures(results: Iterable[Mapping[str, Any]], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -93,16 +94,78 @@ def test_every_scenario_is_tested() -> None:
 
 def test_a_quick_run_is_kept_out_of_the_page(tmp_path: Path) -> None:
     """Its figures say nothing: neither a quick run with --docs nor the results of one are written there."""
-    kept = ROOT / "docs" / "_static" / "benchmarks.json"
-    before = kept.read_bytes() if kept.exists() else None
-    found = {"machine": {}, "results": [{"scenario": "imports", "quick": True}]}
-    (tmp_path / "quick.json").write_text(json.dumps(found))
-    for words in (["--quick", "--docs", "imports"], ["--docs", "--from", str(tmp_path / "quick.json")]):
-        command = [sys.executable, "-m", "benchmarks", *words, "--output", str(tmp_path)]
+    copy = shutil.copy(ROOT / "docs" / "benchmarks.md", tmp_path)
+    before = Path(copy).read_bytes()
+    file = _write_results(tmp_path, "imports", "20 ms", quick=True)
+    for words in (["--quick", "--docs", "imports"], ["--docs", "--from", file]):
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            *map(str, words),
+            "--pages",
+            str(tmp_path),
+            "--output",
+            str(tmp_path),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode != 0
         assert "too little" in done.stderr
-    assert (kept.read_bytes() if kept.exists() else None) == before
+    assert Path(copy).read_bytes() == before
+    assert not (tmp_path / "_static").exists()
+
+
+def test_the_page_is_written_from_results_that_are_kept(tmp_path: Path) -> None:
+    """A scenario that was measured again takes its own place, the others stay, and the pictures are drawn."""
+    shutil.copy(ROOT / "docs" / "benchmarks.md", tmp_path)
+    for name, figure in (("imports", "20 ms"), ("fair", "1.30x"), ("imports", "19 ms")):
+        file = _write_results(tmp_path, name, figure, quick=False)
+        command = [sys.executable, "-m", "benchmarks", "--docs", "--pages", str(tmp_path), "--from", str(file)]
+        subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
+    page = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
+    assert "2 of 2 bars are met" in page
+    assert page.index("| 1.30x | yes |") < page.index("| 19 ms | yes |") < page.index("<!-- end -->")
+    assert "20 ms" not in page
+    assert "![curves](_static/picture-of-fair.svg)" in page
+    for name in ("imports", "fair"):
+        assert "<circle" in (tmp_path / "_static" / f"picture-of-{name}.svg").read_text(encoding="utf-8")
+    kept = json.loads((tmp_path / "_static" / "benchmarks.json").read_text(encoding="utf-8"))
+    assert [result["scenario"] for result in kept["results"]] == ["fair", "imports"]
+
+
+def _write_results(folder: Path, name: str, figure: str, *, quick: bool) -> Path:
+    machine = {
+        "cores": 1,
+        "machine": "m",
+        "system": "s",
+        "postgresql": "18",
+        "python": "3",
+        "packages": {"psycopg": "3"},
+    }
+    panels = {"seconds": {"hold()": [1.0, 2.5]}}
+    described = {
+        "name": f"picture-of-{name}",
+        "title": "curves",
+        "kind": "curves",
+        "across": "names",
+        "places": [1, 1000],
+        "panels": panels,
+    }
+    result = {
+        "scenario": name,
+        "quick": quick,
+        "took": 1.0,
+        "measured": "2026-11-29",
+        "title": name,
+        "method": "By a test.",
+        "bars": [{"what": name, "bar": "fast", "figure": figure, "value": 1, "met": True}],
+        "tables": [],
+        "skipped": {},
+        "pictures": [described],
+    }
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps({"machine": machine, "results": [result]}))
+    return file
 
 
 def test_the_page_of_the_docs_has_a_place_for_the_tables() -> None:
